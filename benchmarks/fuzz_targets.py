@@ -35,8 +35,8 @@ from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, s
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
-from plait.schema.graph import Edge, Graph, Node, Tie
 from plait.schema.job import Job, make_job, parse, read_job
+from plait.schema.plans.graph import Edge, Graph, Node, Tie
 from plait.schema.settings import PlanRequest
 from plait.schema.topology_spec import AUTO, build_topology, read_topology_spec
 from plait.sweeping.search.space import parse_dimension

@@ -18,10 +18,10 @@ from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir, RunKind
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
-from plait.schema.graph import Graph
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import make_job
 from plait.schema.placement import Placement
+from plait.schema.plans.graph import Graph
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from support.graphs import chain

@@ -8,7 +8,7 @@ from plait.pipeline.op_timings import OpTiming
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 
 def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list[OpTiming]]:

@@ -10,7 +10,7 @@ from plait.core.errors import PlanError
 from plait.pipeline.layout import PipelineLayout, stream
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from support.pipelines import AllOf
 from support.plans import straight_layout
 

@@ -13,7 +13,7 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.stage import Flight
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import Native
 from support.pipelines import Case, Delayed, train_in_pipeline, train_many, train_plainly

@@ -10,8 +10,8 @@ from plait.planner.memory import versions
 from plait.planner.partition.ties import find_tied
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward
-from plait.schema.graph import Tie
-from plait.schema.plan import Layout
+from plait.schema.plans.graph import Tie
+from plait.schema.plans.plan import Layout
 
 
 class ManyMicrobatches:

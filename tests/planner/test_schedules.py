@@ -26,7 +26,7 @@ from plait.planner.schedules.operations import (
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 from plait.planner.schedules.zero_bubble import interleaved_depth
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from support.plans import straight_layout
 
 replicated = st.lists(st.integers(1, 4), min_size=1, max_size=16).map(straight_layout)

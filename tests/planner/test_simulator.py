@@ -44,7 +44,7 @@ def test_zero_bubble_is_idle_less_than_one_forward_one_backward():
 
 
 def test_interleaving_halves_the_bubble():
-    from plait.schema.plan import Layout
+    from plait.schema.plans.plan import Layout
 
     layout = Layout(((0,), (1,), (2,), (3,), (0,), (1,), (2,), (3,)))
     costs = [StageCosts(0.5, 1.0, 0.0) for _ in range(8)]

@@ -6,7 +6,7 @@ import pytest
 
 from plait.graph import GraphError
 from plait.planner import PlanError, Schedule, Settings, fastest_plan, machines, make_plan, predict
-from plait.schema.graph import Tie
+from plait.schema.plans.graph import Tie
 from support.graphs import chain
 
 SHARED = 100.0

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from plait.planner import Schedule, Settings, machines, make_plan
-from plait.schema.graph import Edge, Graph, Node
+from plait.schema.plans.graph import Edge, Graph, Node
 
 TWO = machines(2, 1e12)
 

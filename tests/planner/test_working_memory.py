@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.graph.ideals import all_ideals
 from plait.planner import Schedule, Settings, machines, make_plan
 from plait.planner.memory import MemorySettings, stage_memory, working_bytes
-from plait.schema.graph import Graph
+from plait.schema.plans.graph import Graph
 from support.graphs import chain, graphs
 
 

@@ -24,7 +24,7 @@ from plait.profiler.profile import (
     save_profile,
 )
 from plait.profiler.timing import Timed
-from plait.schema.graph import Tie
+from plait.schema.plans.graph import Tie
 from plait.workloads.resnet import resnet18_tiny
 from plait.workloads.transformer import transformer_tiny
 from plait.workloads.vgg import vgg16_tiny

@@ -14,7 +14,7 @@ from plait.schema import job_settings, placement, settings
 from plait.schema.job import Job, make_job
 from plait.schema.job_model import OpenSection, Section, model_of
 from plait.schema.placement import HostAccess, Placement, WorkerLimits
-from plait.schema.schedules import Schedule
+from plait.schema.plans.schedules import Schedule
 from plait.schema.settings import (
     ClusterSettings,
     CommonSettings,

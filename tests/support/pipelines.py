@@ -23,7 +23,7 @@ from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_b
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import TracedModel, trace
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.training.optimizers.fused import use_fused_kernels
 from plait.workloads.data.sentences.vocabulary import PAD
 from plait.workloads.lstm import lstm_tiny

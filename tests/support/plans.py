@@ -10,8 +10,8 @@ from typing import Any
 from plait.measure.job import trace_job
 from plait.planner.cluster import machines
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.graph import Edge, Graph, Node
-from plait.schema.plan import Layout, Plan, Speedups, Stage
+from plait.schema.plans.graph import Edge, Graph, Node
+from plait.schema.plans.plan import Layout, Plan, Speedups, Stage
 from plait.schema.settings import PipelineSettings, TrainSettings
 from support.training import digits_job
 

@@ -21,7 +21,7 @@ from plait.launch.run_dir import RunDir
 from plait.planner import Schedule, machines, make_plan
 from plait.planner.partition.front import Settings
 from plait.planner.replan import moved_bytes, plan_for, replan
-from plait.schema.graph import Edge, Graph, Node
+from plait.schema.plans.graph import Edge, Graph, Node
 from plait.schema.settings import UNVERIFIED, TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components

@@ -12,7 +12,7 @@ from torch import nn
 from plait.core.errors import JobError
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, unsaved_state
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training import components
 from plait.training.engines.pipeline import check_pipeline

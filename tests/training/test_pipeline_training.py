@@ -22,7 +22,7 @@ from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Update
 from plait.planner.schedules.orders import operations
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from plait.core.codec import decode, encode
-from plait.schema.plan import Plan
+from plait.schema.plans.plan import Plan
 
 
 @dataclass(frozen=True)

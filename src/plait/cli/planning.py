@@ -18,15 +18,15 @@ from plait.core.errors import InputError
 from plait.core.names import searching
 from plait.core.shown import shown
 from plait.core.units import parse_bytes, show_bytes, show_seconds
-from plait.schema.schedules import Schedule
+from plait.schema.plans.schedules import Schedule
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from plait.planner import Cluster, Device, Plan
     from plait.profiler.profile import Profile
-    from plait.schema.graph import Graph
     from plait.schema.placement import Placement
+    from plait.schema.plans.graph import Graph
     from plait.schema.settings import TrainSettings
 
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the job (repeatable).")]

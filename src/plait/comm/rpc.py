@@ -1,8 +1,4 @@
-"""Commands and questions between workers, as JSON and tensors: a leader's to its followers, and to a server.
-
-Commands go over channels, from one leader to the workers of its group, in order. Questions go over the job's
-store, from any worker to the one that answers.
-"""
+"""Questions between workers, as JSON over the job's store: from any worker to the one that answers."""
 
 from __future__ import annotations
 
@@ -12,17 +8,13 @@ import json
 import threading
 import traceback
 import uuid
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 
-from plait.comm.channels import Channels
 from plait.comm.store import StoreTimeout
-from plait.comm.tags import Tag
 from plait.core.errors import InputError, PlaitError
 
 Question = dict[str, Any]
@@ -33,51 +25,6 @@ _CLOSE: Question = {"ask": "close"}
 # Between two questions a worker may train for any time.
 FOREVER = timedelta(days=365)
 CHECK_EVERY = timedelta(seconds=0.1)
-
-
-class Commands:
-    """Commands of a leader to its followers, and their replies; `leader` is a rank, as the followers are."""
-
-    def __init__(self, channels: Channels, leader: int, followers: Sequence[int]) -> None:
-        self.leader = leader
-        self._channels = channels
-        self._followers = followers
-        self._sent = self._replied = 0
-        self._received = Counter[int]()
-
-    @property
-    def followers(self) -> Sequence[int]:
-        return self._followers
-
-    def send(self, kind: str, **values: Any) -> None:
-        """Send a command to all followers; the leader calls it."""
-        self._sent += 1
-        note = json.dumps({"kind": kind, **values})
-        for follower in self._followers:
-            self._channels.send(follower, Tag.COMMAND, self._sent, [], f"the command to {kind}", note)
-
-    def receive(self) -> dict[str, Any]:
-        """The leader's next command; PeerError where the leader is gone."""
-        self._sent += 1
-        what = "the next command of the pipeline's first worker"
-        message = self._channels.receive(self.leader, Tag.COMMAND, self._sent, what)
-        command: dict[str, Any] = json.loads(message.content.note)
-        message.release()
-        return command
-
-    def reply(self, tensors: Sequence[Tensor], note: str = "") -> None:
-        """Send something to the leader that it waits for."""
-        self._replied += 1
-        self._channels.send(self.leader, Tag.REPLY, self._replied, tensors, "a reply", note)
-
-    def receive_reply(self, follower: int, what: str) -> tuple[list[Tensor], str]:
-        """The next reply of a follower, `what` the leader waits for."""
-        self._received[follower] += 1
-        message = self._channels.receive(follower, Tag.REPLY, self._received[follower], what)
-        found = [tensor.clone() for tensor in message.content.tensors if tensor is not None]
-        note = message.content.note
-        message.release()
-        return found, note
 
 
 class Client(Protocol):

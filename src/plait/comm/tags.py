@@ -24,9 +24,9 @@ class Tag(IntEnum):
     # The parameter server.
     PUSH = 9
     PULL = 10
-    # The leader of a pipeline to those that follow it, and back.
-    COMMAND = 1 << 16
-    REPLY = (1 << 16) + 1
+    # From the first of some workers in lockstep to the others, and back.
+    DECISION = 1 << 16
+    TO_FIRST = (1 << 16) + 1
     # All-reduce over a topology: from here on, two for each route of each lane.
     FIRST_ROUTE = 1 << 20
     # How a link ends, and that a process group is the job's own.

@@ -4,6 +4,6 @@ A `Graph` enters from a profile or from PipeDream's text format and leaves as th
 as JSON. Nothing here knows of machines: what a cut costs is the planner's business.
 """
 
-from plait.schema.graph import Edge, Graph, GraphError, Node, load_graph, save_graph
+from plait.schema.plans.graph import Edge, Graph, GraphError, Node, load_graph, save_graph
 
 __all__ = ["Edge", "Graph", "GraphError", "Node", "load_graph", "save_graph"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plait.graph.ideals import Ideals, TooManyIdeals, ideals_of_groups
-from plait.schema.graph import Graph
+from plait.schema.plans.graph import Graph
 
 # Pieces grow in these steps, as parts of the whole graph's seconds: small ones lose little.
 _STEPS = (1 / 512, 1 / 128, 1 / 32, 1 / 8, 1.0)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from plait.schema.graph import Edge, Graph, Node
+from plait.schema.plans.graph import Edge, Graph, Node
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

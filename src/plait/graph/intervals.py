@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from plait.graph.ideals import Bools, Floats, Ideals
-from plait.schema.graph import Graph
+from plait.schema.plans.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)

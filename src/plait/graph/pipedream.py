@@ -20,7 +20,7 @@ from pathlib import Path
 
 from plait.core.files import read_text, write_output
 from plait.core.shown import shown
-from plait.schema.graph import Edge, Graph, GraphError, Node
+from plait.schema.plans.graph import Edge, Graph, GraphError, Node
 
 # A graph of a hundred thousand layers.
 MOST_BYTES = 64_000_000

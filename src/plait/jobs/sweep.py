@@ -23,8 +23,8 @@ from plait.schema.aliases import KEY_ALIASES, canonical_value
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
+from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
-from plait.schema.schedules import Schedule
 from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
 from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.stages import check_in_stages, check_schedule

@@ -31,11 +31,11 @@ from plait.planner import (
 )
 from plait.planner.replan import plan_for
 from plait.profiler.profile import Profile
-from plait.schema.graph import Graph
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job_checks import check_slow
 from plait.schema.job_settings import Job
 from plait.schema.placement import ElasticRules, Placement
+from plait.schema.plans.graph import Graph
 from plait.schema.settings import (
     OptimizerSettings,
     PipelineOptions,

@@ -36,8 +36,8 @@ from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
-from plait.schema.graph import Graph
 from plait.schema.placement import Placement
+from plait.schema.plans.graph import Graph
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.train_step import TrainStep

@@ -19,7 +19,7 @@ from plait.pipeline.layout import PipelineLayout, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 MICROBATCHES, WARM_UP, WIDTH = 80, 20, 8
 DEADLINE_S = 120.0

@@ -14,7 +14,7 @@ from plait.planner.schedules.interleave import Lane, play
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
-from plait.schema.plan import Layout, Plan
+from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
 

@@ -20,8 +20,8 @@ from plait.planner.plans import (
 from plait.planner.predict import compare_schedules, predict
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.timeline import draw_plan
-from plait.schema.cluster import Cluster, Device, Level
-from plait.schema.plan import Plan, Stage
+from plait.schema.plans.cluster import Cluster, Device, Level
+from plait.schema.plans.plan import Plan, Stage
 
 __all__ = [
     "Cluster",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from plait.planner.memory import MemorySettings, held_by, versions
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.schema.plan import Layout, Plan
+from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
 # More microbatches than any pipeline holds.

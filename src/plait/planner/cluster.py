@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import PlanError
 from plait.core.shown import shown
-from plait.schema.cluster import Cluster, Device, Level
+from plait.schema.plans.cluster import Cluster, Device, Level
 
 if TYPE_CHECKING:  # planning needs no torch
     from plait.profiler.links import Link, Sum

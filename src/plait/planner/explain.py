@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from plait.core.units import count_of, show_bytes, show_seconds
 from plait.planner.predict import data_parallel_s
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.graph import Graph
-from plait.schema.plan import Plan, Stage
+from plait.schema.plans.graph import Graph
+from plait.schema.plans.plan import Plan, Stage
 
 
 def reasons(plan: Plan, graph: Graph, limits: Sequence[str] = ()) -> str:

@@ -35,8 +35,8 @@ import numpy as np
 from plait.core.errors import PlanError
 from plait.graph.ideals import Floats, Ideals
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.graph import Graph, Node
-from plait.schema.plan import Stage
+from plait.schema.plans.graph import Graph, Node
+from plait.schema.plans.plan import Stage
 
 # Pairs of ideals times layers up to which the working memory of stages is exact.
 EXACT_LIMIT = 50_000_000

@@ -11,8 +11,8 @@ from typing import Any
 from plait.core import artefact
 from plait.core.errors import PlanError
 from plait.core.shown import listed, shown
-from plait.schema.graph import MOST
-from plait.schema.plan import MOST_MICROBATCHES, Plan, Stage
+from plait.schema.plans.graph import MOST
+from plait.schema.plans.plan import MOST_MICROBATCHES, Plan, Stage
 
 KIND, VERSION = "plan", 1
 

@@ -44,9 +44,9 @@ from plait.planner.predict import (
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
-from plait.schema.cluster import Cluster
-from plait.schema.graph import Graph
-from plait.schema.plan import Layout, Plan, Speedups, Stage, Tied
+from plait.schema.plans.cluster import Cluster
+from plait.schema.plans.graph import Graph
+from plait.schema.plans.plan import Layout, Plan, Speedups, Stage, Tied
 
 
 class HasGraph(Protocol):

@@ -10,9 +10,9 @@ from plait.planner.memory import MemorySettings, held_by
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
 from plait.planner.schedules.simulator import SimulatedLink, Simulation, StageCosts, simulate
-from plait.schema.cluster import Cluster
-from plait.schema.graph import Graph
-from plait.schema.plan import Layout, Plan, Stage
+from plait.schema.plans.cluster import Cluster
+from plait.schema.plans.graph import Graph
+from plait.schema.plans.plan import Layout, Plan, Stage
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from plait.planner.partition.front import Settings
 from plait.planner.plans import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import predict
 from plait.planner.schedules.kinds import Schedule
-from plait.schema.cluster import LEAST, Cluster, Device
-from plait.schema.graph import Graph
-from plait.schema.plan import Plan
+from plait.schema.plans.cluster import LEAST, Cluster, Device
+from plait.schema.plans.graph import Graph
+from plait.schema.plans.plan import Plan
 
 
 def plan_for(plan: Plan, graph: Graph, speeds: Sequence[float]) -> Plan:

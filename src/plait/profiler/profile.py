@@ -24,7 +24,7 @@ from plait.profiler.memory import Weights, weigh
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
 from plait.profiler.trace import Inputs, trace
 from plait.profiler.traced import TracedModel
-from plait.schema.graph import MOST, Edge, Graph, GraphError, Node, Tie
+from plait.schema.plans.graph import MOST, Edge, Graph, GraphError, Node, Tie
 
 KIND, VERSION = "profile", 2
 # What the layers may add up to, as a share of the step, and how far steps may spread, in a measurement that

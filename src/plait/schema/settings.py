@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
-from plait.schema.graph import Graph
 from plait.schema.limits import (
     Count,
     CountFromZero,
@@ -23,8 +22,9 @@ from plait.schema.limits import (
     Workers,
 )
 from plait.schema.placement import ElasticRules, HostAccess, WorkerLimits
-from plait.schema.plan import Plan
-from plait.schema.schedules import Schedule
+from plait.schema.plans.graph import Graph
+from plait.schema.plans.plan import Plan
+from plait.schema.plans.schedules import Schedule
 from plait.schema.sync_options import KINDS
 from plait.schema.topology_spec import TopologySpec
 

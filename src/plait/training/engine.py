@@ -152,13 +152,6 @@ def elastic_engine(engine: Engine) -> ElasticEngine:
     return cast("ElasticEngine", engine)
 
 
-class Following(Starting, Protocol):
-    """The engine of a worker that another one leads."""
-
-    def follow(self, ready: Callable[[], None]) -> None:
-        """Link up with the other workers, call `ready`, and follow to the end of the run."""
-
-
 def ask_rank_0(worker: Worker, ask: Callable[[], Any]) -> Any:
     """What `ask` returns on rank 0, on all workers of the process group."""
     if worker.world_size == 1:

@@ -36,7 +36,7 @@ from plait.training.change.members import NO_STATE, ElasticMembers, Mark, Worker
 from plait.training.checks.same_data import look_again
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engine import Engine, EngineState, Following, elastic_engine
+from plait.training.engine import Engine, EngineState, elastic_engine
 from plait.training.loss_parts import describe_parts
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
@@ -548,17 +548,3 @@ def _ask(sources: Sequence[ChangeSource], step: int) -> dict[str, Any]:
         return {"failed": str(failure)}
     states = [source.state() if isinstance(source, SavedSource) else None for source in sources]
     return {"failed": None, "requests": requests, "states": states}
-
-
-class Follower(RunStart):
-    """A worker without a loop of its own: another one tells its engine what to do."""
-
-    def __init__(self, run: Run, engine: Following) -> None:
-        super().__init__(run, engine)
-        self._engine = engine
-
-    def train(self, resume: bool) -> None:
-        """Follow to the end of the run; the record is kept elsewhere."""
-        self.start(resume)
-        self._engine.follow(ready=keep_what_was_built)
-        self.run.close()

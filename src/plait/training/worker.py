@@ -29,7 +29,7 @@ from plait.training.data_checks import look_at_data
 from plait.training.engine import Engine
 from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
-from plait.training.loop import Follower, Loop
+from plait.training.loop import Loop
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
 from plait.training.sanity import try_evaluation
@@ -93,7 +93,7 @@ class DivergedError(PlaitError):
         )
 
 
-def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Loop | Follower:
+def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Loop:
     """The loop with the engine that the settings ask for; all workers make one together."""
     check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships is not None)
     chosen = None
@@ -163,17 +163,14 @@ def make_sources(run: Run) -> list[ChangeSource]:
     return [Replanning(run, source)]
 
 
-def _with_stages(run: Run) -> Loop | Follower:
+def _with_stages(run: Run) -> Loop:
     """The loop of a worker that holds stages of the model."""
     # Slow to import, with all that tracing needs.
     from plait.training.engines.pipeline import PipelineEngine, check_pipeline
-    from plait.training.engines.pipeline_replicas import FollowerEngine, LeadPipeline
-    from plait.training.engines.replica_layout import replica_layouts
+    from plait.training.engines.pipeline_replicas import PipelineMember
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
         return Loop(run, PipelineEngine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
-    if run.worker.rank in [replica.layout.worker(0, 0) for replica in replica_layouts(layout)]:
-        return Loop(run, DecentralizedEngine(run, LeadPipeline(run, hosts, layout)), make_sources(run))
-    return Follower(run, FollowerEngine(run, hosts, layout))
+    return Loop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))

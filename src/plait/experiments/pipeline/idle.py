@@ -27,7 +27,7 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Op, Update
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 PIECES = 8
 SLEEP_S = 0.05

@@ -26,7 +26,7 @@ from plait.pipeline.split_backward import jobs_of_this_forward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import trace
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.workloads.transformer import Block
 
 Steps = Callable[[int], None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.pipeline_replica import PipelineReplica, ReplicaWork
@@ -157,29 +158,22 @@ def _side_by_side(
     if alone:
         replica.averaging.after_update = lambda: None  # type: ignore[method-assign]
     dist.barrier()
-    rate = 0.0
-    if worker.rank == replica.leader:
-        rate = _lead(replica, seconds)
-    else:
-        while (order := replica.commands.receive())["kind"] == "update":
-            replica.update(order["step"], order["share"], order["count"], order["lr"])
+    rate = _rate(replica, seconds)
     replica.averaging.synchronize()
     dist.barrier()
     replica.close()
     return rate
 
 
-def _lead(replica: PipelineReplica, seconds: float) -> float:
+def _rate(replica: PipelineReplica, seconds: float) -> float:
     """Batches for `seconds`, after a first one that is not counted; how many a second."""
     started, updates, elapsed_s = 0.0, -1, 0.0
-    while elapsed_s < seconds:
-        replica.commands.send("update", step=updates, share=0, count=MICROBATCHES, lr=1.0)
+    while replica.lockstep.from_first(partial(float.__lt__, elapsed_s, seconds)):
         replica.update(updates, 0, MICROBATCHES, 1.0, _contents())
         updates += 1
         started = started or time.monotonic()
         elapsed_s = time.monotonic() - started
-    replica.commands.send("synchronize")
-    return updates / elapsed_s
+    return updates / elapsed_s if replica.lockstep.is_first else 0.0
 
 
 def _contents() -> Iterator[Any]:

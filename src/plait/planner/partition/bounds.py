@@ -29,8 +29,8 @@ import numpy as np
 
 from plait.graph.ideals import Floats
 from plait.graph.intervals import Cover, Interval
-from plait.schema.cluster import Level
-from plait.schema.graph import Graph
+from plait.schema.plans.cluster import Level
+from plait.schema.plans.graph import Graph
 
 _STEPS = 12
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from plait.core.errors import PlanError
 from plait.core.units import show_bytes
-from plait.schema.cluster import Cluster
-from plait.schema.plan import Stage
+from plait.schema.plans.cluster import Cluster
+from plait.schema.plans.plan import Stage
 
 
 def check_work(stages: Sequence[Stage], microbatches: int) -> None:

@@ -18,9 +18,9 @@ from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
 from plait.planner.schedules.kinds import Depth, Schedule
-from plait.schema.cluster import Cluster
-from plait.schema.graph import Graph
-from plait.schema.plan import MOST_MICROBATCHES
+from plait.schema.plans.cluster import Cluster
+from plait.schema.plans.graph import Graph
+from plait.schema.plans.plan import MOST_MICROBATCHES
 
 # How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
 _MOST_IDEALS_FLAT = 2000

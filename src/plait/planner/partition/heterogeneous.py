@@ -15,7 +15,7 @@ import numpy as np
 
 from plait.graph.ideals import Bools
 from plait.planner.partition.level_search import CLOSE, Ints, Problem
-from plait.schema.cluster import Cluster
+from plait.schema.plans.cluster import Cluster
 
 # Beyond this many ways to hand out devices, kinds that are nearly alike are taken for one.
 _MOST_STATES = 150

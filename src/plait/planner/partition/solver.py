@@ -17,7 +17,7 @@ from plait.graph.ideals import Bools, Floats, Ideals
 from plait.planner.memory import StageMemory
 from plait.planner.partition.level_search import CLOSE, Choice, Problem, partition, tidy
 from plait.planner.schedules.kinds import Depth, Schedule
-from plait.schema.cluster import Level
+from plait.schema.plans.cluster import Level
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.planner.schedules.kinds import Schedule, in_flight
-from plait.schema.graph import Tie
-from plait.schema.plan import Layout, Stage, Tied
+from plait.schema.plans.graph import Tie
+from plait.schema.plans.plan import Layout, Stage, Tied
 
 
 def find_tied(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from plait.core.errors import PlanError
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 # What was computed, in which pipeline, by which stage, of which microbatch.
 _Result = tuple[str, int, int, int]

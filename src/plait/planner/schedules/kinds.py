@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait.graph.ideals import Floats
-from plait.schema.plan import Layout
-from plait.schema.schedules import Schedule
+from plait.schema.plans.plan import Layout
+from plait.schema.plans.schedules import Schedule
 
 __all__ = ["Depth", "Schedule", "in_flight"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 
 @dataclass(frozen=True)

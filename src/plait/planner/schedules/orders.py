@@ -28,7 +28,7 @@ from plait.planner.schedules import zero_bubble
 from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 
 def operations(

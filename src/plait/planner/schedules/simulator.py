@@ -20,7 +20,7 @@ from plait.planner.schedules.operations import (
     Operations,
     Update,
 )
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 
 @dataclass(frozen=True)

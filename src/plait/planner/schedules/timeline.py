@@ -10,7 +10,7 @@ from plait.core.units import show_seconds
 from plait.planner.predict import predict
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.planner.schedules.simulator import SimulatedOp, Simulation
-from plait.schema.plan import Plan
+from plait.schema.plans.plan import Plan
 
 _COLOURS: dict[type[Op], tuple[str, str]] = {
     Forward: ("forward", "#4c8bf5"),

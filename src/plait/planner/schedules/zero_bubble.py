@@ -9,7 +9,7 @@ from plait.core.errors import PlanError
 from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardInput, Forward, Op, Operations, Update
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 
 Turn = tuple[int, int]
 

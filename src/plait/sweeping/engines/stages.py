@@ -15,7 +15,7 @@ from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.schema.settings import PipelineSettings, TrainSettings
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import is_fusable, with_values

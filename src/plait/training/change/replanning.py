@@ -15,7 +15,7 @@ from plait.core.units import show_bytes
 from plait.launch.worker import Worker
 from plait.planner import Plan, PlanError
 from plait.planner.replan import Replanned, plan_for, replan
-from plait.schema.graph import Graph
+from plait.schema.plans.graph import Graph
 from plait.schema.settings import TrainSettings
 from plait.training.run import Run
 

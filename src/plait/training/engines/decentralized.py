@@ -13,6 +13,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +65,13 @@ class Member(Protocol):
     # What measures its updates, where the job asks for signals.
     monitor: ShareMonitor | None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is the member's first, which takes work and asks for all of its workers."""
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        """What `find` returns on the member's first worker, on all of them; plain values."""
+
     def workers_at(self, place: int) -> tuple[int, ...]:
         """The workers that are lost with a place; the first of them keeps a record."""
 
@@ -89,7 +97,7 @@ class Member(Protocol):
         """The sums of loss and metric over a share of the test split."""
 
     def state(self) -> EngineState:
-        """The whole state; called by the member that writes checkpoints alone."""
+        """The whole state, on the first worker; called by the member that writes checkpoints alone."""
 
     def close(self) -> None:
         """End the links to the other members."""
@@ -100,6 +108,8 @@ class WholeModel:
 
     `name` distinguishes its keys in the store from those of earlier averaging in the same run.
     """
+
+    is_first = True
 
     def __init__(self, run: Run, hosts: Sequence[str], name: str = "") -> None:
         self._run = run
@@ -112,6 +122,9 @@ class WholeModel:
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
         self._samples = 0
         self._audit: AuditedStep | None = None
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        return find()
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return (place,)
@@ -289,27 +302,29 @@ class DecentralizedEngine:
         self._work(queue)
         members = self._synchronize()
         self._delete_stale(members)
-        while queue.is_work_left():
+        while member.from_first(queue.is_work_left):
             self._work(queue)
             members = self._synchronize()
         if any(is_audited(settings, run.step + i) for i in range(len(batches))):
             self._audit_average(members)
         self._intervals += 1
         self._stale += queue.store_keys()
-        done, after = queue.done()
+        done = member.from_first(queue.done)
+        after = batches[done - 1].after if done else None
         samples = sum(len(b.samples) for b in batches[:done])
         self._record_step(samples)
         self._exchange_signals(members, run.step + done, samples)
         self._note_throughput(force=True)
         self._note_members(members, run.step + done)
-        if run.worker.store.check([self._difference_key]):
+        if member.from_first(lambda: run.worker.store.check([self._difference_key])):
             # Where one worker has found a difference, all of them stop by it.
             run.audits.difference = run.worker.store.get(self._difference_key).decode()
-        return Trained(done, after or run.position, stopped=queue.stopped())
+        return Trained(done, after or run.position, stopped=member.from_first(queue.stopped))
 
     def _synchronize(self) -> tuple[int, ...]:
         self._sums_before = self._member.weight_sums()
-        return self._member.synchronize()
+        places = self._member.synchronize()
+        return tuple(self._member.from_first(lambda: places))
 
     def _audit_average(self, members: tuple[int, ...]) -> None:
         """Compare what members hold after they took the mean with each other, and with what each brought."""
@@ -326,7 +341,7 @@ class DecentralizedEngine:
     def _work(self, queue: WorkQueue) -> None:
         """Take work until none is left."""
         run = self._run
-        for item, batch in self._load(queue) if self._member.place not in self._idle else ():
+        for item, batch in self._items(queue) if self._member.place not in self._idle else ():
             step = run.step + item.index
             loss = self._update(step, item, batch)
             # Others have taken the work before this.
@@ -336,8 +351,19 @@ class DecentralizedEngine:
             self._note_throughput()
             if run.audits.difference is not None:
                 run.worker.store.set(self._difference_key, run.audits.difference)
-            if run.worker.stop_requested() or run.audits.difference is not None:
+            if self._member.is_first and (run.worker.stop_requested() or run.audits.difference is not None):
                 queue.stop()
+
+    def _items(self, queue: WorkQueue) -> Iterator[tuple[WorkItem, loader.Batch]]:
+        """The work of this member, as its first worker takes it; the others have no samples."""
+        work = self._load(queue) if self._member.is_first else iter(())
+        while True:
+            own = next(work, None)
+            taken = -1 if own is None else own[0].number
+            number = self._member.from_first(partial(int, taken))
+            if number < 0:
+                return
+            yield own or queue.without_samples(number)
 
     def _update(self, step: int, item: WorkItem, batch: loader.Batch) -> torch.Tensor:
         member, factor = self._member, self._run.lr_factor(step)
@@ -365,7 +391,7 @@ class DecentralizedEngine:
         member = self._member
         if not set(members) | member.averaging.ended() >= set(range(member.places)):
             return
-        for key in self._stale if member.place == min(members) else ():
+        for key in self._stale if member.is_first and member.place == min(members) else ():
             self._run.worker.store.delete_key(key)
         self._stale = []
 
@@ -402,7 +428,12 @@ class DecentralizedEngine:
     def _gather(
         self, name: str, own: list[float] | None, members: tuple[int, ...], what: str
     ) -> dict[int, list[float]]:
-        """The numbers of all `members` that live, by place; the same on all that ask.
+        """The numbers of all `members` that live, by place; the same on all that ask."""
+        gathered = self._member.from_first(lambda: self._gathered(name, own, members, what))
+        return {int(place): numbers for place, numbers in gathered}
+
+    def _gathered(self, name: str, own: list[float] | None, members: tuple[int, ...], what: str) -> Any:
+        """The numbers of `members`, through the store.
 
         A worker that ends meanwhile takes its numbers with it. The first that has all there are says what
         holds, so that all decide alike.
@@ -429,30 +460,40 @@ class DecentralizedEngine:
                     late[0],
                 )
             time.sleep(LOOK_S if waiting else 0)
-        agreed = store.compare_set(f"{key}/all", "", json.dumps(sorted(found.items())))
-        return {int(place): numbers for place, numbers in json.loads(agreed)}
+        return json.loads(store.compare_set(f"{key}/all", "", json.dumps(sorted(found.items()))))
 
     def state(self) -> EngineState | None:
-        return self._member.state() if self._is_writer() else None
+        state = self._member.state() if self._writes() else None
+        return state if self._member.is_first else None
 
-    def _is_writer(self) -> bool:
+    def _writes(self) -> bool:
+        """Whether it is this member that writes checkpoints."""
         return self._member.place == min(self._members)
 
     def finish(self, save: Callable[[], None]) -> None:
         """Save, and leave only once someone has: the next where the writer is lost."""
         save()
+        while members := self._member.from_first(self._await_saved):
+            self._note_members(tuple(members), self._run.step)
+            save()
+
+    def _await_saved(self) -> tuple[int, ...]:
+        """Return once the last checkpoint is saved; or, where the writer is lost, those that live."""
         saved, store = f"{self._prefix}/saved", self._run.worker.store
-        while not self._is_writer() and not store.check([saved]):
+        if self._writes():
+            store.set(saved, "1")
+        while not store.check([saved]):
             time.sleep(LOOK_S)
             living = tuple(sorted(set(self._members) & set(self._member.averaging.living())))
             if min(self._members) not in living and living:
-                self._note_members(living, self._run.step)
-                save()
-        if self._is_writer():
-            store.set(saved, "1")
+                return living
+        return ()
 
     def ask_first(self, ask: Callable[[], Any]) -> Any:
         """Of those that live: should the first be lost before it has answered, the next one is asked."""
+        return self._member.from_first(lambda: self._asked_first(ask))
+
+    def _asked_first(self, ask: Callable[[], Any]) -> Any:
         self._asked += 1
         key, store, worker = f"{self._prefix}/asked/{self._asked}", self._run.worker.store, self._run.worker
         self._stale.append(key)
@@ -490,7 +531,7 @@ class DecentralizedEngine:
         if averaging.tolerant:
             missing = set(range(self._member.places)) - set(members)
             run.worker.leave_out(sorted(w for place in missing for w in workers_at(place)))
-        if lost and self._is_writer():
+        if lost and self._writes() and self._member.is_first:
             run.take_over_record()
             run.metrics.warn(
                 f"worker {', '.join(map(str, lost))} is gone or silent since step {step}; "
@@ -499,7 +540,9 @@ class DecentralizedEngine:
             for worker in lost:
                 run.note(run_events.WorkerLost(worker, step))
         distance = averaging.stats.distances[-1] if averaging.stats.distances else 0.0
-        run.note(run_events.Settled(step, tuple(workers_at(m)[0] for m in members), distance))
+        # The workers that this one averages with: those with the same stage.
+        index = workers_at(self._member.place).index(run.worker.rank)
+        run.note(run_events.Settled(step, tuple(workers_at(m)[index] for m in members), distance))
 
     def _note_throughput(self, force: bool = False) -> None:
         if force or self._throughput.is_due():

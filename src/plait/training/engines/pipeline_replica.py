@@ -1,4 +1,4 @@
-"""One worker's part of a pipeline replica: the leader's commands, carried out on its stage."""
+"""One worker's part of a pipeline replica, whose workers run in lockstep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm.rpc import Commands
+from plait.comm.lockstep import Lockstep
 from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
@@ -65,7 +65,7 @@ class ReplicaWork:
 class PipelineReplica:
     """This worker's part of a pipeline replica; all workers of the world make one together.
 
-    The leader sends a command before each thing that the whole replica does; the others receive it.
+    All workers of the replica call each method together. The worker of the first stage has the data.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PipelineReplica:
         replicas = replica_layouts(pipeline_layout)
         self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
         self.pipeline_layout = replicas[self.number]
-        self.leader = self.pipeline_layout.layout.worker(0, 0)
+        self._first = self.pipeline_layout.layout.worker(0, 0)
         self._last = self.pipeline_layout.layout.worker(self.pipeline_layout.last, 0)
         self._rank, self._settings, self._parts = worker.rank, settings, parts
         self._loss = 0.0
@@ -93,8 +93,8 @@ class PipelineReplica:
         self._channels, self.pipeline = open_pipeline(
             worker, settings, parts, traced, self.pipeline_layout, hosts
         )
-        followers = [w for w in self.pipeline_layout.workers if w != self.leader]
-        self.commands = Commands(self._channels, self.leader, followers)
+        others = [w for w in self.pipeline_layout.workers if w != self._first]
+        self.lockstep = Lockstep(self._channels, worker.rank, [self._first, *others])
         stages = self.pipeline_layout.stages_of(worker.rank)
         # The workers that hold the same stage in the other replicas.
         self.peers = tuple(replica.layout.worker(stages[0], 0) for replica in replicas)
@@ -126,14 +126,14 @@ class PipelineReplica:
         )
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
-        """Update on `count` samples and average; the loss, on the leader, which alone has the `contents`."""
+        """Update on `count` samples and average; the loss, on the first worker, which has the `contents`."""
         pieces = self.pieces_of(count)
         sizes = [len(own) for own in split(count, pieces)]
         set_lr(self.pipeline.optimizer, self.pipeline.base_lrs, lr)
         work = ReplicaWork(sizes, (self._settings.seed, step, share), iter(contents))
         self.pipeline.run(one_batch(self.pipeline_layout, self._rank, pieces), work)
-        if self._rank == self.leader != self._last:
-            self._loss = float(self.commands.receive_reply(self._last, "a batch's loss")[0][0])
+        if self._rank == self._first != self._last:
+            self._loss = float(self.lockstep.receive_from(self._last, "a batch's loss")[0][0])
         return self._loss
 
     def pieces_of(self, count: int) -> int:
@@ -146,33 +146,33 @@ class PipelineReplica:
         if self._rank == self._last:
             self._loss = sum(float(loss) for loss in self.pipeline.losses.values())
             self.pipeline.losses.clear()
-            if self._rank != self.leader:
-                self.commands.reply([torch.tensor([self._loss], dtype=torch.float64)])
+            if self._rank != self._first:
+                self.lockstep.send_to_first([torch.tensor([self._loss], dtype=torch.float64)])
         self.averaging.after_update()
 
     def evaluate(self, counts: Sequence[int], contents: Iterable[Any] = ()) -> Tensor:
-        """The sums over pieces of the test split with `counts` samples, on the leader, which has them."""
+        """The sums over pieces of the test split with `counts` samples, on the first worker."""
         sums = torch.zeros(4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:
             sums.add_(sums_of(self._parts, output, target, counts[microbatch]))
 
         self.pipeline.evaluate(len(counts), ReplicaWork(counts, (0,), iter(contents)), measure)
-        if self._rank == self._last != self.leader:
-            self.commands.reply([sums])
-        elif self._rank == self.leader != self._last:
-            sums = self.commands.receive_reply(self._last, "the sums of an evaluation")[0][0]
+        if self._rank == self._last != self._first:
+            self.lockstep.send_to_first([sums])
+        elif self._rank == self._first != self._last:
+            sums = self.lockstep.receive_from(self._last, "the sums of an evaluation")[0][0]
         return sums
 
     def gather_state(self) -> State:
-        """The model's and the optimizer's state by name; of the whole model on the leader."""
+        """The model's and the optimizer's state by name; of the whole model on the first worker."""
         model, optimizer = self.pipeline.state()
-        if self._rank != self.leader:
+        if self._rank != self._first:
             note = json.dumps([list(model), list(optimizer)])
-            self.commands.reply([*model.values(), *optimizer.values()], note)
+            self.lockstep.send_to_first([*model.values(), *optimizer.values()], note)
             return model, optimizer
-        for follower in self.commands.followers:
-            tensors, note = self.commands.receive_reply(follower, "the state of its stage")
+        for other in self.lockstep.others:
+            tensors, note = self.lockstep.receive_from(other, "the state of its stage")
             names, paths = json.loads(note)
             model |= dict(zip(names, tensors))
             optimizer |= dict(zip(paths, tensors[len(names) :]))

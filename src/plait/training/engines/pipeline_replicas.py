@@ -1,4 +1,4 @@
-"""Pipelines side by side: their first workers take work at their own pace, the others follow."""
+"""Pipelines side by side: each is a member of decentralized training, whose workers run in lockstep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.core import run_events
 from plait.data import loader
 from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
@@ -17,19 +16,17 @@ from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging
 from plait.training.engine import EngineState, whole_state
 from plait.training.engines.data_parallel import WholeModelStart
-from plait.training.engines.decentralized import leave_world
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import report_verification, with_gathered
 from plait.training.engines.replica_layout import replica_layouts
-from plait.training.engines.throughput import ThroughputMeter
 from plait.training.evaluate import in_order
 from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.run import Run
 
 
-class LeadPipeline(WholeModelStart):
-    """A member of decentralized training that is a pipeline of workers, of which this is the first."""
+class PipelineMember(WholeModelStart):
+    """A member of decentralized training that is a pipeline of workers, of which this is one."""
 
     averaging: Averaging
 
@@ -43,6 +40,13 @@ class LeadPipeline(WholeModelStart):
         self._tied = further_names(run.parts.model)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
+
+    @property
+    def is_first(self) -> bool:
+        return self._replica.lockstep.is_first
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        return self._replica.lockstep.from_first(find)
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return self._pipelines[place]
@@ -58,10 +62,11 @@ class LeadPipeline(WholeModelStart):
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
         if not batch.count:
             return torch.zeros((), dtype=torch.float64)
-        replica = self._replica
-        replica.commands.send("update", step=step, share=share, count=batch.count, lr=factor)
-        pieces = loader.cut(batch.content, batch.count, replica.pieces_of(batch.count))
-        loss = replica.update(step, share, batch.count, factor, self._on_device(c for c, _ in pieces))
+        replica, contents = self._replica, iter(())
+        if self.is_first:
+            pieces = loader.cut(batch.content, batch.count, replica.pieces_of(batch.count))
+            contents = self._on_device(content for content, _ in pieces)
+        loss = replica.update(step, share, batch.count, factor, contents)
         return torch.tensor(loss, dtype=torch.float64)
 
     def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
@@ -73,7 +78,6 @@ class LeadPipeline(WholeModelStart):
 
     def synchronize(self) -> tuple[int, ...]:
         step, pipeline = self._run.step, self._replica.pipeline
-        self._replica.commands.send("synchronize", step=step)
         self._run.note(operations_event(step, pipeline.spans))
         pipeline.spans.clear()
         return self.averaging.synchronize()
@@ -84,61 +88,15 @@ class LeadPipeline(WholeModelStart):
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
         counts = [len(share(batch.samples, share_, shares)) for batch in batches]
-        found = self._run.load(tests, iter(batches), share_, shares)
-        self._replica.commands.send("evaluate", counts=counts)
+        own = iter(batches) if self.is_first else iter(())
+        found = self._run.load(tests, own, share_, shares)
         return self._replica.evaluate(counts, self._on_device(batch.content for batch in found))
 
     def state(self) -> EngineState:
-        self._replica.commands.send("gather")
         return with_gathered(whole_state(self._run.parts), self._replica.gather_state(), self._tied)
 
     def close(self) -> None:
-        self._replica.commands.send("end")
         self._replica.close()
-
-
-class FollowerEngine(WholeModelStart):
-    """Carries out the commands of the first worker of this worker's pipeline, until that ends."""
-
-    def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
-        super().__init__(run)
-        self._hosts = hosts
-        self._layout = layout
-        self._throughput = ThroughputMeter()
-
-    def follow(self, ready: Callable[[], None]) -> None:
-        """Link up with the other workers, call `ready`, and follow to the end of the run."""
-        replica = _open(self._run, self._layout, self._hosts)
-        leave_world(_needs_world(self._hosts))
-        ready()
-        while (command := replica.commands.receive())["kind"] != "end":
-            self._carry_out(replica, command)
-        replica.close()
-
-    def _carry_out(self, replica: PipelineReplica, command: dict[str, Any]) -> None:
-        match command["kind"]:
-            case "update":
-                replica.update(command["step"], command["share"], command["count"], command["lr"])
-                self._throughput.count(command["step"] + 1, command["count"])
-                if self._throughput.is_due():
-                    self._run.note(self._throughput.event(replica.averaging.stats))
-            case "synchronize":
-                self._synchronize(replica, command["step"])
-            case "evaluate":
-                replica.evaluate(command["counts"])
-            case "gather":
-                replica.gather_state()
-
-    def _synchronize(self, replica: PipelineReplica, step: int) -> None:
-        run = self._run
-        run.note(operations_event(step, replica.pipeline.spans))
-        replica.pipeline.spans.clear()
-        members = replica.averaging.synchronize()
-        stats = replica.averaging.stats
-        run.note(self._throughput.event(stats))
-        peers = tuple(replica.peers[place] for place in members)
-        run.note(run_events.Settled(step, peers, stats.distances[-1]))
-        run.flush_events()
 
 
 def _open(run: Run, layout: PipelineLayout, hosts: Sequence[str]) -> PipelineReplica:

@@ -1,8 +1,8 @@
 """Pipeline replicas that agree by averaging: each takes work of its own.
 
 Every stage has one worker in each replica, and these average among themselves, whatever the other stages do.
-The worker of a replica's first stage leads it: it takes work and sends commands to the others. All that a
-replica does for one update is sent before any of its workers waits for another replica, so waits have an end.
+The workers of a replica run in lockstep: that of its first stage takes work for all. All that a replica does
+for one update is sent before any of its workers waits for another replica, so waits have an end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from plait.core.errors import JobError
 from plait.pipeline.gradient_sync import find_holders
 from plait.pipeline.layout import PipelineLayout
 from plait.profiler.traced import TracedModel
-from plait.schema.plan import Layout
+from plait.schema.plans.plan import Layout
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import FAULT_TOLERANT, read_options
 

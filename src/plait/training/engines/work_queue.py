@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from plait.data.sampler import GlobalBatch, Position, share
+from plait.data.loader import Batch
+from plait.data.sampler import GlobalBatch, share
 
 # Added to the count to say that no more batches are begun.
 STOPPED = 1 << 40
@@ -162,12 +163,18 @@ class WorkQueue:
         else:
             self._limit(self._store.add(self._key, STOPPED) % STOPPED)
 
-    def done(self) -> tuple[int, Position | None]:
-        """How many batches were taken up, and the position after them; asked once, when all are through."""
+    def without_samples(self, number: int) -> tuple[WorkItem, Batch]:
+        """A claim as workers have it that read no data: their pipeline's first worker does."""
+        item = self._claim(number)
+        count = len(item.batch.samples)
+        return item, Batch(range(count), count, count, item.batch.epoch, item.batch.after)
+
+    def done(self) -> int:
+        """How many batches were taken up; asked once, when all are through."""
         limit = self._read_limit()
         count = len(self._batches) if limit is None else limit // self._workers
         self._speed.end_segment(count * self._workers if self._left_at is None else self._left_at)
-        return count, self._batches[count - 1].after if count else None
+        return count
 
     def stopped(self) -> bool:
         """Whether someone stopped it; asked once all workers are through."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.core.errors import PlanError
-from plait.schema.cluster import Cluster
-from plait.schema.schedules import Schedule
+from plait.schema.plans.cluster import Cluster
+from plait.schema.plans.schedules import Schedule
 
 # Replaying a step of this many microbatches takes seconds.
 MOST_MICROBATCHES = 1 << 16
