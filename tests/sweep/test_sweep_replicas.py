@@ -174,8 +174,8 @@ def test_two_groups_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path)
     groups = replace(settings, replicas=2)
     stopped, saved, found = run_ranks(4, stop_and_go_on, groups, tmp_path / "four")[0]
     assert stopped["reason"] == "stopped"
-    # The first group's trials were saved after the fifth step, and it looked before the next.
-    assert saved[:2] == ["step-000000005"] * 2
+    # The first trial was saved after its fifth step, and its group looked before the next.
+    assert saved[0] == "step-000000005"
     assert same_table(expected, found)
 
 
