@@ -17,7 +17,8 @@ from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.pipeline.weight_stash import WeightVersions
 from plait.schema.settings import OptimizerSettings
 from plait.training.checkpoint import Checkpoint, load, save
-from plait.training.optimizers.build import build_optimizer
+from plait.training.optimizers.build import build_optimizer, build_plain_optimizer
+from plait.verification.twin import OptimizerTwin
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
@@ -260,3 +261,17 @@ def test_weights_that_lie_turned_take_plain_steps() -> None:
         assert step(open_, [turned(g) for g in grads]) == 0
         step(plain, grads)
     assert_same(own, expected)
+
+
+def test_a_twin_steps_with_the_kernels_of_a_parameter_that_moves_for_the_first_time() -> None:
+    settings = OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9})
+    first, late = (torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = build_optimizer(settings, [first, late])
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    names = {first: "first", late: "late"}
+    twin = OptimizerTwin(optimizer, names, lambda own: build_plain_optimizer(settings, own), lambda _: None)
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert twin.updates == 1
+    assert list(twin.differences()) == []

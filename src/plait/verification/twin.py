@@ -69,6 +69,9 @@ class OptimizerTwin:
             twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
             if parameter in self._names:
                 self._add_gradient(self._names[parameter], None if twin.grad is None else dense(twin.grad))
+        for group, own in zip(self._optimizer.param_groups, self.twin.param_groups):
+            # Chosen before each step, by which of the parameters have state.
+            own |= {name: group[name] for name in ("fused", "foreach") if name in group}
         self._set_lr(self.twin)
         self.twin.step()
         self.updates += 1
