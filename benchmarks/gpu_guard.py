@@ -28,9 +28,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.experiments.fusion.cases import CPU_CASES, GPU_CASES, finish, fused_step, seconds_of
-from plait.experiments.fusion.gan import gan_fused_step
 from plait.fusion.speed.cuda_graph import CapturedStep
+from plait_bench.fusion.cases import CPU_CASES, GPU_CASES, finish, fused_step, seconds_of
+from plait_bench.fusion.gan import gan_fused_step
 
 FIGURES = Path(__file__).with_name("gpu_figures.json")
 DCGAN = "dcgan"

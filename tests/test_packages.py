@@ -34,7 +34,6 @@ ORDER = (
     "sweeping",
     "report",
     "jobs",
-    "experiments",
     "cli",
 )
 MOST_MODULES = 15

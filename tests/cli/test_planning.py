@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from plait.cli import app, planning
 from plait.core.errors import InputError
-from plait.experiments.planner import PROFILES
 from plait.graph import pipedream
 from plait.planner import Schedule, load_plan
 from plait.profiler.profile import Profile, load_profile
 from plait.profiler.timing import Timed
+from plait_bench.planner import PROFILES
 from support.graphs import chain
 
 JOB = """

@@ -18,16 +18,16 @@ from plait.core.shown import shown
 # Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides, and one
 # whose run has a parameter `quick` a shorter course.
 MODULES = {
-    "adaptive-batch": "plait.experiments.adapt.adaptive_batch",
-    "adaptive-topology": "plait.experiments.adapt.adaptive_topology",
-    "elastic": "plait.experiments.adapt.elastic",
-    "fusion": "plait.experiments.fusion.bench",
-    "monitoring": "plait.experiments.adapt.monitoring",
-    "pipeline": "plait.experiments.pipeline.bench",
-    "planner": "plait.experiments.planner",
-    "profiler": "plait.experiments.profiler",
-    "scalability": "plait.experiments.sync.scalability",
-    "sync": "plait.experiments.sync.bench",
+    "adaptive-batch": "plait_bench.adapt.adaptive_batch",
+    "adaptive-topology": "plait_bench.adapt.adaptive_topology",
+    "elastic": "plait_bench.adapt.elastic",
+    "fusion": "plait_bench.fusion.bench",
+    "monitoring": "plait_bench.adapt.monitoring",
+    "pipeline": "plait_bench.pipeline.bench",
+    "planner": "plait_bench.planner",
+    "profiler": "plait_bench.profiler",
+    "scalability": "plait_bench.sync.scalability",
+    "sync": "plait_bench.sync.bench",
 }
 
 
@@ -49,7 +49,7 @@ def bench(
     """
     if name not in MODULES:
         raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, MODULES)}")
-    from plait.experiments.bench import as_json, render, write_csv
+    from plait_bench.harness import as_json, render, write_csv
 
     module = importlib.import_module(MODULES[name])
     known = getattr(module, "PARTS", {})
