@@ -6,7 +6,6 @@ PipeDream's own bottlenecks and CPU seconds are those of its optimizer on the sa
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from plait.graph import Edge, Graph, Node, pipedream
 from plait.planner import Cluster, Plan, machines, make_plan
-from plait_bench.harness import Bench, BenchClaim, Row
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, number, spread
 
 PROFILES = Path(__file__).parent / "profiles"
 CLUSTERS = {
@@ -44,17 +43,17 @@ PUBLISHED: dict[str, tuple[Published, Published, Published]] = {
 }
 
 
-def run(profiles: Path | None = None, repeats: int = 3, command: str = "plait bench planner") -> Bench:
+def run(repeats: int = 3, command: str = "plait bench planner") -> Bench:
     """Plan every profile for every cluster, `repeats` times each, and a chain of 1,000 layers."""
     rows: list[Row] = []
     # The first plan of a process pays for loading numerical code; that is import time.
     make_plan(_long_chain(8), machines(2, 1e9))
     for name, published in PUBLISHED.items():
-        graph = pipedream.read((profiles or PROFILES) / f"{name}.txt").graph()
+        graph = pipedream.read(PROFILES / f"{name}.txt").graph()
         for (cluster, machine), theirs in zip(CLUSTERS.items(), published):
             rows.append(_measure(name, graph, cluster, machine, theirs, repeats))
     rows.append(_measure("chain of 1,000", _long_chain(1000), "64", machines(64, 1e9), None, 1))
-    return Bench("planner", command, tuple(rows), tuple(_claims(rows)))
+    return Bench("planner", command, rows, _claims(rows))
 
 
 def _measure(
@@ -74,9 +73,7 @@ def _measure(
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.bottleneck_s / plan.lower_bound_s - 1,
         "exact": plan.exact,
-        "cpu_s": statistics.median(seconds),
-        "cpu_min_s": min(seconds),
-        "cpu_max_s": max(seconds),
+        **spread(seconds, "cpu_s", "cpu_min_s", "cpu_max_s"),
         "pipedream_cpu_s": theirs.cpu_s if theirs else None,
         "stages": len(plan.stages),
         "devices_used": plan.devices_used,
@@ -86,35 +83,30 @@ def _measure(
 
 def _claims(rows: list[Row]) -> list[BenchClaim]:
     """What was said before measuring, with what was found."""
-    seconds = {(row["profile"], row["devices"]): float(row["cpu_s"] or 0) for row in rows}
+    seconds = {(row["profile"], row["devices"]): number(row, "cpu_s") for row in rows}
     named = {key: value for key, value in seconds.items() if key[0] in PUBLISHED}
     others = [v for (profile, n), v in named.items() if profile != "nasnetamobile" and (profile, n) != _FIRST]
     worst = max(_ratio(row) for row in rows)
-    gap = max(float(row["gap"] or 0) for row in rows if row["profile"] in PUBLISHED)
-    memory = peak_bytes()
+    gap = max(number(row, "gap") for row in rows if row["profile"] in PUBLISHED)
     return [
         # The published bottlenecks have six decimals.
-        BenchClaim("bottleneck over PipeDream's, the worst of all", worst, "at most 1", worst <= 1),
-        _within("CPU seconds for resnet50 on 4x4", seconds[_FIRST], 0.25),
-        _within("CPU seconds for any other profile that PipeDream finished", max(others), 2.0),
-        _within("CPU seconds for nasnetamobile on 16", seconds["nasnetamobile", "16"], 10.0),
-        _within("distance from the proven bound, the worst of all profiles", gap, 0.05),
-        _within("CPU seconds for 1,000 layers on 64 devices", seconds["chain of 1,000", "64"], 5.0),
-        _within("peak memory of the process in bytes", memory, 2e9),
+        at_most("bottleneck over PipeDream's, the worst of all", worst, 1),
+        at_most("CPU seconds for resnet50 on 4x4", seconds[_FIRST], 0.25),
+        at_most("CPU seconds for any other profile that PipeDream finished", max(others), 2.0),
+        at_most("CPU seconds for nasnetamobile on 16", seconds["nasnetamobile", "16"], 10.0),
+        at_most("distance from the proven bound, the worst of all profiles", gap, 0.05),
+        at_most("CPU seconds for 1,000 layers on 64 devices", seconds["chain of 1,000", "64"], 5.0),
+        at_most("peak memory of the process in bytes", peak_bytes(), 2e9),
     ]
 
 
 _FIRST = ("resnet50", "4x4")
 
 
-def _within(claim: str, value: float, goal: float) -> BenchClaim:
-    return BenchClaim(claim, value, f"at most {goal:g}", value <= goal)
-
-
 def _ratio(row: Row) -> float:
     """Our bottleneck, rounded as PipeDream's was published, over theirs."""
     theirs = row["pipedream_bottleneck_s"]
-    return round(float(row["bottleneck_s"] or 0), 6) / float(theirs) if theirs else 0.0
+    return round(number(row, "bottleneck_s"), 6) / float(theirs) if theirs else 0.0
 
 
 def peak_bytes() -> float:

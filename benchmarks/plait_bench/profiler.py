@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from plait.profiler.trace import trace
 from plait.workloads.resnet import resnet50
 from plait.workloads.transformer import transformer
 from plait.workloads.vgg import vgg16
-from plait_bench.harness import Bench, BenchClaim, Row
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_turns, number
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def run(
     device: str = "cpu", batch: int = 4, repeats: int = 7, command: str = "plait bench profiler"
 ) -> Bench:
     """Profile each model, whole steps measured in between, and time it against itself as one stage."""
-    rows = tuple(_measure(case, torch.device(device), batch, repeats) for case in CASES)
-    return Bench("profiler", command, rows, tuple(_claims(rows)))
+    rows = [_measure(case, torch.device(device), batch, repeats) for case in CASES]
+    return Bench("profiler", command, rows, _claims(rows))
 
 
 def _measure(case: ProfiledCase, device: torch.device, batch: int, repeats: int) -> Row:
@@ -91,14 +91,13 @@ def _stage_against_model(
     def stage_loss(outputs: tuple[Tensor, ...]) -> Tensor:
         return loss(traced.rebuild_output(outputs))
 
-    samples: list[tuple[float, float]] = []
-    for _ in range(1 + repeats):
+    def seconds(module: nn.Module, loss: Loss) -> float:
         model.zero_grad()
-        staged, _ = time_whole(stage, (inputs,), {}, stage_loss, clock)
-        model.zero_grad()
-        whole, _ = time_whole(model, (inputs,), {}, loss, clock)
-        samples.append((staged, whole))
-    return Timed.of([s for s, _ in samples[1:]]), Timed.of([w for _, w in samples[1:]])
+        return time_whole(module, (inputs,), {}, loss, clock)[0]
+
+    sides = {"stage": lambda _: seconds(stage, stage_loss), "whole": lambda _: seconds(model, loss)}
+    taken = in_turns(sides, repeats)
+    return Timed.of(taken["stage"]), Timed.of(taken["whole"])
 
 
 def _widest_spread(profile: Profile) -> float:
@@ -111,13 +110,13 @@ def _parameter_bytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _claims(rows: tuple[Row, ...]) -> list[BenchClaim]:
+def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
     claims = []
     for row in rows:
-        share, ratio = float(row["sum_over_step"] or 0), float(row["stage_over_model"] or 0)
+        share = number(row, "sum_over_step")
         claims += [
             BenchClaim(f"{row['model']}: layers over whole step", share, "0.9 to 1.1", 0.9 <= share <= 1.1),
-            BenchClaim(f"{row['model']}: one stage over the model", ratio, "at most 1.05", ratio <= 1.05),
+            at_most(f"{row['model']}: one stage over the model", number(row, "stage_over_model"), 1.05),
         ]
     exact = [row["parameters_exact"] is True for row in rows]
     claims.append(BenchClaim("models with exact parameter bytes", sum(exact), f"all {len(rows)}", all(exact)))

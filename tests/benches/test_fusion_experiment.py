@@ -8,7 +8,6 @@ from plait.core.errors import InputError
 from plait_bench.fusion.bench import run, write_plot
 from plait_bench.fusion.convergence import convergence, write_curves
 from plait_bench.fusion.processes import together
-from plait_bench.harness import as_json
 
 
 def test_rows_claims_and_picture_cover_what_was_asked_for(tmp_path):
@@ -22,7 +21,7 @@ def test_rows_claims_and_picture_cover_what_was_asked_for(tmp_path):
     assert "CUDA_MPS_PIPE_DIRECTORY is not set" in rows["mlp", "mps"]["failed"]
     assert [claim.goal for claim in bench.claims] == [">= 4x", ">= 1x"]
     assert all(claim.value is not None for claim in bench.claims)
-    assert as_json(bench)["name"] == "fusion"
+    assert bench.as_json()["name"] == "fusion"
     write_plot(bench, tmp_path / "fusion.png")
     assert (tmp_path / "fusion.png").stat().st_size > 1000
 
@@ -40,7 +39,7 @@ def test_an_unknown_model_or_mode_is_refused_with_the_nearest():
 
 
 def test_fused_curves_lie_on_the_serial_ones(tmp_path):
-    rows, claim = convergence(rates=(0.01, 0.1), steps=10)
+    rows, (claim,) = convergence(rates=(0.01, 0.1), steps=10)
     assert claim.holds, claim
     # Both learn, and the rates differ: equal curves are not equal for want of movement.
     assert [row["step"] for row in rows if row["lr"] == 0.1] == [1, 5, 10]

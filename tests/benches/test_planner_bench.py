@@ -7,7 +7,7 @@ from multiprocessing import get_context
 import pytest
 
 from plait_bench import planner
-from plait_bench.harness import Bench, BenchClaim, as_json, render, write_csv
+from plait_bench.harness import Bench, BenchClaim
 
 # The bench counts its own processor time; on a busy machine that takes as long as it takes.
 pytestmark = pytest.mark.timeout(600)
@@ -40,7 +40,7 @@ def test_every_claim_says_what_was_found_and_what_was_the_goal(bench):
 
 
 def test_a_bench_is_json_with_the_fields_of_the_contract(bench):
-    found = json.loads(json.dumps(as_json(bench)))
+    found = json.loads(json.dumps(bench.as_json()))
     assert list(found) == ["name", "machine", "versions", "command", "rows", "claims"]
     assert set(found["claims"][0]) == {"claim", "value", "goal", "holds"}
 
@@ -50,6 +50,6 @@ def test_a_claim_that_does_not_hold_is_shown_as_such(tmp_path):
         "x", "plait bench x", ({"case": "a", "seconds": 2.0},), (BenchClaim("fast", 2.0, "at most 1", False),)
     )
     assert not shown.holds
-    assert "[DOES NOT HOLD] fast: 2 (goal: at most 1)" in render(shown)
-    write_csv(shown, tmp_path / "x.csv")
+    assert "[DOES NOT HOLD] fast: 2 (goal: at most 1)" in shown.render()
+    shown.write_csv(tmp_path / "x.csv")
     assert (tmp_path / "x.csv").read_text() == "case,seconds\na,2.0\n"

@@ -7,7 +7,6 @@ import torch
 
 from plait.workloads.vgg import vgg16_tiny
 from plait_bench import profiler
-from plait_bench.harness import render
 
 
 def test_the_benchmark_shows_each_model_with_its_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,4 +18,4 @@ def test_the_benchmark_shows_each_model_with_its_claims(monkeypatch: pytest.Monk
     assert row["layers"] == 26
     assert len(bench.claims) == 3
     assert bench.claims[-1].holds
-    assert "vgg16: layers over whole step" in render(bench)
+    assert "vgg16: layers over whole step" in bench.render()

@@ -6,14 +6,13 @@ AdaScale. Training time counts, without evaluations.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from plait.core import events
-from plait.core.files import write_picture
 from plait.core.run_events import Changed, Evaluated, Step
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -27,8 +26,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait_bench.adapt.guests import train_as_guest
-from plait_bench.harness import Bench, BenchClaim, Row
-from plait_bench.world import in_world
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, picture
 
 WORKERS = 2
 SMALL, LARGE = 16, 256
@@ -41,8 +39,8 @@ POLICY = PolicySettings("batch-size", {"most": LARGE, "every_steps": 30, "lr": "
 def run(quick: bool = False, command: str = "plait bench adaptive-batch") -> Bench:
     """Three seeds; `quick` takes one, and fewer epochs."""
     asked = {"epochs": 6 if quick else 20, "seeds": [0] if quick else [0, 1, 2], "quick": quick}
-    rows = in_world(WORKERS, f"{__name__}:batch_worker", asked)["rows"]
-    return Bench("adaptive-batch", command, tuple(rows), tuple(claims_of(rows)))
+    rows = in_world(WORKERS, train_all, asked, joined=False)[0]
+    return Bench("adaptive-batch", command, rows, claims_of(rows))
 
 
 def _settings(kind: str, epochs: int, seed: int, quick: bool) -> TrainSettings:
@@ -61,19 +59,17 @@ def _settings(kind: str, epochs: int, seed: int, quick: bool) -> TrainSettings:
     )
 
 
-def batch_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+def train_all(worker: Worker, epochs: int, seeds: list[int], quick: bool) -> list[Row]:
     """Be one of the workers of all runs; the first one tells what each came to."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in asked["seeds"]:
-            # Runs of a seed take turns, so that what else the machine does meets all of them.
-            for kind in RUNS:
-                name = f"{kind}-{seed}"
-                settings = _settings(kind, asked["epochs"], seed, asked["quick"])
-                train_as_guest(worker, name, settings, Path(folder) / name)
-                if worker.rank == 0:
-                    rows.append(_row(kind, seed, RunDir(Path(folder) / name)))
-    return {"rows": rows}
+        # Runs of a seed take turns, so that what else the machine does meets all of them.
+        for seed, kind in itertools.product(seeds, RUNS):
+            name = f"{kind}-{seed}"
+            train_as_guest(worker, name, _settings(kind, epochs, seed, quick), Path(folder) / name)
+            if worker.rank == 0:
+                rows.append(_row(kind, seed, RunDir(Path(folder) / name)))
+    return rows
 
 
 def _row(kind: str, seed: int, run: RunDir) -> Row:
@@ -95,34 +91,25 @@ def _row(kind: str, seed: int, run: RunDir) -> Row:
 
 
 def _mean(rows: Sequence[Row], kind: str, column: str) -> float:
-    return statistics.mean(float(row[column] or 0) for row in rows if row["batches"] == kind)
+    return statistics.mean(number(row, column) for row in rows if row["batches"] == kind)
 
 
 def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     lost = _mean(rows, "small", "accuracy") - _mean(rows, "adaptive", "accuracy")
     share = _mean(rows, "adaptive", "seconds") / _mean(rows, "small", "seconds")
     return [
-        BenchClaim("accuracy that small batches have more", lost, f"at most {POINTS:g}", lost <= POINTS),
-        BenchClaim("its time over that of small batches", share, f"at most {SHARE:g}", share <= SHARE),
+        at_most("accuracy that small batches have more", lost, POINTS),
+        at_most("its time over that of small batches", share, SHARE),
     ]
 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Accuracy over training time, a point for each run."""
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for number, kind in enumerate(RUNS):
-        own = [row for row in bench.rows if row["batches"] == kind]
-        seconds, accuracy = ([float(row[key] or 0) for row in own] for key in ("seconds", "accuracy"))
-        axis.scatter(seconds, accuracy, label=f"{kind} ({own[0]['sizes']})", color=f"C{number}")
-    axis.set_xlabel("seconds of training")
-    axis.set_ylabel("test accuracy")
-    axis.set_xlim(left=0)
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    write_picture(path, figure, dpi=120)
-    plt.close(figure)
+    with picture(path, (7, 4)) as (axis,):
+        for kind in RUNS:
+            own = [row for row in bench.rows if row["batches"] == kind]
+            seconds, accuracy = ([number(row, key) for row in own] for key in ("seconds", "accuracy"))
+            axis.scatter(seconds, accuracy, label=f"{kind} ({own[0]['sizes']})")
+        axis.set(xlabel="seconds of training", ylabel="test accuracy")
+        axis.set_xlim(left=0)
+        axis.legend(fontsize=8)

@@ -16,19 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from plait.core import events
-from plait.core.files import write_picture
 from plait.core.run_events import Changed, Signals, Step
-from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
-from plait.schema.hosts import Host
-from plait.schema.placement import Placement
 from plait.schema.settings import (
     DataSettings,
     ModelSettings,
@@ -38,8 +32,18 @@ from plait.schema.settings import (
 )
 from plait.schema.topology_spec import TopologySpec
 from plait_bench.adapt.guests import train_as_guest
-from plait_bench.harness import Bench, BenchClaim, Row
-from plait_bench.sync.shaped_hosts import NIC, BridgedHosts, bridged_hosts, missing_for_shaping
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Row,
+    Sleeping,
+    at_least,
+    at_most,
+    in_world,
+    number,
+    picture,
+)
+from plait_bench.sync.shaped_hosts import BridgedHosts, bridged_hosts, missing_for_shaping
 
 HOSTS = ("w0", "w1", "w2", "w3")
 RATE = "600mbit"
@@ -51,19 +55,9 @@ WORKERS_A_HOST = 2
 CANDIDATES = ["binary-tree-star:2", "tree:2", "star:2"]
 
 
-class SleepingLinear(nn.Module):
-    """A linear layer of `features` squared weights whose training steps sleep."""
-
-    def __init__(self, features: int = FEATURES, seconds: float = STEP_S) -> None:
-        super().__init__()
-        self.layer = nn.Linear(features, features)
-        self._seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            time.sleep(self._seconds)
-        out: Tensor = self.layer(x)
-        return out
+def sleeping_linear() -> nn.Module:
+    """A linear layer whose training steps sleep."""
+    return Sleeping(nn.Linear(FEATURES, FEATURES), STEP_S)
 
 
 @dataclass(frozen=True)
@@ -95,12 +89,12 @@ def run(quick: bool = False, command: str = "plait bench adaptive-topology") -> 
     reason = missing_for_shaping()
     if reason is not None:
         claim = BenchClaim(f"four hosts: {reason}", None, "four network namespaces", False)
-        return Bench("adaptive-topology", command, (), (claim,))
+        return Bench("adaptive-topology", command, [], [claim])
     # The run that stays as it is need not see the link's end.
     courses = {"adaptive": course, "fixed": Course(course.slow, course.slow + 13, course.slow + 15)}
     recorded = _record(courses)
     rows = [row for each in recorded for row in _rows(each)]
-    return Bench("adaptive-topology", command, tuple(rows), tuple(claims_of(*recorded)))
+    return Bench("adaptive-topology", command, rows, claims_of(*recorded))
 
 
 def _settings(adaptive: bool, course: Course) -> TrainSettings:
@@ -110,7 +104,7 @@ def _settings(adaptive: bool, course: Course) -> TrainSettings:
     shapes = {"shape": [FEATURES], "target_shape": [FEATURES], "samples": 64}
     return TrainSettings(
         name="adaptive-topology",
-        model=ModelSettings(f"{__name__}:SleepingLinear"),
+        model=ModelSettings(f"{__name__}:sleeping_linear"),
         data=DataSettings("synthetic", BATCH, shapes),
         loss="mse",
         optimizer=OptimizerSettings("sgd", {"lr": 0.01}),
@@ -122,29 +116,20 @@ def _settings(adaptive: bool, course: Course) -> TrainSettings:
     )
 
 
-def topology_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+def train_both(worker: Worker, courses: dict[str, dict[str, int]], folder: str) -> None:
     """Be one of the workers of both runs."""
-    for name, course in asked["courses"].items():
-        settings = _settings(name == "adaptive", Course(**course))
-        train_as_guest(worker, name, settings, Path(asked["folder"]) / name)
-    return {}
+    for name, course in courses.items():
+        train_as_guest(worker, name, _settings(name == "adaptive", Course(**course)), Path(folder) / name)
 
 
 def _record(courses: dict[str, Course]) -> list[RecordedRun]:
     """Run each, and shape the link of the star's root when it has come to the steps of its course."""
     with tempfile.TemporaryDirectory() as folder, bridged_hosts(HOSTS) as hosts:
         shaper = _Shaper(hosts, Path(folder), courses)
-        launch = Launch(
-            Placement(
-                tuple(Host(name, WORKERS_A_HOST) for name in HOSTS), shell=hosts.shell, nic=NIC, threads=1
-            ),
-            entry=f"{__name__}:topology_worker",
-            settings={"courses": {name: asdict(each) for name, each in courses.items()}, "folder": folder},
-            logs=Path(folder) / "logs",
-        )
+        asked = {"courses": {name: asdict(each) for name, each in courses.items()}, "folder": folder}
         shaper.start()
         try:
-            Supervisor(launch, Silent()).run()
+            in_world(hosts.placement(WORKERS_A_HOST), train_both, asked, joined=False)
         finally:
             shaper.end()
         return [
@@ -238,52 +223,31 @@ def claims_of(adaptive: RecordedRun, fixed: RecordedRun) -> list[BenchClaim]:
     end = [tops[step] for step, t, _ in steps if t > adaptive.free_t and step in tops]
     back = next((i for i, name in enumerate(end) if name == "star"), None)
     at_end = float(bool(end) and end[-1] == "star")
+    after = f"back on the star at the end (after {'no' if back is None else back} steps of a free link)"
     return [
-        BenchClaim(
-            "steps from the slow link to the first change",
-            waited,
-            "at most 5",
-            waited is not None and waited <= 5,
-        ),
-        BenchClaim(
-            "throughput from the tenth slow step on, over that before", again, "at least 0.9", again >= 0.9
-        ),
+        at_most("steps from the slow link to the first change", waited, 5),
+        at_least("throughput from the tenth slow step on, over that before", again, 0.9),
         BenchClaim("the same without adaptation: it stays down", down, "below 0.8", down < 0.8),
-        BenchClaim(
-            f"back on the star at the end (after {'no' if back is None else back} steps of a free link)",
-            at_end,
-            "1",
-            at_end == 1.0,
-        ),
+        BenchClaim(after, at_end, "1", at_end == 1.0),
     ]
 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Throughput by step, with and without adaptation, and when the link was slow."""
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(10, 4))
-    for name, colour in (("adaptive", "C0"), ("fixed", "C1")):
-        own = [row for row in bench.rows if row["run"] == name]
-        steps, rates = ([float(row[key] or 0) for row in own] for key in ("step", "samples_per_s"))
-        axis.plot(steps, rates, label=name, color=colour)
-        slow = [float(row["step"] or 0) for row in own if row["link"] == "slow"]
-        if slow:
-            axis.axvspan(min(slow), max(slow), alpha=0.12, color=colour, label=f"slow link ({name})")
-    own = [row for row in bench.rows if row["run"] == "adaptive"]
-    for before, row in itertools.pairwise(own):
-        if before["topology"] != row["topology"]:
-            axis.axvline(float(row["step"] or 0), color="grey", linewidth=0.8)
-            axis.text(
-                float(row["step"] or 0), axis.get_ylim()[1], str(row["topology"]), rotation=60, fontsize=7
-            )
-    axis.set_xlabel("step")
-    axis.set_ylabel("samples/s")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
-    write_picture(path, figure, dpi=120)
-    plt.close(figure)
+    with picture(path, (10, 4)) as (axis,):
+        for name, colour in (("adaptive", "C0"), ("fixed", "C1")):
+            own = [row for row in bench.rows if row["run"] == name]
+            steps, rates = ([number(row, key) for row in own] for key in ("step", "samples_per_s"))
+            axis.plot(steps, rates, label=name, color=colour)
+            slow = [number(row, "step") for row in own if row["link"] == "slow"]
+            if slow:
+                axis.axvspan(min(slow), max(slow), alpha=0.12, color=colour, label=f"slow link ({name})")
+        own = [row for row in bench.rows if row["run"] == "adaptive"]
+        for before, row in itertools.pairwise(own):
+            if before["topology"] != row["topology"]:
+                step = number(row, "step")
+                axis.axvline(step, color="grey", linewidth=0.8)
+                axis.text(step, axis.get_ylim()[1], str(row["topology"]), rotation=60, fontsize=7)
+        axis.set(xlabel="step", ylabel="samples/s")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8, loc="lower right")

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from plait.core.events import Recorded
+from plait.core.run_events import Step
 from plait.launch.display import Silent, WorkerState
 from plait.launch.run_dir import RunDir, find_run
+from plait_bench.harness import recorded
 
 # Something to do to a run and its workers.
 Act = Callable[[RunDir, tuple[WorkerState, ...]], None]
@@ -54,3 +57,26 @@ class KillWorker:
     def __call__(self, _: RunDir, workers: tuple[WorkerState, ...]) -> None:
         self.at = time.time()
         os.kill(workers[self._rank].pid, signal.SIGKILL)
+
+
+def trained(job: Mapping[str, Any], acts: Sequence[Act], quiet_steps: int) -> tuple[RunDir, list[Recorded]]:
+    """The folder of a run to which `acts` were done meanwhile, and its record in the order of time."""
+    from plait.jobs.train import train  # reads job files
+
+    driver = Driver(job["name"], acts, Path(job["run_dir"]), quiet_steps)
+    folder = RunDir(Path(train(job, display=driver).run))
+    return folder, recorded(folder)
+
+
+def losses(found: Sequence[Recorded]) -> dict[int, float]:
+    """The loss of each step, as it was last taken."""
+    taken = {line.event.step: line.event.loss for line in found if isinstance(line.event, Step)}
+    return {step: float("nan") if loss is None else loss for step, loss in sorted(taken.items())}
+
+
+def apart(one: Sequence[Recorded], other: Sequence[Recorded]) -> float | None:
+    """The largest difference of a step's loss in two runs, None where they have not the same steps."""
+    ours, theirs = losses(one), losses(other)
+    if not ours or ours.keys() != theirs.keys():
+        return None
+    return max(abs(ours[step] - theirs[step]) for step in theirs)

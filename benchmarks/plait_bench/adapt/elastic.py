@@ -15,15 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.core import events
-from plait.core.files import write_picture
+from plait.core.events import Recorded
 from plait.core.run_events import Step, WorkersChanged
 from plait.launch.control import ask_job
 from plait.launch.display import WorkerState
 from plait.launch.run_dir import RunDir
 from plait_bench.adapt import pipelines
-from plait_bench.adapt.driver import Act, Driver, KillWorker
-from plait_bench.harness import Bench, BenchClaim, Row
+from plait_bench.adapt.driver import Act, KillWorker, apart, trained
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Found,
+    Row,
+    Sleeping,
+    at_most,
+    number,
+    picture,
+    run_parts,
+)
 
 SIZES = (2, 3, 4, 2, 1, 3)
 GOAL_S = 0.5
@@ -53,48 +62,37 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-PARTS = {
-    "workers": "resizes, a worker that is killed, and the policy that chooses the number of workers",
-    "pipelines": "a pipeline that loses a worker, and one in which a worker becomes slower",
-}
-
-
 def run(
-    parts: Sequence[str] = tuple(PARTS), command: str = "plait bench elastic", quick: bool = False
+    parts: Sequence[str] = ("workers", "pipelines"), command: str = "plait bench elastic", quick: bool = False
 ) -> Bench:
     """Change jobs while they run, beside jobs that stay as they are; the quick course is that of workers."""
-    rows: list[Row] = []
-    claims: list[BenchClaim] = []
-    if "workers" in parts:
-        more_rows, more_claims = _workers(quick)
-        rows, claims = rows + more_rows, claims + more_claims
-    if "pipelines" in parts and not (quick and "workers" in parts):
-        changed = pipelines.lost_rows() + pipelines.slow_rows()
-        rows, claims = rows + changed, claims + pipelines.claims(changed)
-    return Bench("elastic", command, tuple(_without_curves(rows)), tuple(claims))
+    if quick and "workers" in parts:
+        parts = ["workers"]
+    return run_parts("elastic", command, parts, {**PARTS, "workers": lambda: run_workers(quick)})
 
 
-def _workers(quick: bool) -> tuple[list[Row], list[BenchClaim]]:
-    """Resize jobs while they run and lose a worker of one; beside them, a run of fixed size."""
+def run_workers(quick: bool = False) -> Found:
+    """Resizes, a worker that is killed, and the policy that chooses the number of workers."""
     rows: list[Row] = []
     claims: list[BenchClaim] = []
     # Joiners take a while on a busy machine, and all changes must come before the end.
     steps = (2 if quick else 4) * QUIET_STEPS * (len(SIZES) + 1)
     for name in ("mlp",) if quick else ("mlp", "mlp-3-million"):
-        rows += _resized(name, steps)
-        claims += _stall_claims(name, rows)
+        parallel = {"workers": SIZES[0], "elastic": True, "max_workers": max(SIZES)}
+        resized = _trained(name, parallel, steps, [_ask(size) for size in SIZES[1:]])
+        changes = _change_rows("resize", name, resized)
+        rows += changes
+        claims.append(_stall_claim(name, changes))
         if name == "mlp":
-            rows.append(_fixed_row(name, steps))
-            claims.append(_loss_claim(rows))
-    rows += _lost("mlp")
-    claims.append(_loss_of_worker_claim(rows))
-    rows += _chosen_by_policy()
-    claims.append(_policy_claim(rows))
-    return rows, claims
+            fixed = _trained(name, {"workers": 2, "jitter": [0.0, 0.0]}, steps)
+            rows.append({"case": "fixed size", "model": name, "workers": 2, "then": 2})
+            words = "the largest difference of a step's loss from the run of fixed size (float64)"
+            claims.append(at_most(words, apart(resized, fixed), LOSS_GOAL, ", over all steps"))
+    lost, tried = _lost("mlp"), _chosen_by_policy()
+    return [*rows, *lost, *tried], [*claims, _loss_of_worker_claim(lost), _policy_claim(tried)]
 
 
-def _without_curves(rows: Sequence[Row]) -> list[Row]:
-    return [{key: value for key, value in row.items() if key != "curve"} for row in rows]
+PARTS: Mapping[str, Callable[[], Found]] = {"workers": run_workers, "pipelines": pipelines.run}
 
 
 def _job(name: str, folder: str, parallel: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -119,35 +117,23 @@ def _ask(workers: int) -> Act:
     return ask
 
 
-def _resized(name: str, steps: int) -> list[Row]:
-    """A row for each change of a job that is resized while it runs."""
-    parallel = {"workers": SIZES[0], "elastic": True, "max_workers": max(SIZES)}
-    recorded = _trained(name, parallel, steps, [_ask(size) for size in SIZES[1:]])
-    return _change_rows("resize", name, recorded)
-
-
 def _lost(name: str) -> list[Row]:
     """A row for the loss of the worker that keeps the record, and one for the worker in its place."""
-    parallel = {"workers": 3, "elastic": True, "max_workers": 3}
     kill = KillWorker(0)
-    recorded = _trained(name, parallel, 8 * QUIET_STEPS, [kill])
+    recorded = _trained(name, {"workers": 3, "elastic": True, "max_workers": 3}, 8 * QUIET_STEPS, [kill])
     # What the worker that was killed recorded last may not have reached its file.
     return _change_rows("kill -9 of worker 0", name, recorded, kill.at)
 
 
-class KnownScaling(nn.Module):
+class KnownScaling(Sleeping):
     """A model that takes the time of a job whose best number of workers is known, whatever the machine."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 10)
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            workers = dist.get_world_size() if dist.is_initialized() else 1
-            time.sleep(SAMPLE_S * len(x) + WORKER_S * workers)
-        found: torch.Tensor = self.layer(x.flatten(1))
-        return found
+    def forward_s(self, x: torch.Tensor) -> float:
+        workers = dist.get_world_size() if dist.is_initialized() else 1
+        return SAMPLE_S * len(x) + WORKER_S * workers
 
 
 def best_workers() -> int:
@@ -160,13 +146,12 @@ def _chosen_by_policy() -> list[Row]:
     """A row for each number of workers that the policy tries."""
     parallel = {"workers": 1, "elastic": True, "max_workers": MOST_WORKERS, "jitter": [0.0, 0.0]}
     policy = {"kind": "workers", "most": MOST_WORKERS, "gain": GAIN, "window": 8}
-    return _change_rows(
-        "policy", "known-scaling", _trained("known-scaling", parallel, 160, [], adapt=[policy])
-    )
+    found = _trained("known-scaling", parallel, 160, adapt=[policy])
+    return _change_rows("policy", "known-scaling", found)
 
 
 def _policy_claim(rows: Sequence[Row]) -> BenchClaim:
-    tried = [int(row["then"] or 0) for row in rows if row["case"] == "policy"]
+    tried = [int(number(row, "then")) for row in rows]
     best = best_workers()
     words = "the number of workers that the policy comes to, for a job whose scaling is known"
     last = tried[-1] if tried else None
@@ -175,35 +160,23 @@ def _policy_claim(rows: Sequence[Row]) -> BenchClaim:
 
 
 def _trained(
-    name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Callable[..., None]], **more: Any
-) -> list[events.Recorded]:
-    """What was recorded of a run, by whichever worker, in the order of time."""
-    from plait.jobs.train import train  # reads job files
-
+    name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Act] = (), **more: Any
+) -> list[Recorded]:
     with tempfile.TemporaryDirectory() as folder:
-        made = train(
-            _job(name, folder, parallel, steps) | more, display=Driver(NAME, acts, Path(folder), QUIET_STEPS)
-        )
-        files = sorted(Path(made.run).glob("events/*.jsonl"))
-        found = [line for path in files for line in events.read(path)]
-    return sorted(found, key=lambda line: line.t)
+        return trained(_job(name, folder, parallel, steps) | more, acts, QUIET_STEPS)[1]
 
 
-def _change_rows(
-    case: str, name: str, recorded: Sequence[events.Recorded], since: float | None = None
-) -> list[Row]:
+def _change_rows(case: str, name: str, recorded: Sequence[Recorded], since: float | None = None) -> list[Row]:
     """How long each change held up the steps, beyond the time of a step; the first one from `since` on."""
     rows: list[Row] = []
     for index, line in enumerate(recorded):
         event = line.event
         if isinstance(event, WorkersChanged):
-            last = [each for each in recorded[:index] if isinstance(each.event, Step)]
-            first = next(each for each in recorded[index:] if isinstance(each.event, Step))
-            ahead = [each for each in recorded[index:] if isinstance(each.event, Step)][1 : QUIET_STEPS // 2]
+            before = [each.t for each in recorded[:index] if isinstance(each.event, Step)]
+            after = [each.t for each in recorded[index:] if isinstance(each.event, Step)]
             # Two steps in a row that a worker records end one step apart.
-            step_s = statistics.median(b.t - a.t for a, b in itertools.pairwise(ahead))
-            began = since if since is not None and not rows else last[-1].t
-            gap_s = first.t - began
+            step_s = statistics.median(b - a for a, b in itertools.pairwise(after[1 : QUIET_STEPS // 2]))
+            gap_s = after[0] - (since if since is not None and not rows else before[-1])
             rows.append(
                 {
                     "case": case,
@@ -218,9 +191,6 @@ def _change_rows(
                     "why": event.why.partition(" at ")[0] if event.lost else "",
                 }
             )
-    losses = {line.event.step: line.event.loss for line in recorded if isinstance(line.event, Step)}
-    if rows:
-        rows[0]["curve"] = " ".join(f"{losses[step]!r}" for step in sorted(losses))
     return rows
 
 
@@ -230,83 +200,39 @@ def _asked_before_s(event: WorkersChanged, at: float) -> float | None:
     return round(at - float(moment), 3) if not word and moment else None
 
 
-def _fixed_row(name: str, steps: int) -> Row:
-    """The same job on two workers throughout."""
-    recorded = _trained(name, {"workers": 2, "jitter": [0.0, 0.0]}, steps, [])
-    losses = {line.event.step: line.event.loss for line in recorded if isinstance(line.event, Step)}
-    curve = " ".join(f"{losses[step]!r}" for step in sorted(losses))
-    return {"case": "fixed size", "model": name, "workers": 2, "then": 2, "curve": curve}
-
-
-def _stall_claims(name: str, rows: Sequence[Row]) -> list[BenchClaim]:
-    stalls = [
-        float(row["stall_s"] or 0.0) for row in rows if row["case"] == "resize" and row["model"] == name
-    ]
-    done = len(stalls) == len(SIZES) - 1
+def _stall_claim(name: str, changes: Sequence[Row]) -> BenchClaim:
     words = f"{name}: the longest stall of workers that stay, over {' -> '.join(map(str, SIZES))}, s"
-    worst = max(stalls, default=None)
-    return [
-        BenchClaim(
-            words,
-            worst,
-            f"at most {GOAL_S:g}, each change made",
-            done and worst is not None and worst <= GOAL_S,
-        )
-    ]
+    worst = max((number(row, "stall_s") for row in changes), default=None)
+    return at_most(words, worst, GOAL_S, ", each change made", only_if=len(changes) == len(SIZES) - 1)
 
 
-def _loss_claim(rows: Sequence[Row]) -> BenchClaim:
-    resized, fixed = (_curve(rows, case) for case in ("resize", "fixed size"))
-    same_steps = bool(fixed) and len(resized) == len(fixed)
-    apart = max((abs(a - b) for a, b in zip(resized, fixed)), default=None)
-    words = "the largest difference of a step's loss from the run of fixed size (float64)"
-    holds = same_steps and apart is not None and apart <= LOSS_GOAL
-    return BenchClaim(words, apart, f"at most {LOSS_GOAL:g}, over all steps", holds)
-
-
-def _curve(rows: Sequence[Row], case: str) -> list[float]:
-    found = next(str(row["curve"]) for row in rows if row["case"] == case and "curve" in row)
-    return [float(value) for value in found.split()]
-
-
-def _loss_of_worker_claim(rows: Sequence[Row]) -> BenchClaim:
-    stalls = [float(row["stall_s"] or 0.0) for row in rows if str(row["case"]).startswith("kill")]
+def _loss_of_worker_claim(changes: Sequence[Row]) -> BenchClaim:
     words = "from kill -9 of the worker that keeps the record to the next step of the others, s"
-    value = stalls[0] if stalls else None
-    goal = f"at most {GOAL_S:g} beyond a step, and another takes its place"
-    return BenchClaim(words, value, goal, len(stalls) == 2 and stalls[0] <= GOAL_S)
+    first = number(changes[0], "stall_s") if changes else None
+    more = " beyond a step, and another takes its place"
+    return at_most(words, first, GOAL_S, more, only_if=len(changes) == 2)
 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """The stall of each change of workers, and the pace of a pipeline with a slow worker under each plan."""
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     stalls = [row for row in bench.rows if "stall_s" in row]
     paces = [row for row in bench.rows if "stall_s" not in row and "step_s" in row]
     counts = [count for count in (len(stalls), len(paces)) if count]
     size = (1.5 + 0.9 * sum(counts) + len(counts), 4.0)
-    figure, drawn = plt.subplots(1, len(counts), figsize=size, width_ratios=counts, squeeze=False)
-    axes = iter(drawn[0])
-    if stalls:
-        axis = next(axes)
-        lost = ["kill" in str(row["case"]) or "loses" in str(row["case"]) for row in stalls]
-        colours = ["tab:red" if is_lost else "tab:blue" for is_lost in lost]
-        axis.bar(range(len(stalls)), [float(row["stall_s"] or 0.0) for row in stalls], color=colours)
-        axis.axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
-        labels = [f"{row['model']}\n{row['workers']} -> {row['then']}" for row in stalls]
-        axis.set_xticks(range(len(stalls)), labels, fontsize=6)
-        axis.set(ylabel="seconds without a step, beyond one step")
-        axis.set_title("blue: resized; red: a worker killed\n(goal: dashed; of a pipeline 10 s)", fontsize=8)
-    if paces:
-        axis = next(axes)
-        axis.bar(range(len(paces)), [float(row["step_s"] or 0.0) for row in paces], color="tab:green")
-        labels = [textwrap.fill(str(row["case"]).partition(": ")[2], 12) for row in paces]
-        axis.set_xticks(range(len(paces)), labels, fontsize=6)
-        axis.set(ylabel="seconds a step")
-        axis.set_title("a pipeline with\na slow worker", fontsize=8)
-    figure.tight_layout()
-    write_picture(path, figure, dpi=120)
-    plt.close(figure)
+    with picture(path, size, across=len(counts), width_ratios=counts) as axes:
+        if stalls:
+            lost = ["kill" in str(row["case"]) or "loses" in str(row["case"]) for row in stalls]
+            colours = ["tab:red" if is_lost else "tab:blue" for is_lost in lost]
+            axes[0].bar(range(len(stalls)), [number(row, "stall_s") for row in stalls], color=colours)
+            axes[0].axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
+            labels = [f"{row['model']}\n{row['workers']} -> {row['then']}" for row in stalls]
+            axes[0].set_xticks(range(len(stalls)), labels, fontsize=6)
+            axes[0].set(ylabel="seconds without a step, beyond one step")
+            title = "blue: resized; red: a worker killed\n(goal: dashed; of a pipeline 10 s)"
+            axes[0].set_title(title, fontsize=8)
+        if paces:
+            axes[-1].bar(range(len(paces)), [number(row, "step_s") for row in paces], color="tab:green")
+            labels = [textwrap.fill(str(row["case"]).partition(": ")[2], 12) for row in paces]
+            axes[-1].set_xticks(range(len(paces)), labels, fontsize=6)
+            axes[-1].set(ylabel="seconds a step")
+            axes[-1].set_title("a pipeline with\na slow worker", fontsize=8)

@@ -11,15 +11,12 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from plait.adapt.monitors.squared_norms import squared_norm
 from plait.comm.collectives import all_gather_values
-from plait.core.files import write_picture
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
@@ -35,8 +32,7 @@ from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.run import Run
-from plait_bench.harness import Bench, BenchClaim, Row
-from plait_bench.world import in_world
+from plait_bench.harness import Bench, Row, at_most, in_world, number, picture, spread
 
 # Both come from the same norms, so both together cost what each does.
 KINDS = ("none", "noise-scale and variance")
@@ -63,8 +59,11 @@ def run(quick: bool = False, command: str = "plait bench monitoring") -> Bench:
     for workers in (2,) if quick else (2, 4):
         for model in MODELS:
             asked = {"model": model, "rounds": 4 if quick else 32, "share": QUICK_SHARE if quick else SHARE}
-            rows += in_world(workers, f"{__name__}:monitoring_worker", asked)["rows"]
-    return Bench("monitoring", command, tuple(rows), tuple(_claims(rows)))
+            rows += in_world(workers, time_steps, asked)[0]
+    words = "{model}, {workers} workers: {monitor}, processor time at every step"
+    watched = [row for row in rows if row["monitor"] != "none"]
+    claims = [at_most(words.format(**row), number(row, "processor_overhead"), GOAL) for row in watched]
+    return Bench("monitoring", command, rows, claims)
 
 
 def _settings(model: str, batch_size: int) -> TrainSettings:
@@ -81,19 +80,17 @@ def _settings(model: str, batch_size: int) -> TrainSettings:
     )
 
 
-def monitoring_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+def time_steps(worker: Worker, model: str, rounds: int, share: int) -> list[Row]:
     """Be one of the workers; the first one tells."""
-    worker.join("gloo")
-    settings = _settings(asked["model"], asked["share"] * worker.world_size)
+    settings = _settings(model, share * worker.world_size)
     parts = components.build(settings, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         run_ = Run(worker, settings, parts, RunDir(Path(folder)))
         step, monitor = TrainStep(worker, settings, parts), StepMonitor(run_, shared=True)
-        taken = _of_all(_take_steps(step, monitor, _batch(run_, asked["share"]), asked["rounds"]))
+        taken = _of_all(_take_steps(step, monitor, _batch(run_, share), rounds))
         run_.metrics.end(0, "finished", {}, None)
     step.close()
-    passes_s = _passes_s(parts, worker.world_size, asked["rounds"])
-    return {"rows": _rows(asked["model"], worker.world_size, taken, passes_s)}
+    return _rows(model, worker.world_size, taken, _passes_s(parts, worker.world_size, rounds))
 
 
 def _passes_s(parts: components.Components, workers: int, rounds: int) -> float:
@@ -121,16 +118,16 @@ def _take_steps(
 ) -> dict[str, list[tuple[float, float]]]:
     """Wall and processor seconds of each kind's steps; the first round warms up."""
     taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    for number in range(rounds + 1):
+    for round_ in range(rounds + 1):
         # Another order each round: what follows a kind must not always be the same.
         for place in range(len(KINDS)):
-            kind = KINDS[(place + number) % len(KINDS)]
+            kind = KINDS[(place + round_) % len(KINDS)]
             step.watch(None if kind == "none" else monitor)
             started = time.perf_counter(), time.process_time()
             monitor.step += 1
             step.step(batch, 1.0)
             seconds = time.perf_counter() - started[0], time.process_time() - started[1]
-            taken[kind] += [seconds] if number else []
+            taken[kind] += [seconds] if round_ else []
     return taken
 
 
@@ -154,9 +151,7 @@ def _rows(
                 "model": model,
                 "workers": workers,
                 "monitor": kind,
-                "step_s": statistics.median(wall),
-                "step_min_s": min(wall),
-                "step_max_s": max(wall),
+                **spread(wall, "step_s", "step_min_s", "step_max_s"),
                 "processor_s": statistics.median(busy),
                 "overhead": overhead_of(taken, kind, 0),
                 "processor_overhead": overhead_of(taken, kind, 1),
@@ -178,37 +173,16 @@ def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: i
     return statistics.median(pairs or more) / statistics.median(plain)
 
 
-def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
-    claims = []
-    for row in rows:
-        if row["monitor"] != "none":
-            words = (
-                f"{row['model']}, {row['workers']} workers: {row['monitor']}, processor time at every step"
-            )
-            value = float(row["processor_overhead"] or 0)
-            claims.append(BenchClaim(words, value, f"at most {GOAL:g}", value <= GOAL))
-    return claims
-
-
 def write_plot(bench: Bench, path: Path) -> None:
     """Overheads by model and number of workers, a bar for each monitor."""
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 4))
     cases = list(dict.fromkeys((row["model"], row["workers"]) for row in bench.rows))
-    for i, kind in enumerate(KINDS[1:]):
-        own = {(r["model"], r["workers"]): r for r in bench.rows if r["monitor"] == kind}
-        heights = [100 * float(own[case]["processor_overhead"] or 0) for case in cases]
-        axis.bar([c + 0.4 * i for c in range(len(cases))], heights, width=0.4, label=kind)
-    axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
-    axis.set_xticks(
-        range(len(cases)), [f"{model}\n{workers} workers" for model, workers in cases], fontsize=8
-    )
-    axis.set_ylabel("overhead, % of a step")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    write_picture(path, figure, dpi=120)
-    plt.close(figure)
+    with picture(path, (8, 4)) as (axis,):
+        for i, kind in enumerate(KINDS[1:]):
+            own = {(r["model"], r["workers"]): r for r in bench.rows if r["monitor"] == kind}
+            heights = [100 * number(own[case], "processor_overhead") for case in cases]
+            axis.bar([c + 0.4 * i for c in range(len(cases))], heights, width=0.4, label=kind)
+        axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
+        labels = [f"{model}\n{workers} workers" for model, workers in cases]
+        axis.set_xticks(range(len(cases)), labels, fontsize=8)
+        axis.set_ylabel("overhead, % of a step")
+        axis.legend(fontsize=8)

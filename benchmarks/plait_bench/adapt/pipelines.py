@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from plait.core import events
+from plait.core.events import Recorded
 from plait.core.run_events import Changed, Step, WorkersChanged
 from plait.launch.display import WorkerState
 from plait.launch.run_dir import RunDir
@@ -22,8 +18,8 @@ from plait.measure.auto_plan import settings_before
 from plait.planner import save_plan
 from plait.planner.replan import plan_for
 from plait.training.change.replanning import plan_and_graph
-from plait_bench.adapt.driver import Driver, KillWorker
-from plait_bench.harness import BenchClaim, Row
+from plait_bench.adapt.driver import KillWorker, apart, trained
+from plait_bench.harness import Found, Row, Sleeping, at_least, at_most, number
 
 NAME = "pipelines"
 STAGES, LAYERS, BATCH, PIECES = 4, 12, 32, 8
@@ -36,52 +32,24 @@ QUIET_STEPS = 30
 TIMED = 20
 
 
-class TimedLayers(nn.Sequential):
-    """Layers that take a known time; one worker's take longer once `slow_file` is there."""
+def timed_layers(slow: str) -> nn.Module:
+    """Layers that take a known time, or longer on the worker that the file `slow` names, once it is there."""
 
-    def __init__(self, slow_file: str) -> None:
-        layers = [TimedLayer(slow_file) for _ in range(LAYERS)]
-        super().__init__(nn.Flatten(), *layers, nn.Linear(64, 10))
+    def layer() -> nn.Module:
+        return Sleeping(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), FORWARD_S, BACKWARD_S, slow=slow)
 
-
-class TimedLayer(nn.Module):
-    """A linear layer that takes a known time besides."""
-
-    def __init__(self, slow_file: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self._slow_file = slow_file
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Timed.apply(torch.relu(self.linear(x)), self._slow_file)  # type: ignore[no-untyped-call]
-        return found
+    return nn.Sequential(nn.Flatten(), *(layer() for _ in range(LAYERS)), nn.Linear(64, 10))
 
 
-class _Timed(torch.autograd.Function):
-    """Waits in forward and in backward, and changes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slow_file: str) -> Tensor:
-        ctx.slow_file = slow_file
-        _wait(FORWARD_S, slow_file)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        _wait(BACKWARD_S, ctx.slow_file)
-        return gradient, None
-
-
-def _wait(seconds: float, slow_file: str) -> None:
-    is_slow = dist.is_initialized() and dist.get_rank() == SLOW_WORKER and os.path.exists(slow_file)
-    time.sleep(seconds * (SLOWER if is_slow else 1.0))
+def _slow_down(folder: Path) -> None:
+    (folder / "slow").write_text(f"{SLOW_WORKER} {SLOWER}")
 
 
 def _job(folder: Path, parallel: Mapping[str, Any], steps: int, **more: Any) -> dict[str, Any]:
     return {
         "name": NAME,
-        "model": f"{__name__}:TimedLayers",
-        "model_args": {"slow_file": str(folder / "slow")},
+        "model": f"{__name__}:timed_layers",
+        "model_args": {"slow": str(folder / "slow")},
         "data": {"kind": "digits", "batch_size": BATCH},
         "optimizer": {"kind": "sgd", "lr": 0.02, "momentum": 0.9},
         "steps": steps,
@@ -102,45 +70,26 @@ def _job(folder: Path, parallel: Mapping[str, Any], steps: int, **more: Any) -> 
     }
 
 
-def _trained(job: Mapping[str, Any], acts: Sequence[Callable[..., None]] = ()) -> tuple[RunDir, list[Any]]:
-    """The folder of a run, and its record in the order of time."""
-    from plait.jobs.train import train  # reads job files
-
-    driver = Driver(NAME, acts, Path(job["run_dir"]), QUIET_STEPS)
-    folder = RunDir(Path(train(job, display=driver).run))
-    files = sorted(folder.path.glob("events/*.jsonl"))
-    found = [line for path in files for line in events.read(path)]
-    return folder, sorted(found, key=lambda line: line.t)
-
-
-def _losses(recorded: Sequence[events.Recorded]) -> dict[int, float]:
-    """The loss of each step, as it was last taken."""
-    found = {line.event.step: line.event.loss for line in recorded if isinstance(line.event, Step)}
-    return {step: float("nan") if loss is None else loss for step, loss in found.items()}
-
-
 def lost_rows() -> list[Row]:
     """A pipeline of four stages that loses a worker, beside one that does not."""
     steps = 2 * QUIET_STEPS + 20
+    kill = KillWorker(SLOW_WORKER)
     with tempfile.TemporaryDirectory() as name:
-        kill = KillWorker(SLOW_WORKER)
-        _, lost = _trained(_job(Path(name), {"elastic": True}, steps), [kill])
+        _, lost = trained(_job(Path(name), {"elastic": True}, steps), [kill], QUIET_STEPS)
     with tempfile.TemporaryDirectory() as name:
-        _, fixed = _trained(_job(Path(name), {}, steps))
-    change = next(line for line in lost if isinstance(line.event, WorkersChanged))
-    after = next(line for line in lost if isinstance(line.event, Step) and line.t > change.t)
-    ours, theirs = _losses(lost), _losses(fixed)
-    apart = max(abs(ours[step] - theirs[step]) for step in theirs) if ours.keys() == theirs.keys() else None
+        _, fixed = trained(_job(Path(name), {}, steps), [], QUIET_STEPS)
+    at, change = next((line.t, line.event) for line in lost if isinstance(line.event, WorkersChanged))
+    after = next(line for line in lost if isinstance(line.event, Step) and line.t > at)
     assert kill.at is not None
     return [
         {
             "case": "a pipeline loses a worker",
             "model": "timed layers",
             "workers": STAGES,
-            "then": len(change.event.members),
-            "step": change.event.step,
+            "then": len(change.members),
+            "step": change.step,
             "stall_s": round(after.t - kill.at, 3),
-            "apart": apart,
+            "apart": apart(lost, fixed),
         }
     ]
 
@@ -149,11 +98,11 @@ def slow_rows(steps: int = 150) -> list[Row]:
     """The pace of a pipeline in which a worker becomes slower, and of one whose plan knew of it."""
 
     def slow(folder: RunDir, _: tuple[WorkerState, ...]) -> None:
-        (folder.path.parent / "slow").touch()
+        _slow_down(folder.path.parent)
 
-    policy = {"kind": "plan"}
     with tempfile.TemporaryDirectory() as name:
-        folder, adapted = _trained(_job(Path(name), {}, steps, adapt=[policy]), [slow])
+        job = _job(Path(name), {}, steps, adapt=[{"kind": "plan"}])
+        folder, adapted = trained(job, [slow], QUIET_STEPS)
         settings = settings_before(folder.settings)
         assert settings is not None
         plan, graph = plan_and_graph(settings)
@@ -162,9 +111,9 @@ def slow_rows(steps: int = 150) -> list[Row]:
     for case, known in (("a plan that knew", plan_for(plan, graph, speeds)), ("the plan as it was", plan)):
         with tempfile.TemporaryDirectory() as name:
             save_plan(known, Path(name) / "plan.json")
-            (Path(name) / "slow").touch()
+            _slow_down(Path(name))
             job = _job(Path(name), {"plan": str(Path(name) / "plan.json")}, 2 * TIMED)
-            paces[case] = _trained(job)[1]
+            paces[case] = trained(job, [], QUIET_STEPS)[1]
     changes = [line.event for line in adapted if isinstance(line.event, Changed)]
     return [
         {
@@ -181,34 +130,23 @@ def slow_rows(steps: int = 150) -> list[Row]:
     ]
 
 
-def _pace_s(recorded: Sequence[events.Recorded]) -> float:
+def _pace_s(recorded: Sequence[Recorded]) -> float:
     """What one of the last steps of a run took."""
     seconds = [line.event.seconds for line in recorded if isinstance(line.event, Step)]
     return statistics.median(seconds[-TIMED:])
 
 
-def claims(rows: Sequence[Row]) -> list[BenchClaim]:
-    """What the rows show of a lost and of a slow worker of a pipeline."""
-    found = []
-    for row in rows:
-        if row["case"] == "a pipeline loses a worker":
-            seconds = float(row["stall_s"] or 0.0)
-            apart = None if row["apart"] is None else float(row["apart"])
-            found.append(
-                BenchClaim(
-                    f"a pipeline of {STAGES} stages: from kill -9 of a worker to the next step, s",
-                    seconds,
-                    f"at most {LOST_GOAL_S:g}",
-                    seconds <= LOST_GOAL_S,
-                )
-            )
-            words = "the largest difference of a step's loss from the run that lost nobody (float64)"
-            holds = apart is not None and apart <= LOSS_GOAL
-            found.append(BenchClaim(words, apart, f"at most {LOSS_GOAL:g}, over all steps", holds))
-    timed = [row for row in rows if "step_s" in row]
-    paces = {str(row["case"]).partition(": ")[2]: float(row["step_s"] or 0.0) for row in timed}
-    if "re-planned" in paces and "a plan that knew" in paces:
-        share = paces["a plan that knew"] / paces["re-planned"]
-        words = f"throughput after a worker became {SLOWER:g} times slower, against a plan that knew of it"
-        found.append(BenchClaim(words, round(share, 3), f"at least {SPEED_GOAL:g}", share >= SPEED_GOAL))
-    return found
+def run() -> Found:
+    """A pipeline that loses a worker, and one in which a worker becomes slower."""
+    (lost,), slow = lost_rows(), slow_rows()
+    killed = f"a pipeline of {STAGES} stages: from kill -9 of a worker to the next step, s"
+    paces = {str(row["case"]).partition(": ")[2]: number(row, "step_s") for row in slow}
+    share = paces["a plan that knew"] / paces["re-planned"]
+    speed = f"throughput after a worker became {SLOWER:g} times slower, against a plan that knew of it"
+    difference = "the largest difference of a step's loss from the run that lost nobody (float64)"
+    off = None if lost["apart"] is None else float(lost["apart"])
+    return [lost, *slow], [
+        at_most(killed, number(lost, "stall_s"), LOST_GOAL_S),
+        at_most(difference, off, LOSS_GOAL, ", over all steps"),
+        at_least(speed, share, SPEED_GOAL),
+    ]

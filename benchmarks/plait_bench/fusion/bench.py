@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from plait.core.errors import InputError
-from plait.core.files import write_picture
 from plait.core.names import did_you_mean
 from plait.fusion.speed.cuda_graph import CapturedStep
 from plait_bench.fusion.cases import (
-    CPU_CASES,
-    GPU_CASES,
+    DCGAN,
     Case,
     Step,
+    cases_on,
     compiled_step,
     finish,
     fused_step,
@@ -29,15 +27,9 @@ from plait_bench.fusion.cases import (
     vmap_step,
 )
 from plait_bench.fusion.convergence import convergence, write_curves
-from plait_bench.fusion.gan import (
-    gan_compiled_step,
-    gan_fused_step,
-    gan_serial_step,
-    gan_vmap_step,
-)
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import Bench, BenchClaim, Row
+from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, run_parts, spread
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
 PARTS = {
@@ -45,7 +37,6 @@ PARTS = {
     "modes": "all modes, also several processes at once and under MPS, fused widths from 1 to 32",
     "convergence": "learning curves of fused trials on the serial ones",
 }
-DCGAN = "dcgan"
 # Speed-ups over the plain loop that were set as goals before anything was measured.
 _CPU_GOALS = {"mlp": 4.0, "transformer": 2.5, "cnn": 1.5}
 _GPU_GOALS = {"pointnet-cls": 4.0, "resnet18": 16.0, DCGAN: 9.0}
@@ -70,19 +61,24 @@ def run(
     found = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(found if device == "auto" else device)
     _check(modes, MODES, "modes")
-    rows: list[Row] = []
-    claims: list[BenchClaim] = []
-    if "speed" in parts or "modes" in parts:
-        usual_modes, usual_widths = _usual(place, "modes" in parts)
-        asked_widths, asked_modes = list(widths) or usual_widths, list(modes) or usual_modes
+    _check(models, list(cases_on(place)), "models")
+
+    def measured(everything: bool) -> Found:
+        usual_modes, usual_widths = _usual(place, everything)
         with _one_thread(place):
-            rows += _measure_all(place, models, asked_widths, asked_modes, repeats)
-        claims += _claims(rows, place)
-    if "convergence" in parts:
-        curves, claim = convergence(device=place)
-        rows += curves
-        claims.append(claim)
-    return Bench("fusion", command, tuple(rows), tuple(claims))
+            rows = _measure_all(
+                place, models, list(widths) or usual_widths, list(modes) or usual_modes, repeats
+            )
+        return rows, _claims(rows, place)
+
+    known = {
+        "speed": lambda: measured(False),
+        "modes": lambda: measured(True),
+        "convergence": lambda: convergence(device=place),
+    }
+    # All modes are more than those of one process.
+    asked = [part for part in known if part in parts and not (part == "speed" and "modes" in parts)]
+    return run_parts("fusion", command, asked, known)
 
 
 @contextmanager
@@ -112,15 +108,14 @@ def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]
 def _measure_all(
     place: torch.device, models: Sequence[str], widths: list[int], modes: list[str], repeats: int
 ) -> list[Row]:
-    cases = GPU_CASES if place.type == "cuda" else CPU_CASES
-    names = list(models) or [*cases, DCGAN]
-    _check(names, [*cases, DCGAN], "models")
-    serial = {name: _best_serial_step(name, cases, place) for name in names}
+    cases = cases_on(place)
+    names = list(models) or list(cases)
+    serial = {name: _best_serial_step(cases[name], place) for name in names}
     rows: list[Row] = []
     for name in names:
         for mode in modes:
             for width in _widths(mode, widths):
-                rows.append(_row(name, cases.get(name), mode, width, place, repeats, serial[name]))
+                rows.append(_row(name, cases[name], mode, width, place, repeats, serial[name]))
                 if place.type == "cuda":
                     torch.cuda.empty_cache()
     for mode in PROCESS_MODES:
@@ -167,18 +162,17 @@ def _check(given: Sequence[str], valid: Sequence[str], what: str) -> None:
             raise InputError(f"bench fusion: no {what} {name!r}{did_you_mean(name, valid)}")
 
 
-def _best_serial_step(name: str, cases: dict[str, Case], device: torch.device) -> Step:
+def _best_serial_step(case: Case, device: torch.device) -> Step:
     """A step of the best plain loop: on a GPU the faster of the two memory layouts."""
-    if name == DCGAN:
-        return gan_serial_step(device, device.type == "cpu")
-    steps = [serial_step(cases[name], device)]
-    if device.type == "cuda" and cases[name].data()[0].dim() == 4:
-        steps.append(serial_step(cases[name], device, channels_last=True))
-    return min(steps, key=lambda step: seconds_of(step, device)) if len(steps) > 1 else steps[0]
+    step = serial_step(case, device)
+    if device.type == "cpu" or case.is_gan or case.data()[0].dim() != 4:
+        return step
+    steps = [step, serial_step(case, device, channels_last=True)]
+    return min(steps, key=lambda step: seconds_of(step, device))
 
 
 def _row(
-    name: str, case: Case | None, mode: str, width: int, device: torch.device, repeats: int, serial: Step
+    name: str, case: Case, mode: str, width: int, device: torch.device, repeats: int, serial: Step
 ) -> Row:
     row: Row = {"model": name, "mode": mode, "trials": width}
     try:
@@ -193,20 +187,18 @@ def _told(failure: Exception) -> str:
 
 
 def _numbers(pairs: list[tuple[float, float]], width: int, watch: GpuWatch) -> Row:
-    speedups = sorted(serial_s * width / step_s for serial_s, step_s in pairs)
+    speedups = [serial_s * width / step_s for serial_s, step_s in pairs]
     return {
         "serial_ms": 1e3 * statistics.median(serial_s for serial_s, _ in pairs),
         "step_ms": 1e3 * statistics.median(step_s for _, step_s in pairs),
-        "speedup": statistics.median(speedups),
-        "lowest": speedups[0],
-        "highest": speedups[-1],
+        **spread(speedups, "speedup", "lowest", "highest"),
         "memory_bytes": watch.memory_bytes,
         "sm_activity": watch.sm_activity,
     }
 
 
 def _measured(
-    case: Case | None, mode: str, width: int, device: torch.device, repeats: int, serial: Step
+    case: Case, mode: str, width: int, device: torch.device, repeats: int, serial: Step
 ) -> tuple[list[tuple[float, float]], GpuWatch]:
     """Seconds of a serial step and of a step of all trials, turn by turn, and what the GPU did meanwhile.
 
@@ -226,33 +218,17 @@ def _measured(
     return pairs, watch
 
 
-def _step_of(case: Case | None, mode: str, width: int, device: torch.device) -> Step:
-    tiny = device.type == "cpu"
+def _step_of(case: Case, mode: str, width: int, device: torch.device) -> Step:
     if mode == "vmap":
-        return vmap_step(case, device, width) if case else gan_vmap_step(device, width, tiny)
+        return vmap_step(case, device, width)
     if mode == "serial-compile":
-        parts = compiled_step(case, device) if case else gan_compiled_step(device, tiny)
-        return _replayed(parts, device)
-    # One trial of the fused array is the model itself.
-    count = 1 if mode == "serial-graph" else width
-    parts = fused_step(case, device, count) if case else gan_fused_step(device, count, tiny)
-    if mode in ("serial-graph", "fused-graph"):
-        return _captured(*parts)
-    step, inputs, _ = parts
+        step, inputs, clear = compiled_step(case, device)
+    else:
+        # One trial of the fused array is the model itself.
+        step, inputs, clear = fused_step(case, device, 1 if mode == "serial-graph" else width)
+    if mode in ("serial-graph", "fused-graph") or (mode == "serial-compile" and device.type == "cuda"):
+        step = CapturedStep(step, inputs, clear=clear)
     return lambda: step(*inputs)
-
-
-def _replayed(parts: tuple[Callable[..., Any], list[torch.Tensor], Step], device: torch.device) -> Step:
-    """The step as a CUDA graph on a GPU, as it is on a CPU."""
-    if device.type == "cuda":
-        return _captured(*parts)
-    step, inputs, _ = parts
-    return lambda: step(*inputs)
-
-
-def _captured(step: Callable[..., Any], inputs: list[torch.Tensor], clear: Step) -> Step:
-    captured = CapturedStep(step, inputs, clear=clear)
-    return lambda: captured(*inputs)
 
 
 def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
@@ -260,7 +236,7 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
     for row in rows:
         if str(row["mode"]).startswith("fused") and "speedup" in row:
             name = str(row["model"])
-            best[name] = max(best.get(name, -math.inf), float(row["speedup"] or 0.0))
+            best[name] = max(best.get(name, -math.inf), number(row, "speedup"))
     goals = _GPU_GOALS if device.type == "cuda" else _CPU_GOALS
     claims = []
     for name in dict.fromkeys(str(row["model"]) for row in rows):
@@ -276,11 +252,6 @@ def write_plot(bench: Bench, path: Path) -> None:
 
     The learning curves, where there are any, go to `NAME-curves.png`.
     """
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     if any(row["mode"] == "curve" for row in bench.rows):
         write_curves(bench.rows, path.with_name(f"{path.stem}-curves.png"))
     timed = [row for row in bench.rows if "speedup" in row]
@@ -289,23 +260,20 @@ def write_plot(bench: Bench, path: Path) -> None:
         return
     across = min(4, len(models))
     down = -(-len(models) // across)
-    figure, axes = plt.subplots(down, across, figsize=(3.2 * across, 3.0 * down), squeeze=False)
-    for axis in axes.flat[len(models) :]:
-        axis.axis("off")
-    for axis, model in zip(axes.flat, models):
-        own = [row for row in timed if row["model"] == model]
-        for mode in dict.fromkeys(str(row["mode"]) for row in own):
-            points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
-            colour = f"C{MODES.index(mode)}"
-            if mode.startswith("serial"):  # one trial after another is as fast for any number of them
-                axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
-            else:
-                axis.plot(*zip(*points), marker="o", color=colour, label=mode)
-        axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
-        axis.set_xscale("log", base=2)
-    known = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())}
-    # In a panel that no model needs, where there is one: elsewhere it hides curves.
-    axes.flat[-1].legend(known.values(), known.keys(), fontsize=7, loc="best")
-    figure.tight_layout()
-    write_picture(path, figure, dpi=90)
-    plt.close(figure)
+    with picture(path, (3.2 * across, 3.0 * down), down, across, dpi=90) as axes:
+        for axis in axes[len(models) :]:
+            axis.axis("off")
+        for axis, model in zip(axes, models):
+            own = [row for row in timed if row["model"] == model]
+            for mode in dict.fromkeys(str(row["mode"]) for row in own):
+                points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
+                colour = f"C{MODES.index(mode)}"
+                if mode.startswith("serial"):  # one trial after another is as fast for any number of them
+                    axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
+                else:
+                    axis.plot(*zip(*points), marker="o", color=colour, label=mode)
+            axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
+            axis.set_xscale("log", base=2)
+        known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
+        # In a panel that no model needs, where there is one: elsewhere it hides curves.
+        axes[-1].legend(known.values(), known.keys(), fontsize=7, loc="best")

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from plait.core.files import write_picture
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
-from plait_bench.harness import BenchClaim, Row
+from plait_bench.harness import BenchClaim, Found, Row, number, picture
 
 MODEL = "resnet18-tiny"
 # One step of each curve in this many becomes a row.
@@ -32,7 +31,7 @@ TOLERANCE = 1e-4
 
 def convergence(
     rates: Sequence[float] = RATES, steps: int = STEPS, device: torch.device | None = None
-) -> tuple[list[Row], BenchClaim]:
+) -> Found:
     """The loss at each step of three learning rates, serial and fused, and whether the curves meet."""
     place = device or torch.device("cpu")
     torch.manual_seed(0)
@@ -50,7 +49,7 @@ def convergence(
     words = (
         f"{MODEL} on digits, {len(rates)} learning rates: largest distance of a fused loss from the serial"
     )
-    return rows, BenchClaim(words, apart, f"<= {TOLERANCE:g} of it", apart <= TOLERANCE)
+    return rows, [BenchClaim(words, apart, f"<= {TOLERANCE:g} of it", apart <= TOLERANCE)]
 
 
 def _batches(steps: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -101,21 +100,12 @@ def _fused(
 
 def write_curves(rows: Sequence[Row], path: Path) -> None:
     """The curves as a picture: serial ones as lines, fused ones as points on them."""
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.0, 4.0))
     curves = [row for row in rows if row["mode"] == "curve"]
-    for number, rate in enumerate(dict.fromkeys(row["lr"] for row in curves)):
-        own = [row for row in curves if row["lr"] == rate]
-        steps, serial, fused = ([float(row[name] or 0.0) for row in own] for name in _POINTS)
-        colour = f"C{number}"
-        axis.plot(steps, serial, color=colour, label=f"lr {rate}, serial")
-        axis.plot(steps, fused, "o", color=colour, label=f"lr {rate}, fused")
-    axis.set(xlabel="step", ylabel="training loss", yscale="log", title="ResNet-18 (tiny) on digits")
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    write_picture(path, figure, dpi=120)
-    plt.close(figure)
+    with picture(path, (6.0, 4.0)) as (axis,):
+        for place, rate in enumerate(dict.fromkeys(row["lr"] for row in curves)):
+            own = [row for row in curves if row["lr"] == rate]
+            steps, serial, fused = ([number(row, name) for row in own] for name in _POINTS)
+            axis.plot(steps, serial, color=f"C{place}", label=f"lr {rate}, serial")
+            axis.plot(steps, fused, "o", color=f"C{place}", label=f"lr {rate}, fused")
+        axis.set(xlabel="step", ylabel="training loss", yscale="log", title="ResNet-18 (tiny) on digits")
+        axis.legend(fontsize=8)

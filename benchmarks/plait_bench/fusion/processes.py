@@ -11,8 +11,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from plait.core.errors import InputError
-from plait_bench.fusion.cases import CPU_CASES, GPU_CASES, Step, seconds_of, serial_step
-from plait_bench.fusion.gan import gan_serial_step
+from plait_bench.fusion.cases import Step, cases_on, seconds_of, serial_step
 from plait_bench.fusion.nvml import GpuWatch
 
 PROCESS_MODES = ("processes", "mps")
@@ -81,7 +80,6 @@ def _one_process(names: list[str], device: str, repeats: int, barrier: Barrier, 
 
 
 def _prepared(name: str, place: torch.device) -> Step:
-    cases = GPU_CASES if place.type == "cuda" else CPU_CASES
-    step = serial_step(cases[name], place) if name in cases else gan_serial_step(place, place.type == "cpu")
+    step = serial_step(cases_on(place)[name], place)
     seconds_of(step, place)
     return step

@@ -20,13 +20,11 @@ import itertools
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.comm.channels import connect
@@ -55,10 +53,9 @@ from plait.sync.allreduce.sums import whole_world
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
-from plait_bench.harness import BenchClaim, Row
+from plait_bench.harness import BenchClaim, Found, Row, in_turns, in_world, number, seconds_of_all, spread
 from plait_bench.pipeline.models import job
 from plait_bench.pipeline.sides import FixedWork
-from plait_bench.world import in_world
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
 # Minibatches a worker has in each batch of gpipe, and model parallelism in each interval that is timed.
@@ -90,7 +87,7 @@ def run(
     repeats: int = 3,
     on_rows: Callable[[list[Row]], None] = lambda rows: None,
     minibatch: int | None = None,
-) -> tuple[list[Row], list[BenchClaim]]:
+) -> Found:
     """Throughput of every way to train each model on `workers` workers of this machine.
 
     `on_rows` sees the rows of each model as they come. `minibatch` is a worker's, MINIBATCH where None.
@@ -99,17 +96,15 @@ def run(
     for count in [workers] if isinstance(workers, int) else workers:
         for model in models:
             asked = {"model": model, "repeats": repeats, "minibatch": minibatch or MINIBATCH[model]}
-            world = in_world(
-                count, "plait_bench.pipeline.comparison:worker", asked, preload=("torch._dynamo",)
-            )
-            rows += world["rows"]
-            on_rows(world["rows"])
+            found = in_world(count, time_sides, asked, preload=("torch._dynamo",))[0]
+            rows += found
+            on_rows(found)
     return rows, claims_of(rows)
 
 
 def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """Dense layers as large as VGG's make pipelines win; said of both that never drain."""
-    speed = {(row["case"], row["side"]): float(row["samples_per_s"] or 0) for row in rows}
+    speed = {(row["case"], row["side"]): number(row, "samples_per_s") for row in rows}
     claims = []
     for case in dict.fromkeys(case for case, _ in speed if str(case).startswith("vgg16")):
         for side, other in itertools.product(("stash", "2bw"), ("data parallel", "torch DDP")):
@@ -131,27 +126,19 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+def time_sides(worker: Worker, model: str, repeats: int, minibatch: int) -> list[Row]:
     """Be one of the workers that time all sides of one model."""
-    worker.join("gloo")
-    minibatch = asked["minibatch"]
-    settings = job(asked["model"], minibatch)
-    sides = _World(worker, settings, minibatch).sides()
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(asked["repeats"] + 1):
-        for name, side in sides.items():
-            dist.barrier()
-            started = time.perf_counter()
-            side.steps()
-            dist.barrier()
-            if round_:
-                rates[name].append(side.minibatches * minibatch / (time.perf_counter() - started))
+    sides = _World(worker, job(model, minibatch), minibatch).sides()
+
+    def rate(side: Side) -> Callable[[bool], float]:
+        return lambda _: side.minibatches * minibatch / seconds_of_all(side.steps)
+
+    rates = in_turns({name: rate(side) for name, side in sides.items()}, repeats)
     for side in sides.values():
         side.close()
-    case = f"{asked['model']}, {worker.world_size} workers, minibatches of {minibatch}"
+    case = f"{model}, {worker.world_size} workers, minibatches of {minibatch}"
     base = statistics.median(rates["data parallel"])
-    rows = [_row(case, name, side, rates[name], base, minibatch) for name, side in sides.items()]
-    return {"rows": rows}
+    return [_row(case, name, side, rates[name], base, minibatch) for name, side in sides.items()]
 
 
 def _row(case: str, name: str, side: Side, rates: Sequence[float], base: float, minibatch: int) -> Row:
@@ -160,9 +147,7 @@ def _row(case: str, name: str, side: Side, rates: Sequence[float], base: float, 
         "side": name,
         "plan": side.plan,
         "predicted": None if side.predicted_s is None else minibatch / side.predicted_s,
-        "samples_per_s": statistics.median(rates),
-        "slowest": min(rates),
-        "fastest": max(rates),
+        **spread(rates, "samples_per_s", "slowest", "fastest"),
         "over_data_parallel": statistics.median(rates) / base,
         "repeats": len(rates),
     }
@@ -316,7 +301,7 @@ def main(words: Sequence[str]) -> None:
     print(markdown([]), flush=True)
     _, claims = run(asked.workers, asked.models, asked.repeats, show, asked.minibatch)
     for claim in claims:
-        print(f"[{'holds' if claim.holds else 'DOES NOT HOLD'}] {claim.claim}: {claim.value:.3g}", flush=True)
+        print(claim.render(), flush=True)
 
 
 if __name__ == "__main__":

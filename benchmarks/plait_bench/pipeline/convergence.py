@@ -21,7 +21,6 @@ from plait.launch.run import launch
 from plait.launch.run_dir import RunDir
 from plait.measure.auto_plan import planned
 from plait.planner import Schedule
-from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 from plait.schema.settings import (
     DataSettings,
@@ -32,7 +31,7 @@ from plait.schema.settings import (
     PlanRequest,
     TrainSettings,
 )
-from plait_bench.harness import BenchClaim, Row
+from plait_bench.harness import BenchClaim, Found, Row, at_most, number, workers
 
 MICROBATCHES = 2
 # Text takes this many times the steps of digits: before, plain training has not converged, and 2bw, whose
@@ -41,7 +40,7 @@ LONGER_ON_TEXT = 3
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED)
 
 
-def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> tuple[list[Row], list[BenchClaim]]:
+def run(seeds: Sequence[int] = (0, 1, 2), steps: int = 2000) -> Found:
     """Test accuracy of both models under every schedule and plainly, for every seed."""
     rows: list[Row] = []
     for settings in (digits_job(steps), text_job(LONGER_ON_TEXT * steps)):
@@ -53,13 +52,13 @@ def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """The mean accuracy over the seeds is at most a point below that of plain training."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        found.setdefault((str(row["case"]), str(row["side"])), []).append(float(row["accuracy"] or 0))
+        found.setdefault((str(row["case"]), str(row["side"])), []).append(number(row, "accuracy"))
     claims = []
     for (case, side), accuracies in found.items():
         if side != "plain":
             points = 100 * (statistics.mean(found[case, "plain"]) - statistics.mean(accuracies))
             words = f"{case}, {side}: points of accuracy below plain training, {len(accuracies)} seeds"
-            claims.append(BenchClaim(words, points, "at most 1", points <= 1))
+            claims.append(at_most(words, points, 1))
     return claims
 
 
@@ -96,13 +95,13 @@ def _english() -> Path:
 
 
 def _of(settings: TrainSettings, seeds: Sequence[int]) -> list[Row]:
-    two = Placement((Host(LOCAL, 2),), threads=1)
+    two = workers(2)
     request = PlanRequest("model-parallel", microbatches=MICROBATCHES)
     _, plan = planned(settings, two, request)
     rows: list[Row] = []
     for seed in seeds:
         seeded = replace(settings, seed=seed)
-        rows.append(_row(seeded, "plain", replace(two, hosts=(Host(LOCAL, 1),))))
+        rows.append(_row(seeded, "plain", workers(1)))
         for schedule in SCHEDULES:
             chosen = PipelineSettings(encode(replace(plan, schedule=schedule)))
             rows.append(_row(replace(seeded, pipeline=chosen), schedule.value, two))

@@ -24,9 +24,8 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Update
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
-from plait_bench.harness import BenchClaim, Row
-from plait_bench.pipeline import sides as sides
-from plait_bench.world import in_world
+from plait_bench.harness import Found, Row, Sleeping, in_world, number, spread, within
+from plait_bench.pipeline import sides
 
 PIECES = 8
 SLEEP_S = 0.05
@@ -37,30 +36,21 @@ STREAM = 5
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.NONE)
 
 
-def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> tuple[list[Row], list[BenchClaim]]:
+def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> Found:
     """The idle share of every schedule on `workers` workers, the median of `repeats`."""
-    rows: list[Row] = []
-    for workers in depths:
-        rows += in_world(workers, f"{__name__}:idle_worker", {"repeats": repeats})["rows"]
-    return rows, claims_of(rows)
+    worlds = [in_world(workers, measure_schedules, {"repeats": repeats}) for workers in depths]
+    rows: list[Row] = [row for world in worlds for row in world[0]]
+    # In the steady state of asynchronous schedules the exact share is zero.
+    words = "points of idle share over the exact makespan"
+    claims = [within(f"{r['case']}, {r['side']}: {words}", number(r, "points_over"), 2) for r in rows]
+    return rows, claims
 
 
-def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
-    """Within two points of the exact makespan; in the steady state of asynchronous schedules that is zero."""
-    claims = []
-    for row in rows:
-        points = float(row["points_over"] or 0)
-        words = f"{row['case']}, {row['side']}: points of idle share over the exact makespan"
-        claims.append(BenchClaim(words, points, "at most 2 either way", abs(points) <= 2))
-    return claims
-
-
-def idle_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_schedules(worker: Worker, repeats: int) -> list[Row]:
     """Be one of the workers that measure the idle share of each schedule with sleeping layers."""
-    worker.join("gloo")
     torch.manual_seed(0)
     sleep_s = _sleep_s()
-    return {"rows": [_row(worker, schedule, settings["repeats"], sleep_s) for schedule in SCHEDULES]}
+    return [_row(worker, schedule, repeats, sleep_s) for schedule in SCHEDULES]
 
 
 def _sleep_s(times: int = 20) -> float:
@@ -77,7 +67,7 @@ def _sleep_s(times: int = 20) -> float:
 def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Row:
     size = worker.world_size
     stages = size * (CHUNKS if schedule is Schedule.INTERLEAVED else 1)
-    model = nn.Sequential(*(sides.SleepingLayer(SLEEP_S) for _ in range(stages)))
+    model = nn.Sequential(*(Sleeping(None, SLEEP_S, SLEEP_S, SLEEP_S) for _ in range(stages)))
     batch = (torch.randn(PIECES, 4), torch.randn(PIECES, 4))
     steps, pipeline, channels = sides.ours(worker.rendezvous, model, batch, schedule, stages, PIECES)
     steps(1)
@@ -94,9 +84,7 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     return {
         "case": f"sleeping, {size} workers",
         "side": schedule.value,
-        "idle_share": found,
-        "idle_min": min(measured),
-        "idle_max": max(measured),
+        **spread(measured, "idle_share", "idle_min", "idle_max"),
         "exact_idle_share": exact,
         "points_over": 100 * (found - exact),
         "sleep_s": sleep_s,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +32,6 @@ from torch import Tensor, nn
 from plait.comm.channels import Channels, connect
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
-from plait.launch.display import Silent
-from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
 from plait.measure.job import profile_together
 from plait.pipeline.executor import Pipeline, PipelineParts
@@ -50,20 +47,18 @@ from plait.planner import (
 )
 from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
-from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
-from plait_bench.harness import BenchClaim, Row
+from plait_bench.harness import BenchClaim, Found, Row, in_world, number, within, workers
 from plait_bench.pipeline.models import job
 from plait_bench.pipeline.sides import FixedWork
 
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE)
 PIECES = 8
 Device = Literal["cpu", "cuda"]
-TWO = Placement((Host(LOCAL, 2),), threads=1)
+TWO = workers(2)
 # What is freed is no longer resident, at once, and what is between tensors never is: pages are small. For
 # builds of torch with mimalloc, and for the others.
 _ALLOCATOR = {
@@ -126,9 +121,7 @@ def cases(device: Device = "cpu") -> tuple[MemoryCase, ...]:
     )
 
 
-def run(
-    steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Device = "cpu"
-) -> tuple[list[Row], list[BenchClaim]]:
+def run(steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Device = "cpu") -> Found:
     """Every worker of every case, predicted and measured over `steps` steps.
 
     On `cuda` the two workers share a GPU where there is only one.
@@ -145,17 +138,15 @@ def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
     """Within 15% either way."""
     claims = []
     for row in rows:
-        off = 100 * (float(row["bytes"] or 0) / float(row["predicted_bytes"] or 1) - 1)
+        off = 100 * (number(row, "bytes") / float(row["predicted_bytes"] or 1) - 1)
         words = f"{row['case']}, {row['schedule']}: memory of stage {row['stage']} on worker {row['worker']}"
-        claim = f"{words}, percent measured over predicted"
-        claims.append(BenchClaim(claim, off, "at most 15 either way", abs(off) <= 15))
+        claims.append(within(f"{words}, percent measured over predicted", off, 15))
     return claims
 
 
 def _measure(case: MemoryCase, plan: Plan, steps: int) -> list[Row]:
-    order = {"settings": encode(case.settings), "plan": encode(plan), "microbatch": case.microbatch}
-    order["steps"] = steps
-    found = _peaks(order)
+    asked = {"order": encode(case.settings), "planned": encode(plan), "size": case.microbatch, "steps": steps}
+    found = in_world(replace(TWO, environment=_ALLOCATOR), peak_bytes, asked, preload=("torch._dynamo",))
     # What a worker with several stages holds depends on how they take turns.
     predicted = dict(predict(plan).simulation.peak_bytes)
     rows: list[Row] = []
@@ -178,26 +169,14 @@ def _measure(case: MemoryCase, plan: Plan, steps: int) -> list[Row]:
     return rows
 
 
-def _peaks(order: dict[str, Any]) -> dict[int, int]:
-    """The peak resident bytes of each worker."""
-    entry = "plait_bench.pipeline.memory:worker"
-    with tempfile.TemporaryDirectory() as logs:
-        placement = replace(TWO, environment=_ALLOCATOR)
-        launch = Launch(placement, entry, order, Path(logs), preload=("torch._dynamo",))
-        found = Supervisor(launch, Silent()).run()
-    return {rank: result["bytes"] for rank, result in found.items()}
-
-
-def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
-    """Be one of the two workers whose memory is measured."""
-    worker.join("gloo")
-    settings = decode(TrainSettings, order["settings"], "settings")
-    plan = decode(Plan, order["plan"], "plan")
+def peak_bytes(worker: Worker, order: dict[str, Any], planned: dict[str, Any], size: int, steps: int) -> int:
+    """Be one of the two workers whose memory is measured: the most bytes that it has resident."""
+    settings = decode(TrainSettings, order, "settings")
+    plan = decode(Plan, planned, "plan")
     device = components.choose_device(settings.device, worker.local_rank)
     use_libraries(device)
     data = components.build_train_data(settings)
-    content = data.batch(0, range(order["microbatch"]), 0)
-    x, y = to_device(content, device, None)
+    x, y = to_device(data.batch(0, range(size), 0), device, None)
     pipeline_layout = arrange(plan)
     model = components.build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
@@ -214,12 +193,12 @@ def worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     pipeline = Pipeline(worker.rank, pipeline_layout, traced, channels, parts)
     del model, traced
     meter = _OnGpu(pipeline, channels, device) if device.type == "cuda" else _Resident(pipeline)
-    _train(pipeline, x, y, order["steps"])
+    _train(pipeline, x, y, steps)
     peak = meter.peak_bytes()
     dist.barrier()
     pipeline.close()
     channels.close()
-    return {"bytes": peak}
+    return peak
 
 
 def _train(pipeline: Pipeline, x: Tensor, y: Tensor, steps: int) -> None:

@@ -13,24 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.core.codec import encode
-from plait.core.events import read
 from plait.core.run_events import Operations
 from plait.launch.display import Silent
+from plait.launch.run import launch
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor
 from plait.measure.auto_plan import planned
 from plait.planner import Plan
-from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, PlanRequest, TrainSettings
-from plait_bench.harness import BenchClaim, Row
+from plait_bench.harness import BenchClaim, Found, Row, recorded, spread, within, workers
 
-TWO = Placement((Host(LOCAL, 2),), threads=1)
+TWO = workers(2)
 _SGD = OptimizerSettings("sgd", {"lr": 0.01, "momentum": 0.9})
 
 
-def run(repeats: int = 3, steps: int = 20) -> tuple[list[Row], list[BenchClaim]]:
+def run(repeats: int = 3, steps: int = 20) -> Found:
     """Step times of three tiny models, each `repeats` times."""
     rows = [_time_row(settings, repeats) for settings in time_jobs(steps)]
     return rows, claims_of(rows)
@@ -43,7 +39,7 @@ def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
         ratios = [float(row[key] or math.inf) for key in ("ratio_min", "ratio_max")]
         off = max((100 * (ratio - 1) for ratio in ratios), key=abs)
         words = f"{row['case']}: step time, percent measured over predicted, the worst run"
-        claims.append(BenchClaim(words, off, "at most 15 either way", abs(off) <= 15))
+        claims.append(within(words, off, 15))
     return claims
 
 
@@ -52,24 +48,15 @@ def time_jobs(steps: int) -> tuple[TrainSettings, ...]:
     transformer = {"vocabulary": 256, "context": 64, "layers": 4, "heads": 4, "width": 128}
     tokens = {"shape": [64], "vocabulary": 256, "samples": 1024}
     common: dict[str, Any] = {"optimizer": _SGD, "steps": steps, "device": "cpu"}
+    args = {**transformer, "dropout": 0.0, "tied": False}
+    images = DataSettings("digits", 256)
+    vgg16, resnet50 = "plait.workloads.vgg:vgg16_tiny", "plait.workloads.resnet:resnet50_tiny"
     return (
-        TrainSettings(
-            "vgg16_tiny",
-            ModelSettings("plait.workloads.vgg:vgg16_tiny"),
-            DataSettings("digits", 256),
-            **common,
-        ),
-        TrainSettings(
-            "resnet50_tiny",
-            ModelSettings("plait.workloads.resnet:resnet50_tiny"),
-            DataSettings("digits", 256),
-            **common,
-        ),
+        TrainSettings("vgg16_tiny", ModelSettings(vgg16), images, **common),
+        TrainSettings("resnet50_tiny", ModelSettings(resnet50), images, **common),
         TrainSettings(
             "transformer",
-            ModelSettings(
-                "plait.workloads.transformer:transformer", {**transformer, "dropout": 0.0, "tied": False}
-            ),
+            ModelSettings("plait.workloads.transformer:transformer", args),
             DataSettings("synthetic", 32, tokens),
             **common,
         ),
@@ -93,9 +80,7 @@ def _time_row(settings: TrainSettings, repeats: int) -> Row:
         "microbatches": plan.microbatches,
         "predicted_step_s": statistics.median(predicted),
         "step_s": statistics.median(measured),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        **spread(ratios, "ratio", "ratio_min", "ratio_max"),
         "repeats": repeats,
     }
 
@@ -116,8 +101,5 @@ def _train(settings: TrainSettings) -> list[Operations]:
     """What all workers of a run did."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = RunDir(Path(temporary) / "run")
-        order = {"settings": encode(settings), "folder": str(folder.path), "resume": False}
-        launch = Launch(TWO, "plait.training.worker:train", order, folder.logs, preload=("torch._dynamo",))
-        ranks = Supervisor(launch, Silent()).run()
-        records = (record for rank in ranks for record in read(folder.events(rank)))
-        return [record.event for record in records if isinstance(record.event, Operations)]
+        launch(settings, TWO, folder, Silent())
+        return [line.event for line in recorded(folder) if isinstance(line.event, Operations)]

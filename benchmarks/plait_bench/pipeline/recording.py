@@ -10,7 +10,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,34 +18,26 @@ from plait.launch.worker import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.op_timings import operations_event
 from plait.planner.schedules.kinds import Schedule
-from plait_bench.harness import BenchClaim, Row
-from plait_bench.pipeline import sides as sides
-from plait_bench.world import in_world
+from plait_bench.harness import BenchClaim, Found, Row, in_world, number
+from plait_bench.pipeline import sides
 
 PIECES = 8
 
 
-def run(
-    models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4
-) -> tuple[list[Row], list[BenchClaim]]:
+def run(models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4) -> Found:
     """The share of a run's time that goes into recording its operations, on two workers."""
-    rows: list[Row] = []
-    for model in models:
-        asked = {"model": model, "steps": steps}
-        rows += in_world(2, f"{__name__}:recording_worker", asked)["rows"]
+    rows: list[Row] = [in_world(2, record, {"model": model, "count": steps})[0] for model in models]
     claims = []
     for row in rows:
-        percent = 100 * float(row["share"] or 0)
-        claims.append(
-            BenchClaim(f"{row['case']}: percent spent on recording", percent, "under 1", percent < 1)
-        )
+        percent = 100 * number(row, "share")
+        words = f"{row['case']}: percent spent on recording"
+        claims.append(BenchClaim(words, percent, "under 1", percent < 1))
     return rows, claims
 
 
-def recording_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+def record(worker: Worker, model: str, count: int) -> Row:
     """Be one of two workers: run a pipeline, then do all that recording it took once more, timed."""
-    worker.join("gloo")
-    made = sides.MODELS[asked["model"]]
+    made = sides.MODELS[model]
     steps, pipeline, channels = sides.ours(
         worker.rendezvous, made.build(), made.batch(), Schedule.STASH, 2, PIECES
     )
@@ -54,20 +45,19 @@ def recording_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     pipeline.spans.clear()
     dist.barrier()
     started = time.perf_counter()
-    steps(asked["steps"])
+    steps(count)
     run_s = time.perf_counter() - started
     operations = len(pipeline.spans)
     record_s = statistics.median(_record_s(pipeline) for _ in range(5))
     dist.barrier()
     channels.close()
-    row: Row = {
-        "case": f"recording, {asked['model']}",
+    return {
+        "case": f"recording, {model}",
         "operations": operations,
         "operation_s": run_s / operations,
         "record_s": record_s / operations,
         "share": record_s / run_s,
     }
-    return {"rows": [row]}
 
 
 def _record_s(pipeline: Pipeline) -> float:

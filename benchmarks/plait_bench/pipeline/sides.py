@@ -6,9 +6,7 @@ Each is a function that takes a number of steps; all workers call it together.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,6 @@ from plait.comm.channels import Channels, connect
 from plait.comm.rendezvous import Rendezvous
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
-from plait.pipeline.split_backward import jobs_of_this_forward
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import trace
@@ -211,43 +208,3 @@ def data_parallel(rank: int, model: nn.Sequential, batch: tuple[Tensor, Tensor],
             optimizer.step()
 
     return steps
-
-
-class _Sleep(torch.autograd.Function):
-    """Takes its time forward, for the gradient of the input, and for that of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        time.sleep(seconds)
-        ctx.seconds, ctx.jobs, ctx.weight = seconds, jobs_of_this_forward(), weight
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-
-        def job() -> None:
-            time.sleep(ctx.seconds)
-
-        if ctx.jobs is None:
-            job()
-        else:
-            ctx.jobs.append(job)
-        return grads[0], None, None
-
-
-class SleepingLayer(nn.Module):
-    """Costs time but no processor, so that many workers fit on few cores."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Sleep.apply(x, self.weight, self.seconds)  # type: ignore[no-untyped-call]
-        return y
-
-
-def copy_of(model: nn.Sequential) -> nn.Sequential:
-    return copy.deepcopy(model)

@@ -7,29 +7,35 @@ workers on few cores have the processor that a worker with a GPU has to spare.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.core.names import resolve
-from plait.launch.display import Silent
-from plait.launch.supervisor import Launch, Supervisor
 from plait.launch.worker import Worker
-from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.allreduce.buckets import AllReduce, make_buckets
 from plait.sync.allreduce.sums import Members, Native, Reducer, Spec, whole_world
 from plait.sync.allreduce.tree import OverTopology
-from plait_bench.harness import BenchClaim, Row
-from plait_bench.sync.shaped_hosts import NIC, hosts_on_a_bridge, missing_for_shaping
+from plait_bench.harness import (
+    BenchClaim,
+    Found,
+    Row,
+    Sleep,
+    at_least,
+    in_turns,
+    in_world,
+    number,
+    seconds_of_all,
+    spread,
+)
+from plait_bench.sync.shaped_hosts import bridged_hosts, missing_for_shaping
 
 MODELS = {
     "resnet50": "plait.workloads.resnet:resnet50",
@@ -43,57 +49,41 @@ SLOW_MODEL = "resnet50"
 BACKWARD_S = 1.0
 
 
-def bandwidth_rows(
-    models: tuple[str, ...] = tuple(MODELS), ranks: tuple[int, ...] = (2, 4, 8), repeats: int = 4
-) -> list[Row]:
-    """Every way to sum on one host, for each model and number of workers."""
+def run(models: Sequence[str] = tuple(MODELS), ranks: Sequence[int] = (2, 4, 8), repeats: int = 4) -> Found:
+    """Every way to sum on one host, for each model and number of workers, against the backend's own."""
     rows: list[Row] = []
-    for count in ranks:
-        for model in models:
-            rows += _rows_of((Host(LOCAL, count),), "bandwidth_worker", _ask(model, "one host", repeats))
-    return rows
+    claims = []
+    for count, model in itertools.product(ranks, models):
+        found = in_world(count, time_ways, {"model": model, "case": "one host", "repeats": repeats})[0]
+        claims.append(_best_claim(f"{model}, {count} workers on one host", found, 0.9))
+        rows += found
+    return rows, claims
 
 
-def shaped_rows(model: str = SLOW_MODEL, repeats: int = 2) -> tuple[list[Row], str | None]:
+def run_shaped() -> Found:
     """Every way to sum over four hosts, the last behind a slow link; or why that cannot be measured here."""
+    words = f"four hosts, one link at {SLOW_RATE}"
     reason = missing_for_shaping()
     if reason is not None:
-        return [], reason
+        return [], [BenchClaim(f"{words}: {reason}", None, "at least 1.5 times native", False)]
     slow = SLOW_HOSTS[-1]
-    asked = _ask(model, f"4 hosts, {slow} at {SLOW_RATE}", repeats)
-    with hosts_on_a_bridge(SLOW_HOSTS, slow, SLOW_RATE) as shell:
-        hosts = tuple(Host(name, 1) for name in SLOW_HOSTS)
-        return _rows_of(hosts, "bandwidth_worker", asked, shell=shell, nic=NIC), None
+    asked = {"model": SLOW_MODEL, "case": f"4 hosts, {slow} at {SLOW_RATE}", "repeats": 2}
+    with bridged_hosts(SLOW_HOSTS) as hosts:
+        hosts.shape(slow, SLOW_RATE)
+        rows = in_world(hosts.placement(1), time_ways, asked)[0]
+    return rows, [_best_claim(words, rows, 1.5)]
 
 
-def overlap_rows(
-    models: tuple[str, ...] = tuple(MODELS),
-    names: tuple[str, ...] = (NATIVE, "star", "ring", "clique"),
+def run_overlap(
+    models: Sequence[str] = tuple(MODELS),
+    names: Sequence[str] = (NATIVE, "star", "ring", "clique"),
     repeats: int = 5,
-) -> list[Row]:
+) -> Found:
     """How much of the transfer a backward of two workers hides, for each model and way to sum."""
     rows: list[Row] = []
     for model in models:
-        asked = {"model": model, "names": list(names), "repeats": repeats}
-        rows += _rows_of((Host(LOCAL, 2),), "overlap_worker", asked)
-    return rows
-
-
-def _rows_of(hosts: tuple[Host, ...], entry: str, settings: dict[str, Any], **reached: str) -> list[Row]:
-    """The rows that rank 0 of a new world returned from a function of this module."""
-    with tempfile.TemporaryDirectory() as logs:
-        launch = Launch(
-            Placement(hosts, threads=1, **reached),  # type: ignore[arg-type]
-            entry=f"{__name__}:{entry}",
-            settings=settings,
-            logs=Path(logs),
-        )
-        rows: list[Row] = Supervisor(launch, Silent()).run()[0]["rows"]
-    return rows
-
-
-def _ask(model: str, case: str, repeats: int) -> dict[str, Any]:
-    return {"model": model, "case": case, "repeats": repeats}
+        rows += in_world(2, time_overlap, {"model": model, "names": list(names), "repeats": repeats})[0]
+    return rows, overlap_claims(rows)
 
 
 def gradient_specs(model: str) -> list[Spec]:
@@ -110,29 +100,30 @@ def _on_meta(model: str) -> nn.Module:
     return made
 
 
-def bandwidth_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
+def time_ways(worker: Worker, model: str, case: str, repeats: int) -> list[Row]:
     """Be one of the workers that time all ways to sum the gradients of one model."""
-    worker.join("gloo")
     members = whole_world(worker.rendezvous)
-    specs = gradient_specs(settings["model"])
+    specs = gradient_specs(model)
     over = OverTopology(members, specs)
     native = Native(over.buffers, None)
     for buffer in over.buffers:
         buffer.zero_()
     ways: dict[str, Topology | None] = {NATIVE: None, **_distinct(members)}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    # The first bucket of each way opens connections and touches memory.
-    for round_ in range(settings["repeats"] + 1):
-        for name, topology in ways.items():
+
+    def timed(topology: Topology | None) -> Callable[[bool], float]:
+        def seconds(counts: bool) -> float:
             if topology is not None:
                 over.switch(topology)
-            reducer: Reducer = native if topology is None else over
-            taken = _time_sums(reducer, 1 if round_ == 0 else len(specs))
-            seconds[name] += [taken] if round_ else []
+            # The first bucket of each way opens connections and touches memory.
+            return _time_sums(native if topology is None else over, len(specs) if counts else 1)
+
+        return seconds
+
+    seconds = in_turns({name: timed(topology) for name, topology in ways.items()}, repeats)
     over.close()
     size = sum(spec.size_bytes for spec in specs)
-    asked = {"case": settings["case"], "model": settings["model"], "ranks": worker.world_size, "bytes": size}
-    return {"rows": [{**asked, **_row(name, seconds, size)} for name in ways]}
+    asked: Row = {"case": case, "model": model, "ranks": worker.world_size, "bytes": size}
+    return [{**asked, **_row(name, seconds, size)} for name in ways]
 
 
 def _distinct(members: Members) -> dict[str, Topology]:
@@ -144,39 +135,22 @@ def _distinct(members: Members) -> dict[str, Topology]:
 
 
 def _time_sums(reducer: Reducer, count: int) -> float:
-    dist.barrier()
-    started = time.perf_counter()
-    for pending in [reducer.start(index) for index in range(count)]:
-        pending.wait()
-    dist.barrier()
-    return time.perf_counter() - started
+    def sums() -> None:
+        for pending in [reducer.start(index) for index in range(count)]:
+            pending.wait()
+
+    return seconds_of_all(sums)
 
 
 def _row(name: str, seconds: dict[str, list[float]], size: int) -> Row:
     own, native = statistics.median(seconds[name]), statistics.median(seconds[NATIVE])
     return {
         "topology": name,
-        "sum_s": own,
-        "sum_min_s": min(seconds[name]),
-        "sum_max_s": max(seconds[name]),
+        **spread(seconds[name], "sum_s", "sum_min_s", "sum_max_s"),
         "bytes_per_s": size / own,
         "over_native": native / own,
         "repeats": len(seconds[name]),
     }
-
-
-class _SleepingGradient(torch.autograd.Function):
-    """The input as it is; its backward sleeps, then has a gradient for the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, seconds: float) -> Tensor:
-        ctx.gradient, ctx.seconds = gradient, seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return grads[0], ctx.gradient, None, None
 
 
 class _Sleeper(nn.Module):
@@ -192,7 +166,7 @@ class _Sleeper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         seconds = self.backward_s / len(self._gradients)
         for weight, gradient in zip(self.weights, self._gradients):
-            x = _SleepingGradient.apply(x, weight, gradient, seconds)  # type: ignore[no-untyped-call]
+            x = Sleep.apply(x, weight, 0.0, seconds, 0.0, "", gradient)  # type: ignore[no-untyped-call]
         return x
 
 
@@ -218,84 +192,57 @@ class _Steps:
         return float(seconds)
 
 
-def overlap_worker(worker: Worker, settings: dict[str, Any]) -> dict[str, Any]:
+def time_overlap(worker: Worker, model: str, names: list[str], repeats: int) -> list[Row]:
     """Be one of the workers that measure how much of a transfer backward hides."""
-    worker.join("gloo")
     members = whole_world(worker.rendezvous)
-    model = _Sleeper(settings["model"])
-    steps = _Steps(model, AllReduce(list(model.parameters()), members=members))
+    sleeper = _Sleeper(model)
+    steps = _Steps(sleeper, AllReduce(list(sleeper.parameters()), members=members))
+    asked: Row = {"case": "overlap", "model": model, "ranks": worker.world_size}
+    asked["bytes"] = steps.sync.gradient_bytes
     rows: list[Row] = []
-    for name in settings["names"]:
+    for name in names:
         steps.sync.switch(None if name == NATIVE else make_topology(name, members.hosts))
-        asked = {"case": "overlap", "model": settings["model"], "ranks": worker.world_size}
-        rows.append(
-            {**asked, "bytes": steps.sync.gradient_bytes, "topology": name} | _overlap(steps, settings)
-        )
+        rows.append({**asked, "topology": name, **_overlap(steps, repeats)})
     steps.sync.close()
-    return {"rows": rows}
+    return rows
 
 
-def _overlap(steps: _Steps, settings: dict[str, Any]) -> Row:
-    cases = {
-        "backward": (BACKWARD_S, False),
-        "both": (BACKWARD_S, True),
-        "sums": (0.0, True),
-        "gradients": (0.0, False),
-    }
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    for round_ in range(settings["repeats"] + 1):
-        for name, case in cases.items():
-            seconds = steps.take(*case)
-            taken[name] += [seconds] if round_ else []
+def _overlap(steps: _Steps, repeats: int) -> Row:
+    taken = in_turns(
+        {
+            "backward": lambda _: steps.take(BACKWARD_S, False),
+            "both": lambda _: steps.take(BACKWARD_S, True),
+            "sums": lambda _: steps.take(0.0, True),
+            "gradients": lambda _: steps.take(0.0, False),
+        },
+        repeats,
+    )
     found = {name: statistics.median(seconds) for name, seconds in taken.items()}
     # A step that does not sleep makes its gradients and sums them.
     transfer = found["sums"] - found["gradients"]
     return {
         "backward_s": found["backward"],
         "transfer_s": transfer,
-        "step_s": found["both"],
-        "step_min_s": min(taken["both"]),
-        "step_max_s": max(taken["both"]),
+        **spread(taken["both"], "step_s", "step_min_s", "step_max_s"),
         "hidden": 1 - (found["both"] - found["backward"]) / transfer,
-        "repeats": settings["repeats"],
+        "repeats": repeats,
     }
 
 
-def bandwidth_claims(rows: list[Row]) -> list[BenchClaim]:
-    """On one host, for each model and number of workers: our best topology against the backend's own."""
-    cases = dict.fromkeys((row["model"], row["ranks"]) for row in rows if row.get("case") == "one host")
-    return [
-        _best_claim(f"{model}, {ranks} workers on one host", rows, ("one host", model, ranks), 0.9)
-        for model, ranks in cases
-    ]
-
-
-def shaped_claims(rows: list[Row], reason: str | None) -> list[BenchClaim]:
-    """Over hosts of which one has a slow link: our best topology against the backend's own."""
-    words = f"four hosts, one link at {SLOW_RATE}"
-    if reason is not None:
-        return [BenchClaim(f"{words}: {reason}", None, "at least 1.5 times native", False)]
-    (case,) = dict.fromkeys((row["case"], row["model"], row["ranks"]) for row in rows)
-    return [_best_claim(words, rows, case, 1.5)]
-
-
-def overlap_claims(rows: list[Row]) -> list[BenchClaim]:
+def overlap_claims(rows: Sequence[Row]) -> list[BenchClaim]:
     """For each model whose transfer is shorter than backward: the share hidden where steps are fastest."""
     claims = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [r for r in rows if r["model"] == model and r["topology"] != NATIVE]
-        best = min(own, key=lambda r: float(r["step_s"] or 0))
-        value = float(best["hidden"] or 0)
-        longer = float(best["backward_s"] or 0) > float(best["transfer_s"] or 0)
+        best = min(own, key=lambda r: number(r, "step_s"))
+        value, longer = number(best, "hidden"), number(best, "backward_s") > number(best, "transfer_s")
         words = f"{model}, {best['topology']}: share of the transfer that a longer backward hides"
         claims.append(BenchClaim(words, value, "at least 0.7", value >= 0.7 and longer))
     return claims
 
 
-def _best_claim(words: str, rows: list[Row], case: tuple[Any, ...], goal: float) -> BenchClaim:
-    own = [r for r in rows if (r.get("case"), r.get("model"), r.get("ranks")) == case]
-    best = max((r for r in own if r["topology"] != NATIVE), key=lambda r: float(r["over_native"] or 0))
-    value = float(best["over_native"] or 0)
-    return BenchClaim(
-        f"{words}: {best['topology']} over native", value, f"at least {goal:g} times native", value >= goal
-    )
+def _best_claim(words: str, rows: Sequence[Row], goal: float) -> BenchClaim:
+    """Our best topology against the backend's own."""
+    best = max((r for r in rows if r["topology"] != NATIVE), key=lambda r: number(r, "over_native"))
+    words = f"{words}: {best['topology']} over native"
+    return at_least(words, number(best, "over_native"), goal, " times native")

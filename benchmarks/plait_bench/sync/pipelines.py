@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, Syn
 from plait.training import components
 from plait.training.engines.pipeline_replica import PipelineReplica, ReplicaWork
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
-from plait_bench.harness import BenchClaim, Row
-from plait_bench.pipeline.sides import SleepingLayer
-from plait_bench.sync.claims import partial_reduce_claims
-from plait_bench.world import in_world
+from plait_bench.harness import Found, Row, Sleeping, in_world
+from plait_bench.sync.speed import partial_reduce_claims
 
+PIPELINES = (2, 4)
 STAGES = 2
 MICROBATCHES = 4
+# How long each sync is measured in each case.
+SECONDS = 4.0
 # Of each layer: forward, and as long again for each half of backward.
 SLEEP_S = 0.01
 ALONE = "alone"
@@ -42,34 +43,26 @@ CASES = {"homogeneous": 1.0, "one worker x4": 4.0}
 
 def sleeping_layers() -> nn.Module:
     """A layer that sleeps for each stage."""
-    return nn.Sequential(*(SleepingLayer(SLEEP_S) for _ in range(STAGES)))
+    return nn.Sequential(*(Sleeping(None, SLEEP_S, SLEEP_S, SLEEP_S) for _ in range(STAGES)))
 
 
-def pipeline_rows(
-    pipelines: Sequence[int] = (2, 4),
-    cases: Sequence[str] = tuple(CASES),
-    syncs: Sequence[str] = SYNCS,
-    seconds: float = 4.0,
-) -> list[Row]:
-    """One row for each number of pipelines, case and sync, measured for `seconds` each."""
-    rows: list[Row] = []
-    for count in pipelines:
-        asked = {"cases": list(cases), "syncs": list(syncs), "seconds": seconds}
-        rows += in_world(count * STAGES, f"{__name__}:pipeline_worker", asked)["rows"]
-    return rows
+def run() -> Found:
+    """One row for each number of pipelines, case and sync; what all-reduce keeps is in the rows alone."""
+    rows: list[Row] = [row for count in PIPELINES for row in in_world(count * STAGES, measure_all, {})[0]]
+    words = "partial reduce's fraction of what pipelines do that never agree"
+    return rows, partial_reduce_claims(rows, lambda row: f"{row['case']}: {words}")
 
 
-def pipeline_worker(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
+def measure_all(worker: Worker) -> list[Row]:
     """Be one of the workers that measure every sync in every case."""
-    worker.join("gloo")
     rows: list[Row] = []
-    for case in asked["cases"]:
+    for case in CASES:
         ideal = 0.0
-        for sync in asked["syncs"]:
-            rate = _measure(worker, case, sync, asked["seconds"])
+        for sync in SYNCS:
+            rate = _measure(worker, case, sync, SECONDS)
             ideal = rate if sync == ALONE else ideal
             rows.append(_row(worker.world_size // STAGES, case, sync, rate, ideal))
-    return {"rows": rows}
+    return rows
 
 
 def _row(pipelines: int, case: str, sync: str, rate: float, ideal: float) -> Row:
@@ -88,7 +81,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> float:
     kind = "partial-reduce" if sync == ALONE else sync
     settings = TrainSettings(
         "pipelines",
-        ModelSettings("plait_bench.sync.pipelines:sleeping_layers"),
+        ModelSettings(f"{__name__}:sleeping_layers"),
         DataSettings("synthetic", MICROBATCHES * count, {"shape": [4], "target_shape": [4], "samples": 64}),
         loss="mse",
         steps=1,
@@ -184,11 +177,3 @@ def _lead(replica: PipelineReplica, seconds: float) -> float:
 
 def _contents() -> Iterator[Any]:
     return iter([(torch.randn(1, 4), torch.randn(1, 4)) for _ in range(MICROBATCHES)])
-
-
-def pipeline_claims(rows: Sequence[Row]) -> list[BenchClaim]:
-    """Partial reduce keeps its share of the ideal in every case; the rows have what all-reduce keeps."""
-    return partial_reduce_claims(
-        rows,
-        lambda row: f"{row['case']}: partial reduce's fraction of what pipelines do that never agree",
-    )

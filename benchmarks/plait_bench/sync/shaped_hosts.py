@@ -9,6 +9,9 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from plait.schema.hosts import Host
+from plait.schema.placement import Placement
+
 NIC = "eth0"
 
 
@@ -20,25 +23,31 @@ def missing_for_shaping() -> str | None:
         if shutil.which(command) is None:
             return f"the command {command} is missing (Debian: iproute2)"
     try:
-        with hosts_on_a_bridge(["w0"], slow="w0", rate="100mbit"):
+        with bridged_hosts(["w0"]) as hosts:
+            hosts.shape("w0", "100mbit")
             return None
     except subprocess.CalledProcessError as failure:
         return f"{' '.join(failure.cmd)} failed: {failure.stderr.decode().strip()}"
 
 
 class BridgedHosts:
-    """Hosts on a bridge, whose links can be slowed while they are in use; `shell` reaches them."""
+    """Hosts on a bridge, whose links can be slowed while they are in use."""
 
     def __init__(self, mark: str, names: Sequence[str]) -> None:
         self._mark = mark
         self._names = list(names)
         self._bridge = f"{mark}-bridge"
-        self.shell = f"ip netns exec {mark}-{{host}}"
+        self._shell = f"ip netns exec {mark}-{{host}}"
 
     def _ends(self, name: str) -> list[tuple[str, str]]:
         """Both ends of a host's link, each of which shapes what leaves it."""
         port = f"port{self._names.index(name) + 1}"
         return [(f"{self._mark}-{name}", NIC), (self._bridge, port)]
+
+    def placement(self, workers: int) -> Placement:
+        """This many workers on each of the hosts, with a thread each."""
+        hosts = tuple(Host(name, workers) for name in self._names)
+        return Placement(hosts, shell=self._shell, nic=NIC, threads=1)
 
     def shape(self, name: str, rate: str) -> None:
         """Slow the link of a host to `rate`, both ways."""
@@ -67,14 +76,6 @@ def bridged_hosts(names: Sequence[str]) -> Iterator[BridgedHosts]:
     finally:
         for space in made:
             subprocess.run(["ip", "netns", "del", space], check=False)
-
-
-@contextmanager
-def hosts_on_a_bridge(names: Sequence[str], slow: str, rate: str) -> Iterator[str]:
-    """Hosts of these names, the link of `slow` shaped to `rate` both ways; yields the shell to reach them."""
-    with bridged_hosts(names) as hosts:
-        hosts.shape(slow, rate)
-        yield hosts.shell
 
 
 def _add(space: str, made: list[str]) -> None:
