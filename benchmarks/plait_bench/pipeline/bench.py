@@ -46,26 +46,22 @@ def run(parts: Sequence[str] = QUICK, command: str = "plait bench pipeline") -> 
 
 
 def speed(
-    models: tuple[str, ...] = ("mlp", "transformer", "wide"),
-    repeats: int = 3,
-    steps: int = 3,
-    peer: bool = True,
+    models: tuple[str, ...] = ("mlp", "transformer", "wide"), repeats: int = 3, steps: int = 3
 ) -> Found:
     """Time every side of every model `repeats` times, `steps` steps each time.
 
     Asynchronous schedules go on for four times as many: they fill and drain once, not in every step.
-    Without `peer`, torch.distributed.pipelining is left out, and what is claimed against it.
     """
-    asked = {"repeats": repeats, "count": steps, "compared": [s.value for s in COMPARED if peer]}
+    asked = {"repeats": repeats, "count": steps}
     worlds = [in_world(2, time_sides, {"model": model, **asked}) for model in models]
     rows = [row for world in worlds for row in world[0]]
     return rows, _claims(rows)
 
 
-def time_sides(worker: Worker, model: str, repeats: int, count: int, compared: list[str]) -> list[Row]:
+def time_sides(worker: Worker, model: str, repeats: int, count: int) -> list[Row]:
     """Be one of the two workers that time all sides of one model."""
     made = sides.MODELS[model]
-    runners = _runners(worker.rendezvous, made.build(), made.batch(), [Schedule(name) for name in compared])
+    runners = _runners(worker.rendezvous, made.build(), made.batch())
 
     def timed(name: str, steps: sides.Steps) -> Callable[[bool], float]:
         longer = count * (4 if name in ASYNCHRONOUS else 1)
@@ -80,9 +76,7 @@ def time_sides(worker: Worker, model: str, repeats: int, count: int, compared: l
     return [_speed_row(model, name, seconds) for name in runners]
 
 
-def _runners(
-    rendezvous: Rendezvous, model: nn.Sequential, batch: Any, compared: Sequence[Schedule]
-) -> dict[str, sides.Steps]:
+def _runners(rendezvous: Rendezvous, model: nn.Sequential, batch: Any) -> dict[str, sides.Steps]:
     """All sides of one model, each with a copy of it."""
     rank = rendezvous.rank
     found = {"one worker": sides.alone(rank, copy.deepcopy(model), batch, PIECES)}
@@ -90,14 +84,12 @@ def _runners(
     found["DDP"] = sides.data_parallel(rank, copy.deepcopy(model), batch, PIECES)
     for schedule in (*COMPARED, Schedule.STASH, Schedule.TWO_BUFFERED):
         stages = 4 if schedule is Schedule.INTERLEAVED else 2
-        found[schedule.value] = sides.ours(rendezvous, copy.deepcopy(model), batch, schedule, stages, PIECES)[
-            0
-        ]
-    for schedule in compared:
+        own = copy.deepcopy(model)
+        found[schedule.value] = sides.ours(rendezvous, own, batch, schedule, stages, PIECES)[0]
+    for schedule in COMPARED:
         stages = 4 if schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE) else 2
-        found[f"torch {schedule.value}"] = sides.theirs(
-            rank, copy.deepcopy(model), batch, schedule, stages, PIECES
-        )
+        own = copy.deepcopy(model)
+        found[f"torch {schedule.value}"] = sides.theirs(rank, own, batch, schedule, stages, PIECES)
     return found
 
 
@@ -124,7 +116,7 @@ def _claims(rows: list[Row]) -> list[BenchClaim]:
             claims.append(at_least(f"{model}: {side} over DDP", own / speed[model, "DDP"], 1.0))
             claims.append(at_least(f"{model}: {side} over {APART}", own / speed[model, APART], 0.94))
         goal = 1.1 if model == "wide" else 1.03
-        for schedule in (s for s in COMPARED if (model, f"torch {s.value}") in speed):
+        for schedule in COMPARED:
             ratio = speed[model, schedule.value] / speed[model, f"torch {schedule.value}"]
             claims.append(at_least(f"{model}: {schedule.value} over torch's", ratio, goal))
     return claims

@@ -22,18 +22,17 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker import Worker
 from plait.measure.job import profile_here
-from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.executor import PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_agreements, replica_groups
-from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream
+from plait.pipeline.layout import PipelineLayout, arrange
 from plait.pipeline.tied_weights import make_tied
 from plait.planner import (
     Plan,
@@ -53,9 +52,19 @@ from plait.sync.allreduce.sums import whole_world
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
-from plait_bench.harness import BenchClaim, Found, Row, in_turns, in_world, number, seconds_of_all, spread
+from plait_bench.harness import (
+    BenchClaim,
+    Found,
+    Row,
+    in_turns,
+    in_world,
+    number,
+    seconds_of_all,
+    spread,
+    table,
+)
 from plait_bench.pipeline.models import job
-from plait_bench.pipeline.sides import FixedWork
+from plait_bench.pipeline.sides import OurPipeline
 
 MINIBATCH = {"vgg16": 4, "lstm": 16, "transformer": 8}
 # Minibatches a worker has in each batch of gpipe, and model parallelism in each interval that is timed.
@@ -111,19 +120,6 @@ def claims_of(rows: Sequence[Row]) -> list[BenchClaim]:
             ratio = speed[case, side] / speed[case, other]
             claims.append(BenchClaim(f"{case}: {side} over {other}", ratio, "more than 1", ratio > 1))
     return claims
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table for people: one line a model and side."""
-    lines = ["| model | side | plan | samples/s | over data parallel | predicted samples/s |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        spread = f"{row['samples_per_s']:.4g} ({row['slowest']:.4g}-{row['fastest']:.4g})"
-        speedup = f"{row['over_data_parallel']:.2f}x"
-        predicted = "" if row["predicted"] is None else f"{row['predicted']:.4g}"
-        case, side, plan = row["case"], row["side"], row["plan"]
-        lines.append(f"| {case} | {side} | {plan} | {spread} | {speedup} | {predicted} |")
-    return "\n".join(lines)
 
 
 def time_sides(worker: Worker, model: str, repeats: int, minibatch: int) -> list[Row]:
@@ -221,73 +217,40 @@ class _World:
         return Side(f"{self.size} replicas", self.steps * self.size, steps)
 
     def _pipeline(self, plan: Plan, total: int) -> Side:
-        pipeline_layout, rank = arrange(plan), self.worker.rank
-        model = copy.deepcopy(self.model)
-        x, _ = self.content[0]
-        traced = trace(model, (x,))
-        window = pipeline_layout.window()
-        peers = pipeline_layout.workers if rank in pipeline_layout.workers else ()
-        rendezvous = self.worker.rendezvous
-        channels = connect(rendezvous, peers, window=window)
-        predicted_s = plan.step_s / plan.microbatches
-        if not peers:
-            return Side(_words(plan), total, _stand_by(rendezvous, pipeline_layout, traced), predicted_s)
-        parts = PipelineParts(
-            self.loss,
-            self._optimizer,
-            torch.device("cpu"),
-            contextlib.nullcontext,
-            rendezvous,
-            topology=self.settings.topology,
-        )
-        pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
-        batches = total // plan.microbatches if plan.schedule.synchronous else 1
-        each = total // batches
-        share = 1.0 if plan.schedule is Schedule.STASH else 1 / each
+        layout = arrange(plan)
+        xs, ys = zip(*self.content)
+        traced = trace(copy.deepcopy(self.model), (xs[0],))
+        rendezvous, predicted_s = self.worker.rendezvous, plan.step_s / plan.microbatches
+        words = "-".join(str(stage.replicas) for stage in plan.stages)
+        if rendezvous.rank not in layout.workers:
+            return Side(words, total, _stand_by(rendezvous, layout, traced), predicted_s)
+        cpu, no_cast = torch.device("cpu"), contextlib.nullcontext
+        topology = self.settings.topology
+        parts = PipelineParts(self.loss, self._optimizer, cpu, no_cast, rendezvous, topology=topology)
+        ours = OurPipeline(layout, traced, parts, layout.window())
 
         def steps() -> None:
-            for _ in range(batches):
-                work = FixedWork(*self._turned(), share, each)
-                pipeline.run(_operations(pipeline_layout, rank, work), work)
-            pipeline.losses.clear()
-            pipeline.spans.clear()
+            ours.take(xs, ys, plan.microbatches, total)
+            ours.pipeline.spans.clear()
 
-        def close() -> None:
-            pipeline.close()
-            channels.close()
-
-        return Side(_words(plan), total, steps, predicted_s, close)
-
-    def _turned(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return tuple(x for x, _ in self.content), tuple(y for _, y in self.content)
+        return Side(words, total, steps, predicted_s, ours.close)
 
     def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self.settings.optimizer, list(parameters))
 
 
-def _stand_by(
-    rendezvous: Rendezvous, pipeline_layout: PipelineLayout, traced: TracedModel
-) -> Callable[[], None]:
+def _stand_by(rendezvous: Rendezvous, layout: PipelineLayout, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
-    stages_of = find_stages(traced, pipeline_layout)
-    make_agreements(rendezvous, pipeline_layout, stages_of, {})
-    make_tied(pipeline_layout, stages_of, {}, {}, lambda: None, rendezvous)
-    replica_groups(pipeline_layout, rendezvous)
+    connect(rendezvous, (), window=layout.window())
+    stages_of = find_stages(traced, layout)
+    make_agreements(rendezvous, layout, stages_of, {})
+    make_tied(layout, stages_of, {}, {}, lambda: None, rendezvous)
+    replica_groups(layout, rendezvous)
     return lambda: None
 
 
-def _operations(pipeline_layout: PipelineLayout, rank: int, work: FixedWork) -> Any:
-    if pipeline_layout.schedule.synchronous:
-        return one_batch(pipeline_layout, rank, work.total)
-    return stream(pipeline_layout, rank, work)
-
-
-def _words(plan: Plan) -> str:
-    return "-".join(str(stage.replicas) for stage in plan.stages)
-
-
 def main(words: Sequence[str]) -> None:
-    """Print the table, a model at a time."""
+    """Print the rows, a model at a time, and the claims."""
     parser = argparse.ArgumentParser(prog="python -m plait_bench.pipeline.comparison")
     parser.add_argument("workers", type=int, nargs="*", default=[2])
     parser.add_argument("--models", nargs="+", choices=list(MINIBATCH), default=list(MINIBATCH))
@@ -296,12 +259,10 @@ def main(words: Sequence[str]) -> None:
     asked = parser.parse_args(words)
 
     def show(rows: list[Row]) -> None:
-        print("\n".join(markdown(rows).splitlines()[2:]), flush=True)
+        print(table(rows), end="\n\n", flush=True)
 
-    print(markdown([]), flush=True)
     _, claims = run(asked.workers, asked.models, asked.repeats, show, asked.minibatch)
-    for claim in claims:
-        print(claim.render(), flush=True)
+    print("\n".join(claim.render() for claim in claims))
 
 
 if __name__ == "__main__":

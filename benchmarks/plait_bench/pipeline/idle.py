@@ -69,17 +69,17 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     stages = size * (CHUNKS if schedule is Schedule.INTERLEAVED else 1)
     model = nn.Sequential(*(Sleeping(None, SLEEP_S, SLEEP_S, SLEEP_S) for _ in range(stages)))
     batch = (torch.randn(PIECES, 4), torch.randn(PIECES, 4))
-    steps, pipeline, channels = sides.ours(worker.rendezvous, model, batch, schedule, stages, PIECES)
+    steps, made = sides.ours(worker.rendezvous, model, batch, schedule, stages, PIECES)
     steps(1)
     measured = []
     for _ in range(repeats):
         dist.barrier()
-        pipeline.spans.clear()
+        made.pipeline.spans.clear()
         steps(1 if schedule.synchronous else STREAM)
-        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in pipeline.spans]
+        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in made.pipeline.spans]
         everywhere = [[_span(*each) for each in spans] for spans in all_gather_values(own)]
         measured.append(idle_share(schedule, everywhere, sleep_s))
-    channels.close()
+    made.close()
     exact, found = exact_idle_share(schedule, size), statistics.median(measured)
     return {
         "case": f"sleeping, {size} workers",

@@ -27,15 +27,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from plait.comm.channels import Channels, connect
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.launch.worker import Worker
 from plait.measure.job import profile_together
 from plait.pipeline.executor import Pipeline, PipelineParts
-from plait.pipeline.layout import arrange, one_batch, stream
+from plait.pipeline.layout import arrange
 from plait.planner import (
     Plan,
     Schedule,
@@ -53,7 +52,7 @@ from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number, within, workers
 from plait_bench.pipeline.models import job
-from plait_bench.pipeline.sides import FixedWork
+from plait_bench.pipeline.sides import OurPipeline
 
 SCHEDULES = (Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH, Schedule.GPIPE)
 PIECES = 8
@@ -177,11 +176,9 @@ def peak_bytes(worker: Worker, order: dict[str, Any], planned: dict[str, Any], s
     use_libraries(device)
     data = components.build_train_data(settings)
     x, y = to_device(data.batch(0, range(size), 0), device, None)
-    pipeline_layout = arrange(plan)
+    layout = arrange(plan)
     model = components.build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
-    window = pipeline_layout.window()
-    channels = connect(worker.rendezvous, pipeline_layout.workers, window=window, device=device)
     parts = PipelineParts(
         build_loss(settings.loss),
         lambda parameters: build_optimizer(settings.optimizer, list(parameters)),
@@ -190,27 +187,14 @@ def peak_bytes(worker: Worker, order: dict[str, Any], planned: dict[str, Any], s
         worker.rendezvous,
         topology=settings.topology,
     )
-    pipeline = Pipeline(worker.rank, pipeline_layout, traced, channels, parts)
+    ours = OurPipeline(layout, traced, parts, layout.window())
     del model, traced
-    meter = _OnGpu(pipeline, channels, device) if device.type == "cuda" else _Resident(pipeline)
-    _train(pipeline, x, y, steps)
+    meter = _OnGpu(ours, device) if device.type == "cuda" else _Resident(ours.pipeline)
+    ours.take((x,), (y,), PIECES, PIECES * steps)
     peak = meter.peak_bytes()
     dist.barrier()
-    pipeline.close()
-    channels.close()
+    ours.close()
     return peak
-
-
-def _train(pipeline: Pipeline, x: Tensor, y: Tensor, steps: int) -> None:
-    """Steps of PIECES microbatches; asynchronous schedules do not drain in between."""
-    pipeline_layout = pipeline.pipeline_layout
-    together = pipeline_layout.schedule.synchronous
-    for total in [PIECES] * steps if together else [PIECES * steps]:
-        work = FixedWork((x,), (y,), 1 / total, total)
-        if together:
-            pipeline.run(one_batch(pipeline_layout, pipeline.rank, total), work)
-        else:
-            pipeline.run(stream(pipeline_layout, pipeline.rank, work), work)
 
 
 def use_libraries(device: torch.device) -> None:
@@ -247,11 +231,11 @@ class _Resident:
 class _OnGpu:
     """The same of torch's memory on a GPU, and of the memory of others that the worker reads there."""
 
-    def __init__(self, pipeline: Pipeline, channels: Channels, device: torch.device) -> None:
+    def __init__(self, ours: OurPipeline, device: torch.device) -> None:
         gc.collect()
         torch.cuda.synchronize(device)
-        self._channels, self._device = channels, device
-        self._before = torch.cuda.memory_allocated(device) - _own_bytes(pipeline)
+        self._channels, self._device = ours.channels, device
+        self._before = torch.cuda.memory_allocated(device) - _own_bytes(ours.pipeline)
         torch.cuda.reset_peak_memory_stats(device)
 
     def peak_bytes(self) -> int:

@@ -38,9 +38,8 @@ def run(models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4) -> Fou
 def record(worker: Worker, model: str, count: int) -> Row:
     """Be one of two workers: run a pipeline, then do all that recording it took once more, timed."""
     made = sides.MODELS[model]
-    steps, pipeline, channels = sides.ours(
-        worker.rendezvous, made.build(), made.batch(), Schedule.STASH, 2, PIECES
-    )
+    steps, ours = sides.ours(worker.rendezvous, made.build(), made.batch(), Schedule.STASH, 2, PIECES)
+    pipeline = ours.pipeline
     steps(1)
     pipeline.spans.clear()
     dist.barrier()
@@ -50,7 +49,7 @@ def record(worker: Worker, model: str, count: int) -> Row:
     operations = len(pipeline.spans)
     record_s = statistics.median(_record_s(pipeline) for _ in range(5))
     dist.barrier()
-    channels.close()
+    ours.close()
     return {
         "case": f"recording, {model}",
         "operations": operations,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.comm.channels import Channels, connect
+from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Layout, Update
 from plait.profiler.trace import trace
+from plait.profiler.traced import TracedModel
 from plait.workloads.transformer import Block
 
 Steps = Callable[[int], None]
@@ -91,6 +92,37 @@ class FixedWork:
         return microbatch < self.total
 
 
+class OurPipeline:
+    """A model in our pipeline, as one of its workers runs it."""
+
+    def __init__(
+        self,
+        layout: PipelineLayout,
+        traced: TracedModel,
+        parts: PipelineParts,
+        window: int = 64,
+    ) -> None:
+        rendezvous, self._layout = parts.rendezvous, layout
+        self.channels = connect(rendezvous, layout.workers, window=window, device=parts.device)
+        self.pipeline = Pipeline(rendezvous.rank, layout, traced, self.channels, parts)
+
+    def take(self, xs: Sequence[Tensor], ys: Sequence[Tensor], each: int, total: int) -> None:
+        """`total` microbatches in batches of `each`; asynchronous schedules do not drain in between."""
+        schedule, rank = self._layout.schedule, self.pipeline.rank
+        share = 1.0 if schedule is Schedule.STASH else 1 / each
+        for count in [each] * (total // each) if schedule.synchronous else [total]:
+            work = FixedWork(tuple(xs), tuple(ys), share, count)
+            if schedule.synchronous:
+                self.pipeline.run(one_batch(self._layout, rank, count), work)
+            else:
+                self.pipeline.run(stream(self._layout, rank, work), work)
+        self.pipeline.losses.clear()
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.channels.close()
+
+
 def ours(
     rendezvous: Rendezvous,
     model: nn.Sequential,
@@ -98,35 +130,23 @@ def ours(
     schedule: Schedule,
     stages: int,
     pieces: int,
-) -> tuple[Steps, Pipeline, Channels]:
+) -> tuple[Steps, OurPipeline]:
     """`model` in our pipeline over all workers; interleaved deals the stages to them in turn."""
-    rank, size = rendezvous.rank, len(rendezvous.hosts)
+    size = len(rendezvous.hosts)
     x, y = batch
     traced = trace(model, (x[:2],))
     ids = [layer.id for layer in traced.layers]
     places = [len(ids) * i // stages for i in range(stages + 1)]
-    pipeline_layout = PipelineLayout(
+    layout = PipelineLayout(
         tuple(tuple(ids[a:b]) for a, b in itertools.pairwise(places)),
         (Layout(tuple((stage % size,) for stage in range(stages))),),
         schedule,
         pieces,
     )
-    channels = connect(rendezvous, pipeline_layout.workers, deadline_s=60)
     parts = PipelineParts(F.mse_loss, sgd, torch.device("cpu"), contextlib.nullcontext, rendezvous)
-    pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
-    share = 1.0 if schedule is Schedule.STASH else 1 / pieces
+    made = OurPipeline(layout, traced, parts)
     xs, ys = x.chunk(pieces), y.chunk(pieces)
-
-    def steps(count: int) -> None:
-        if schedule.synchronous:
-            for _ in range(count):
-                pipeline.run(one_batch(pipeline_layout, rank, pieces), FixedWork(xs, ys, share, pieces))
-        else:
-            work = FixedWork(xs, ys, share, count * pieces)
-            pipeline.run(stream(pipeline_layout, rank, work), work)
-        pipeline.losses.clear()
-
-    return steps, pipeline, channels
+    return lambda count: made.take(xs, ys, pieces, count * pieces), made
 
 
 def theirs(
