@@ -17,24 +17,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from plait.core.codec import encode
+from plait.core.errors import DataError
 from plait.core.events import Recorded, read
 from plait.core.files import write_output, write_picture
 from plait.core.names import resolve
 from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir
 from plait.launch.supervisor import Launch, Supervisor
-from plait.launch.worker import Worker
-from plait.pipeline.split_backward import jobs_of_this_forward
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
+
+if TYPE_CHECKING:
+    from plait.launch.worker import Worker
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
@@ -185,6 +184,8 @@ def in_turns(sides: Mapping[str, Callable[[bool], float]], rounds: int) -> dict[
 
 def seconds_of_all(work: Callable[[], object]) -> float:
     """Seconds until all workers have done `work`, which they begin together."""
+    import torch.distributed as dist  # experiments without workers take no memory for it
+
     dist.barrier()
     started = time.perf_counter()
     work()
@@ -234,72 +235,12 @@ def recorded(run: RunDir) -> list[Recorded]:
     return sorted(lines, key=lambda line: line.t)
 
 
-class Sleep(torch.autograd.Function):
-    """The input as it is, after a while; so is its gradient. The weight gets `gradient`.
-
-    Where backward is taken in two halves, `weight_s` are those of the second. Once the file `slow` is there,
-    the worker whose rank it names takes as many times longer as it says.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        forward_s: float,
-        backward_s: float = 0.0,
-        weight_s: float = 0.0,
-        slow: str = "",
-        gradient: Tensor | None = None,
-    ) -> Tensor:
-        ctx.backward_s, ctx.weight_s, ctx.slow, ctx.gradient = backward_s, weight_s, slow, gradient
-        ctx.jobs = jobs_of_this_forward()
-        _sleep(forward_s, slow)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        _sleep(ctx.backward_s, ctx.slow)
-        if ctx.jobs is None:
-            _sleep(ctx.weight_s, ctx.slow)
-        elif ctx.weight_s:
-            seconds, slow = ctx.weight_s, ctx.slow
-            ctx.jobs.append(lambda: _sleep(seconds, slow))
-        return grads[0], ctx.gradient, *[None] * 5
-
-
-def _sleep(seconds: float, slow: str) -> None:
-    if slow and dist.is_initialized() and os.path.exists(slow):
-        rank, times = Path(slow).read_text().split()
-        seconds *= float(times) if dist.get_rank() == int(rank) else 1.0
-    if seconds:
-        time.sleep(seconds)
-
-
-class Sleeping(nn.Module):
-    """`layer`, or nothing, and then a sleep: time but no processor, so that many workers fit on few cores."""
-
-    def __init__(
-        self,
-        layer: nn.Module | None,
-        forward_s: float = 0.0,
-        backward_s: float = 0.0,
-        weight_s: float = 0.0,
-        slow: str = "",
-    ) -> None:
-        super().__init__()
-        self.layer = layer
-        self.weight = nn.Parameter(torch.ones(1)) if layer is None else None
-        self._seconds = forward_s, backward_s, weight_s, slow
-
-    def forward_s(self, x: Tensor) -> float:
-        return self._seconds[0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x if self.layer is None else self.layer(x)
-        if self.training:
-            y = Sleep.apply(y, self.weight, self.forward_s(x), *self._seconds[1:])  # type: ignore[no-untyped-call]
-        return y
+def english() -> Path:
+    """Half a megabyte of English that comes with Python: its own reference, the topics of pydoc."""
+    found = find_spec("pydoc_data.topics")
+    if found is None or found.origin is None:
+        raise DataError("convergence: this Python has no pydoc_data.topics, whose text is the data here")
+    return Path(found.origin)
 
 
 @contextmanager

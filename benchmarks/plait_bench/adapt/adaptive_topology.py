@@ -32,17 +32,8 @@ from plait.schema.settings import (
 )
 from plait.schema.topology_spec import TopologySpec
 from plait_bench.adapt.guests import train_as_guest
-from plait_bench.harness import (
-    Bench,
-    BenchClaim,
-    Row,
-    Sleeping,
-    at_least,
-    at_most,
-    in_world,
-    number,
-    picture,
-)
+from plait_bench.harness import Bench, BenchClaim, Row, at_least, at_most, in_world, number, picture
+from plait_bench.sleeping import Sleeping
 from plait_bench.sync.shaped_hosts import BridgedHosts, bridged_hosts, missing_for_shaping
 
 HOSTS = ("w0", "w1", "w2", "w3")

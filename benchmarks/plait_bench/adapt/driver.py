@@ -59,6 +59,20 @@ class KillWorker:
         os.kill(workers[self._rank].pid, signal.SIGKILL)
 
 
+def job(name: str, folder: str, parallel: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A job on digits whose every step is recorded."""
+    return {
+        "name": name,
+        "data": {"kind": "digits", "batch_size": 32},
+        "optimizer": {"kind": "sgd", "lr": 0.02, "momentum": 0.9},
+        "device": "cpu",
+        "log_every_steps": 1,
+        "parallel": {"threads": 1, **parallel},
+        "run_dir": folder,
+        **more,
+    }
+
+
 def trained(job: Mapping[str, Any], acts: Sequence[Act], quiet_steps: int) -> tuple[RunDir, list[Recorded]]:
     """The folder of a run to which `acts` were done meanwhile, and its record in the order of time."""
     from plait.jobs.train import train  # reads job files

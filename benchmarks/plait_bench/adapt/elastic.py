@@ -21,18 +21,9 @@ from plait.launch.control import ask_job
 from plait.launch.display import WorkerState
 from plait.launch.run_dir import RunDir
 from plait_bench.adapt import pipelines
-from plait_bench.adapt.driver import Act, KillWorker, apart, trained
-from plait_bench.harness import (
-    Bench,
-    BenchClaim,
-    Found,
-    Row,
-    Sleeping,
-    at_most,
-    number,
-    picture,
-    run_parts,
-)
+from plait_bench.adapt.driver import Act, KillWorker, apart, job, trained
+from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, picture, run_parts
+from plait_bench.sleeping import Sleeping
 
 SIZES = (2, 3, 4, 2, 1, 3)
 GOAL_S = 0.5
@@ -95,21 +86,6 @@ def run_workers(quick: bool = False) -> Found:
 PARTS: Mapping[str, Callable[[], Found]] = {"workers": run_workers, "pipelines": pipelines.run}
 
 
-def _job(name: str, folder: str, parallel: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    return {
-        "name": NAME,
-        **MODELS[name],
-        "data": {"kind": "digits", "batch_size": BATCH},
-        "optimizer": {"kind": "sgd", "lr": 0.02, "momentum": 0.9},
-        "steps": steps,
-        "device": "cpu",
-        "log_every_steps": 1,
-        "checkpoint": {"every_steps": 1_000_000},
-        "parallel": {"threads": 1, "jitter": [1.0, STEP_S], **parallel},
-        "run_dir": folder,
-    }
-
-
 def _ask(workers: int) -> Act:
     def ask(folder: RunDir, _: tuple[WorkerState, ...]) -> None:
         ask_job(folder, {"workers": workers, "why": f"at {time.time():.6f}"})
@@ -162,8 +138,11 @@ def _policy_claim(rows: Sequence[Row]) -> BenchClaim:
 def _trained(
     name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Act] = (), **more: Any
 ) -> list[Recorded]:
+    model = {**MODELS[name], "data": {"kind": "digits", "batch_size": BATCH}, "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
-        return trained(_job(name, folder, parallel, steps) | more, acts, QUIET_STEPS)[1]
+        jittered = {"jitter": [1.0, STEP_S], **parallel}
+        asked = job(NAME, folder, jittered, checkpoint={"every_steps": 1_000_000}, **model, **more)
+        return trained(asked, acts, QUIET_STEPS)[1]
 
 
 def _change_rows(case: str, name: str, recorded: Sequence[Recorded], since: float | None = None) -> list[Row]:

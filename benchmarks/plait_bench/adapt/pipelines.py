@@ -18,11 +18,12 @@ from plait.measure.auto_plan import settings_before
 from plait.planner import save_plan
 from plait.planner.replan import plan_for
 from plait.training.change.replanning import plan_and_graph
-from plait_bench.adapt.driver import KillWorker, apart, trained
-from plait_bench.harness import Found, Row, Sleeping, at_least, at_most, number
+from plait_bench.adapt.driver import KillWorker, apart, job, trained
+from plait_bench.harness import Found, Row, at_least, at_most, number
+from plait_bench.sleeping import Sleeping
 
 NAME = "pipelines"
-STAGES, LAYERS, BATCH, PIECES = 4, 12, 32, 8
+STAGES, LAYERS, PIECES = 4, 12, 8
 # What a layer takes for a microbatch, forward and backward, whatever the machine.
 FORWARD_S, BACKWARD_S = 0.001, 0.002
 SLOW_WORKER, SLOWER = 2, 3.0
@@ -46,28 +47,18 @@ def _slow_down(folder: Path) -> None:
 
 
 def _job(folder: Path, parallel: Mapping[str, Any], steps: int, **more: Any) -> dict[str, Any]:
-    return {
-        "name": NAME,
-        "model": f"{__name__}:timed_layers",
-        "model_args": {"slow": str(folder / "slow")},
-        "data": {"kind": "digits", "batch_size": BATCH},
-        "optimizer": {"kind": "sgd", "lr": 0.02, "momentum": 0.9},
-        "steps": steps,
-        "precision": "float64",
-        "device": "cpu",
-        "log_every_steps": 1,
-        "checkpoint": {"every_steps": 20},
-        "parallel": {
-            "workers": STAGES,
-            "threads": 1,
-            "plan": "model-parallel",
-            "schedule": "flush",
-            "microbatches": PIECES,
-            **parallel,
-        },
-        "run_dir": str(folder),
+    staged = {"workers": STAGES, "plan": "model-parallel", "schedule": "flush", "microbatches": PIECES}
+    return job(
+        NAME,
+        str(folder),
+        {**staged, **parallel},
+        model=f"{__name__}:timed_layers",
+        model_args={"slow": str(folder / "slow")},
+        precision="float64",
+        checkpoint={"every_steps": 20},
+        steps=steps,
         **more,
-    }
+    )
 
 
 def lost_rows() -> list[Row]:
@@ -101,8 +92,8 @@ def slow_rows(steps: int = 150) -> list[Row]:
         _slow_down(folder.path.parent)
 
     with tempfile.TemporaryDirectory() as name:
-        job = _job(Path(name), {}, steps, adapt=[{"kind": "plan"}])
-        folder, adapted = trained(job, [slow], QUIET_STEPS)
+        changing = _job(Path(name), {}, steps, adapt=[{"kind": "plan"}])
+        folder, adapted = trained(changing, [slow], QUIET_STEPS)
         settings = settings_before(folder.settings)
         assert settings is not None
         plan, graph = plan_and_graph(settings)
@@ -112,8 +103,8 @@ def slow_rows(steps: int = 150) -> list[Row]:
         with tempfile.TemporaryDirectory() as name:
             save_plan(known, Path(name) / "plan.json")
             _slow_down(Path(name))
-            job = _job(Path(name), {"plan": str(Path(name) / "plan.json")}, 2 * TIMED)
-            paces[case] = trained(job, [], QUIET_STEPS)[1]
+            known_job = _job(Path(name), {"plan": str(Path(name) / "plan.json")}, 2 * TIMED)
+            paces[case] = trained(known_job, [], QUIET_STEPS)[1]
     changes = [line.event for line in adapted if isinstance(line.event, Changed)]
     return [
         {

@@ -11,11 +11,9 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from plait.core.codec import encode
-from plait.core.errors import DataError
 from plait.launch.display import Silent
 from plait.launch.run import launch
 from plait.launch.run_dir import RunDir
@@ -31,7 +29,7 @@ from plait.schema.settings import (
     PlanRequest,
     TrainSettings,
 )
-from plait_bench.harness import BenchClaim, Found, Row, at_most, number, workers
+from plait_bench.harness import BenchClaim, Found, Row, at_most, english, number, workers
 
 MICROBATCHES = 2
 # Text takes this many times the steps of digits: before, plain training has not converged, and 2bw, whose
@@ -78,20 +76,12 @@ def text_job(steps: int) -> TrainSettings:
     return TrainSettings(
         "transformer_tiny on text",
         ModelSettings("plait.workloads.transformer:transformer_tiny", {"tied": False}),
-        DataSettings("text", 32, {"path": str(_english()), "level": "byte", "length": 32}),
+        DataSettings("text", 32, {"path": str(english()), "level": "byte", "length": 32}),
         optimizer=OptimizerSettings("adamw", {"lr": 0.001}),
         lr_schedule=LrScheduleSettings("cosine", warmup_steps=steps // 10),
         steps=steps,
         device="cpu",
     )
-
-
-def _english() -> Path:
-    """Half a megabyte of English that comes with Python."""
-    found = find_spec("pydoc_data.topics")
-    if found is None or found.origin is None:
-        raise DataError("convergence: this Python has no pydoc_data.topics, whose text is the data here")
-    return Path(found.origin)
 
 
 def _of(settings: TrainSettings, seeds: Sequence[int]) -> list[Row]:

@@ -24,8 +24,9 @@ from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Layout, Op, Update
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
-from plait_bench.harness import Found, Row, Sleeping, in_world, number, spread, within
+from plait_bench.harness import Found, Row, in_world, number, spread, within
 from plait_bench.pipeline import sides
+from plait_bench.sleeping import Sleeping
 
 PIECES = 8
 SLEEP_S = 0.05

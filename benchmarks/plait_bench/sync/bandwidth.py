@@ -27,7 +27,6 @@ from plait_bench.harness import (
     BenchClaim,
     Found,
     Row,
-    Sleep,
     at_least,
     in_turns,
     in_world,
@@ -35,6 +34,7 @@ from plait_bench.harness import (
     seconds_of_all,
     spread,
 )
+from plait_bench.sleeping import Sleep
 from plait_bench.sync.shaped_hosts import bridged_hosts, missing_for_shaping
 
 MODELS = {

@@ -8,7 +8,6 @@ between two evaluations, so does the time. All runs share one world of workers, 
 from __future__ import annotations
 
 import itertools
-import pydoc_data.topics
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -34,18 +33,17 @@ from plait.schema.topology_spec import TopologySpec
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.mlp import mlp_tiny
 from plait_bench.adapt.guests import train_as_guest
-from plait_bench.harness import BenchClaim, Found, Row, Sleeping, at_least, in_world, spread
+from plait_bench.harness import BenchClaim, Found, Row, at_least, english, in_world, spread
+from plait_bench.sleeping import Sleeping
+from plait_bench.sync import speed
 
 WORKERS = 8
 STEP_S = 0.05
 EVERY = 20
 SEEDS = (0, 1, 2)
-# As the cases of sync_speed; stumbles are as long against a step as there.
+# As in speed; stumbles are as long against a step as there.
 CASES = {
-    "homogeneous": SlowSettings(),
-    "one worker x2": SlowSettings({1: 2.0}),
-    "one worker x4": SlowSettings({1: 4.0}),
-    "four workers x2": SlowSettings(dict.fromkeys((1, 3, 5, 7), 2.0)),
+    **{name: case for name, case in speed.CASES.items() if case.jitter is None},
     "jitter 0.1:1": SlowSettings(jitter=(0.1, STEP_S)),
     "jitter 0.1:5": SlowSettings(jitter=(0.1, 5 * STEP_S)),
 }
@@ -109,8 +107,7 @@ def _settings(model: str, case: str, sync: str, seed: int) -> TrainSettings:
         factory, data = "sleeping_mlp", DataSettings("digits", 128)
         optimizer, steps = OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9}), 120
     else:
-        path = str(Path(pydoc_data.topics.__file__))
-        options = {"path": path, "level": "byte", "length": 32}
+        options = {"path": str(english()), "level": "byte", "length": 32}
         factory, data = "sleeping_lstm", DataSettings("text", 128, options)
         optimizer, steps = OptimizerSettings("adam", {"lr": 0.01}), 160
     return TrainSettings(

@@ -25,7 +25,8 @@ from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, Syn
 from plait.training import components
 from plait.training.engines.pipeline_replica import PipelineReplica, ReplicaWork
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
-from plait_bench.harness import Found, Row, Sleeping, in_world
+from plait_bench.harness import Found, Row, in_world
+from plait_bench.sleeping import Sleeping
 from plait_bench.sync.speed import partial_reduce_claims
 
 PIPELINES = (2, 4)

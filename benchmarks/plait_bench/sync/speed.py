@@ -18,6 +18,7 @@ from torch import nn
 
 from plait.comm.collectives import all_gather_values
 from plait.launch.worker import Worker
+from plait.schema.settings import SlowSettings
 from plait.schema.sync_options import LOCKSTEP, read_options
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
@@ -31,26 +32,13 @@ SECONDS = 3.0
 GOAL = 0.88
 
 
-@dataclass(frozen=True)
-class SpeedCase:
-    """Who is slow: times by worker, and how likely which sleep comes on top."""
-
-    slow: dict[int, float]
-    jitter: tuple[float, float] = (0.0, 0.0)
-
-    def slowest_s(self, workers: int) -> float:
-        """About how long a step takes that waits for all."""
-        stumbles = 1 - (1 - self.jitter[0]) ** workers
-        return STEP_S * max(self.slow.values(), default=1.0) + stumbles * self.jitter[1]
-
-
 CASES = {
-    "homogeneous": SpeedCase({}),
-    "one worker x2": SpeedCase({1: 2.0}),
-    "one worker x4": SpeedCase({1: 4.0}),
-    "four workers x2": SpeedCase(dict.fromkeys((1, 3, 5, 7), 2.0)),
-    "jitter 0.1:0.1": SpeedCase({}, (0.1, 0.1)),
-    "jitter 0.1:0.5": SpeedCase({}, (0.1, 0.5)),
+    "homogeneous": SlowSettings(),
+    "one worker x2": SlowSettings({1: 2.0}),
+    "one worker x4": SlowSettings({1: 4.0}),
+    "four workers x2": SlowSettings(dict.fromkeys((1, 3, 5, 7), 2.0)),
+    "jitter 0.1:0.1": SlowSettings(jitter=(0.1, 0.1)),
+    "jitter 0.1:0.5": SlowSettings(jitter=(0.1, 0.5)),
 }
 SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("all-reduce", {}),
@@ -78,6 +66,13 @@ def speed_rows(
     """One row for each case and sync."""
     rows: list[Row] = in_world(workers, measure_all, {"cases": list(cases), "syncs": list(syncs)})[0]
     return rows
+
+
+def _slowest_s(case: SlowSettings, workers: int) -> float:
+    """About how long a step takes that waits for all."""
+    likely, stumble_s = case.jitter or (0.0, 0.0)
+    stumbles = 1 - (1 - likely) ** workers
+    return STEP_S * max(case.factors.values(), default=1.0) + stumbles * stumble_s
 
 
 def partial_reduce_claims(rows: Sequence[Row], words: Callable[[Row], str]) -> list[BenchClaim]:
@@ -111,7 +106,7 @@ def _measure(worker: Worker, case: str, sync: str) -> Row:
         together, finish = _with_averaging(worker, model, kind, given, f"bench/{case}/{sync}")
     dist.barrier()
     equal = kind == "all-reduce" or kind in LOCKSTEP
-    count = max(10, round(SECONDS / CASES[case].slowest_s(worker.world_size))) if equal else None
+    count = max(10, round(SECONDS / _slowest_s(CASES[case], worker.world_size))) if equal else None
     work = _work(step, together, count)
     finish()
     found = all_gather_values((work.steps, work.slept_s, work.elapsed_s))
@@ -128,16 +123,17 @@ def _measure(worker: Worker, case: str, sync: str) -> Row:
     }
 
 
-def _sleeping_step(rank: int, case: SpeedCase, model: nn.Module) -> Callable[[], float]:
+def _sleeping_step(rank: int, case: SlowSettings, model: nn.Module) -> Callable[[], float]:
     """A step: forward and backward of a small model and a sleep; returns how long it slept."""
     draws = random.Random(rank)
+    likely, stumble_s = case.jitter or (0.0, 0.0)
     x, y = torch.randn(8, 64), torch.randint(10, (8,))
 
     def step() -> float:
         nn.functional.cross_entropy(model(x), y).backward()
-        seconds = STEP_S * case.slow.get(rank, 1.0)
-        if draws.random() < case.jitter[0]:
-            seconds += case.jitter[1]
+        seconds = STEP_S * case.factors.get(rank, 1.0)
+        if draws.random() < likely:
+            seconds += stumble_s
         time.sleep(seconds)
         return seconds
 
