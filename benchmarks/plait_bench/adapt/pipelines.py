@@ -37,7 +37,7 @@ def timed_layers(slow: str) -> nn.Module:
     """Layers that take a known time, or longer on the worker that the file `slow` names, once it is there."""
 
     def layer() -> nn.Module:
-        return Sleeping(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), FORWARD_S, BACKWARD_S, slow=slow)
+        return Sleeping(nn.Linear(64, 64), FORWARD_S, BACKWARD_S, slow=slow)
 
     return nn.Sequential(nn.Flatten(), *(layer() for _ in range(LAYERS)), nn.Linear(64, 10))
 
