@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -80,8 +80,11 @@ def this_machine() -> dict[str, Cell]:
 
 def these_versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    installed = {name: metadata.version(name) for name in ("plait", "torch", "numpy")}
-    return {"python": platform.python_version(), **installed}
+    found = {"python": platform.python_version()}
+    for package in ("plait", "torch", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 @dataclass(frozen=True)
