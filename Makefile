@@ -9,11 +9,11 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: .venv/ready
 
 # The pip that comes with older Pythons takes 20 s longer.
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml benchmarks/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Plait needs Python 3.11 or newer, but $(PYTHON) is {v.major}.{v.minor}; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --upgrade pip
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[dev]' --editable benchmarks
 	@touch $@
 
 # The tests and what they import are compiled once, before three workers would each do it.

@@ -28,12 +28,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.experiments.fusion.cases import CPU_CASES, GPU_CASES, finish, fused_step, seconds_of
-from plait.experiments.fusion.gan import gan_fused_step
 from plait.fusion.speed.cuda_graph import CapturedStep
+from plait_bench.fusion.cases import cases_on, finish, fused_step, seconds_of
 
 FIGURES = Path(__file__).with_name("gpu_figures.json")
-DCGAN = "dcgan"
 WIDTHS = (1, 8, 32)
 # How much more a figure may be than the one that was kept.
 MORE_KERNELS, MORE_TIME = 1.02, 1.10
@@ -50,13 +48,7 @@ def fused_parts(
     name: str, width: int, device: torch.device
 ) -> tuple[Step, list[torch.Tensor], Callable[[], Any]]:
     torch.manual_seed(0)
-    if name == DCGAN:
-        return gan_fused_step(device, width, tiny=device.type == "cpu")
     return fused_step(cases_on(device)[name], device, width)
-
-
-def cases_on(device: torch.device) -> Mapping[str, Any]:
-    return GPU_CASES if device.type == "cuda" else CPU_CASES
 
 
 def measure(name: str, width: int, device: torch.device) -> Figures:
@@ -197,7 +189,7 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("gpu_guard: torch sees no GPU here; --device cpu tries the script itself", file=sys.stderr)
         return 2
-    known = [*cases_on(device), DCGAN]
+    known = list(cases_on(device))
     names = asked.models or known
     unknown = [name for name in names if name not in known]
     if unknown:

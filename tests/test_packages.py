@@ -34,7 +34,6 @@ ORDER = (
     "sweeping",
     "report",
     "jobs",
-    "experiments",
     "cli",
 )
 MOST_MODULES = 15
@@ -73,6 +72,13 @@ def violations() -> list[str]:
 
 def test_no_package_imports_one_that_lies_below_it():
     assert violations() == []
+
+
+def test_nothing_in_plait_imports_the_experiments():
+    """They are a distribution of their own, which `plait bench` finds where it is installed."""
+    imported = {str(path.relative_to(SOURCE)): imported_modules(path) for path in SOURCE.rglob("*.py")}
+    named = {path: [m for m in found if m.split(".")[0] == "plait_bench"] for path, found in imported.items()}
+    assert {path: found for path, found in named.items() if found} == {}
 
 
 # Modules and functions that unpickle what they are given.

@@ -12,7 +12,6 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from signals import signals_at
 
 from plait.adapt.changes import BatchSizeChange, SyncChange, TopologyChange, WorkersChange
 from plait.adapt.history import SignalHistory
@@ -26,6 +25,7 @@ from plait.adapt.policy_source import PolicySource
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Signals
+from support.signals import signals_at
 
 
 class Links:

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from plait.cli import app, planning
 from plait.core.errors import InputError
-from plait.experiments.planner import PROFILES
 from plait.graph import pipedream
 from plait.planner import Schedule, load_plan
 from plait.profiler.profile import Profile, load_profile
 from plait.profiler.timing import Timed
+from plait_bench.planner import PROFILES
 from support.graphs import chain
 
 JOB = """
@@ -230,6 +230,23 @@ def test_a_bench_without_a_shorter_course_says_so():
 def test_a_bench_that_is_not_there_is_answered_with_the_nearest():
     with pytest.raises(InputError, match="did you mean 'planner'"):
         plait("bench", "planer")
+
+
+def test_where_no_experiments_are_installed_a_bench_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.metadata.MetadataPathFinder.find_distributions", lambda *_, **__: iter(()))
+    with pytest.raises(InputError, match=r"pip install plait-bench.*pip install \./benchmarks"):
+        plait("bench", "planner")
+    assert "none is installed" in plait("bench", "--help")
+
+
+def test_the_help_of_bench_names_the_experiments_without_importing_one():
+    script = (
+        "import sys; from typer.testing import CliRunner; from plait.cli import app\n"
+        "print(CliRunner().invoke(app, ['bench', '--help']).stdout, 'plait_bench' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "adaptive-batch, adaptive-topology, elastic, fusion" in " ".join(done.stdout.split())
+    assert done.stdout.split()[-1] == "False"
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-import plait.experiments
+import plait_bench
 from plait.graph import Edge, Graph, Node
 
-PROFILES = Path(plait.experiments.__file__).parent / "profiles"
+PROFILES = Path(plait_bench.__file__).parent / "profiles"
 
 
 @st.composite

@@ -12,7 +12,7 @@ SLOW = (
     "faults/test_chaos.py",
     "cli/test_commands.py",
     "cli/test_sweep_command.py",
-    "experiments/test_planner_bench.py",
+    "benches/test_planner_bench.py",
     "pipeline/test_pipeline_exact.py",
     "test_documents.py",
     "sweep/test_sweep_stages.py",
@@ -33,8 +33,8 @@ SLOW = (
 
 # Modules whose tests start no process, but train, trace or plan whole workloads: a second and more each.
 WORKLOADS = (
-    "experiments/test_fusion_experiment.py",
-    "experiments/test_planner_bench.py",
+    "benches/test_fusion_experiment.py",
+    "benches/test_planner_bench.py",
     "faults/test_elastic.py",
     "fusion/test_fused_fuzz.py",
     "fusion/test_fused_training.py",

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import plait.experiments
+import plait_bench
 from plait.core.errors import JobError
 from plait.graph import pipedream
 from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
 from plait.workloads.translation.gnmt import Gnmt, gnmt8, gnmt16, gnmt_tiny, turned_places
 from plait.workloads.translation.loss import label_smoothing, token_accuracy
 
-PROFILES = Path(plait.experiments.__file__).parent / "profiles"
+PROFILES = Path(plait_bench.__file__).parent / "profiles"
 # The gain and the bias of the normalised attention, which PipeDream's model does not have.
 NORMALISATION = 1 + 1024
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from plait.cli.bench import bench
+from plait.cli.bench import BenchCommand, bench
 from plait.cli.demo import demo
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
@@ -56,7 +56,7 @@ def _expanded(value: Any) -> Any:
 
 
 for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, shards, bench):
-    app.command()(with_paths(verb))
+    app.command(cls=BenchCommand if verb is bench else None)(with_paths(verb))
 
 
 @app.callback(invoke_without_command=True)

@@ -5,34 +5,41 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
-# Each has a function run(command=...) -> Bench; one that has PARTS by name takes parts=... besides, and one
-# whose run has a parameter `quick` a shorter course.
-MODULES = {
-    "adaptive-batch": "plait.experiments.adapt.adaptive_batch",
-    "adaptive-topology": "plait.experiments.adapt.adaptive_topology",
-    "elastic": "plait.experiments.adapt.elastic",
-    "fusion": "plait.experiments.fusion.bench",
-    "monitoring": "plait.experiments.adapt.monitoring",
-    "pipeline": "plait.experiments.pipeline.bench",
-    "planner": "plait.experiments.planner",
-    "profiler": "plait.experiments.profiler",
-    "scalability": "plait.experiments.sync.scalability",
-    "sync": "plait.experiments.sync.bench",
-}
+GROUP = "plait.benches"
+TO_INSTALL = "pip install plait-bench, or from a checkout: pip install ./benchmarks"
+
+
+def installed() -> dict[str, str]:
+    """The experiments that are installed: the name of each and its module, which is not imported."""
+    found = {each.name: each.module for each in entry_points(group=GROUP)}
+    return dict(sorted(found.items()))
+
+
+class BenchCommand(TyperCommand):
+    """Lists the experiments in its help; looking for them takes a while, which other verbs need not wait."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        named = ", ".join(installed()) or f"none is installed ({TO_INSTALL})"
+        for each in self.params:
+            if each.name == "name":
+                each.help = f"Which one: {named}."  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help=f"Which one: {', '.join(MODULES)}.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Which one.", show_default=False)],
     part: Annotated[
         list[str] | None, typer.Option(help="Only this part of it; may be given several times.")
     ] = None,
@@ -47,11 +54,12 @@ def bench(
 
     Example: plait bench planner
     """
-    if name not in MODULES:
-        raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, MODULES)}")
-    from plait.experiments.bench import as_json, render, write_csv
-
-    module = importlib.import_module(MODULES[name])
+    modules = installed()
+    if not modules:
+        raise InputError(f"bench: the experiments are a package of their own; {TO_INSTALL}")
+    if name not in modules:
+        raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, modules)}")
+    module = importlib.import_module(modules[name])
     known = getattr(module, "PARTS", {})
     for found in part or ():
         if found not in known:
@@ -71,9 +79,9 @@ def bench(
     )
     with os_errors_as_messages():
         if csv is not None:
-            write_csv(done, csv)
+            done.write_csv(csv)
         if png is not None:
             module.write_plot(done, png)
-    print(json.dumps(as_json(done)) if json_ else render(done))
+    print(json.dumps(done.as_json()) if json_ else done.render())
     if not done.holds:
         raise typer.Exit(1)

@@ -1,0 +1,188 @@
+"""What monitoring costs: steps of one run with and without it, in turn.
+
+Every step of a kind is followed by one of the next kind, and the order turns from round to round, so that
+whatever else the machine does meets all of them alike. Processor seconds are those of all workers, with their
+threads. On a machine that others use, steps differ by more than monitoring costs, so its passes over the
+gradients are also timed by themselves, from cold memory: more than that it cannot cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from plait.adapt.monitors.squared_norms import squared_norm
+from plait.comm.collectives import all_gather_values
+from plait.data.loader import Batch
+from plait.data.sampler import Position
+from plait.launch.run_dir import RunDir
+from plait.launch.worker import Worker
+from plait.schema.settings import (
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+from plait.training import components
+from plait.training.engines.train_step import TrainStep
+from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.run import Run
+from plait_bench.harness import Bench, Row, at_most, in_world, number, picture, spread
+
+# Both come from the same norms, so both together cost what each does.
+KINDS = ("none", "noise-scale and variance")
+GOAL = 0.01
+# Samples of each worker in a step.
+SHARE, QUICK_SHARE = 16, 12
+IMAGES = {"shape": [3, 64, 64], "samples": 256, "classes": 10}
+TOKENS = {"shape": [64], "vocabulary": 1000, "samples": 256}
+MODELS = {
+    "ResNet-50, 64x64 images": (ModelSettings("plait.workloads.resnet:resnet50", {"classes": 10}), IMAGES),
+    "transformer, 64 tokens": (
+        ModelSettings(
+            "plait.workloads.transformer:transformer",
+            {"vocabulary": 1000, "context": 64, "layers": 6, "width": 256, "heads": 4},
+        ),
+        TOKENS,
+    ),
+}
+
+
+def run(quick: bool = False, command: str = "plait bench monitoring") -> Bench:
+    """Each model on 2 and on 4 workers; `quick` takes fewer and smaller steps, on 2 workers."""
+    rows: list[Row] = []
+    for workers in (2,) if quick else (2, 4):
+        for model in MODELS:
+            asked = {"model": model, "rounds": 4 if quick else 32, "share": QUICK_SHARE if quick else SHARE}
+            rows += in_world(workers, time_steps, asked)[0]
+    words = "{model}, {workers} workers: {monitor}, processor time at every step"
+    watched = [row for row in rows if row["monitor"] != "none"]
+    claims = [at_most(words.format(**row), number(row, "processor_overhead"), GOAL) for row in watched]
+    return Bench("monitoring", command, rows, claims)
+
+
+def _settings(model: str, batch_size: int) -> TrainSettings:
+    factory, options = MODELS[model]
+    return TrainSettings(
+        name="monitoring",
+        model=factory,
+        data=DataSettings("synthetic", batch_size, options),
+        optimizer=OptimizerSettings("sgd", {"lr": 1e-3, "momentum": 0.9}),
+        steps=1,
+        device="cpu",
+        checkpoint=CheckpointSettings(every_steps=10**9),
+        monitor=("noise-scale",),
+    )
+
+
+def time_steps(worker: Worker, model: str, rounds: int, share: int) -> list[Row]:
+    """Be one of the workers; the first one tells."""
+    settings = _settings(model, share * worker.world_size)
+    parts = components.build(settings, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        run_ = Run(worker, settings, parts, RunDir(Path(folder)))
+        step, monitor = TrainStep(worker, settings, parts), StepMonitor(run_, shared=True)
+        taken = _of_all(_take_steps(step, monitor, _batch(run_, share), rounds))
+        run_.metrics.end(0, "finished", {}, None)
+    step.close()
+    return _rows(model, worker.world_size, taken, _passes_s(parts, worker.world_size, rounds))
+
+
+def _passes_s(parts: components.Components, workers: int, rounds: int) -> float:
+    """The seconds of what monitoring computes in a step: its passes over the gradients.
+
+    One over a worker's own gradient, and one over its share of the sum.
+    """
+    gradients = [torch.randn_like(parameter) for parameter in parts.model.parameters()]
+    taken = []
+    for _ in range(rounds + 1):
+        all_gather_values(None)
+        started = time.perf_counter()
+        squared_norm(gradients)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[1:]) * (1 + 1 / workers)
+
+
+def _batch(run: Run, share: int) -> Batch:
+    content = run.parts.train_set.batch(0, list(range(share)), 0)
+    return Batch(content, share, run.batch_size, 0, Position())
+
+
+def _take_steps(
+    step: TrainStep, monitor: StepMonitor, batch: Batch, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Wall and processor seconds of each kind's steps; the first round warms up."""
+    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for round_ in range(rounds + 1):
+        # Another order each round: what follows a kind must not always be the same.
+        for place in range(len(KINDS)):
+            kind = KINDS[(place + round_) % len(KINDS)]
+            step.watch(None if kind == "none" else monitor)
+            started = time.perf_counter(), time.process_time()
+            monitor.step += 1
+            step.step(batch, 1.0)
+            seconds = time.perf_counter() - started[0], time.process_time() - started[1]
+            taken[kind] += [seconds] if round_ else []
+    return taken
+
+
+def _of_all(own: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    """Each step by the wall seconds of this worker and the processor seconds of all of them."""
+    everyone = all_gather_values({kind: [busy for _, busy in steps] for kind, steps in own.items()})
+    return {
+        kind: [(wall, sum(each[kind][i] for each in everyone)) for i, (wall, _) in enumerate(steps)]
+        for kind, steps in own.items()
+    }
+
+
+def _rows(
+    model: str, workers: int, taken: dict[str, list[tuple[float, float]]], passes_s: float
+) -> list[Row]:
+    rows: list[Row] = []
+    for kind in KINDS:
+        wall, busy = ([each[i] for each in taken[kind]] for i in (0, 1))
+        rows.append(
+            {
+                "model": model,
+                "workers": workers,
+                "monitor": kind,
+                **spread(wall, "step_s", "step_min_s", "step_max_s"),
+                "processor_s": statistics.median(busy),
+                "overhead": overhead_of(taken, kind, 0),
+                "processor_overhead": overhead_of(taken, kind, 1),
+                "passes": 0.0 if kind == "none" else passes_s / statistics.median(wall),
+                "rounds": len(wall),
+            }
+        )
+    return rows
+
+
+def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
+    """The median of what a step took more than the plain one of its round, over the plain median.
+
+    Two rounds count as one: whichever kind came first in the one comes last in the other.
+    """
+    plain, own = ([each[which] for each in taken[name]] for name in ("none", kind))
+    more = [a - b for a, b in zip(own, plain)]
+    pairs = [(first + second) / 2 for first, second in zip(more[::2], more[1::2])]
+    return statistics.median(pairs or more) / statistics.median(plain)
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Overheads by model and number of workers, a bar for each monitor."""
+    cases = list(dict.fromkeys((row["model"], row["workers"]) for row in bench.rows))
+    with picture(path, (8, 4)) as (axis,):
+        for i, kind in enumerate(KINDS[1:]):
+            own = {(r["model"], r["workers"]): r for r in bench.rows if r["monitor"] == kind}
+            heights = [100 * number(own[case], "processor_overhead") for case in cases]
+            axis.bar([c + 0.4 * i for c in range(len(cases))], heights, width=0.4, label=kind)
+        axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
+        labels = [f"{model}\n{workers} workers" for model, workers in cases]
+        axis.set_xticks(range(len(cases)), labels, fontsize=8)
+        axis.set_ylabel("overhead, % of a step")
+        axis.legend(fontsize=8)

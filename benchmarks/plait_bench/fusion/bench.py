@@ -1,0 +1,279 @@
+"""Fused trials against the same trials one after another, in processes and by vmap (HFTA's experiment)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from plait.core.errors import InputError
+from plait.core.names import did_you_mean
+from plait.fusion.speed.cuda_graph import CapturedStep
+from plait_bench.fusion.cases import (
+    DCGAN,
+    Case,
+    Step,
+    cases_on,
+    compiled_step,
+    finish,
+    fused_step,
+    seconds_of,
+    serial_step,
+    vmap_step,
+)
+from plait_bench.fusion.convergence import convergence, write_curves
+from plait_bench.fusion.nvml import GpuWatch
+from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
+from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, run_parts, spread
+
+MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
+PARTS = {
+    "speed": "all models in the modes that one process has",
+    "modes": "all modes, also several processes at once and under MPS, fused widths from 1 to 32",
+    "convergence": "learning curves of fused trials on the serial ones",
+}
+# Speed-ups over the plain loop that were set as goals before anything was measured.
+_CPU_GOALS = {"mlp": 4.0, "transformer": 2.5, "cnn": 1.5}
+_GPU_GOALS = {"pointnet-cls": 4.0, "resnet18": 16.0, DCGAN: 9.0}
+# How long a GPU is watched at work.
+_WATCH_S = 0.3
+
+
+def run(
+    parts: Sequence[str] = ("speed", "convergence"),
+    device: str = "auto",
+    models: Sequence[str] = (),
+    widths: Sequence[int] = (),
+    modes: Sequence[str] = (),
+    repeats: int = 5,
+    command: str = "plait bench fusion",
+) -> Bench:
+    """Time a step of all trials in each mode; a speed-up is serial time for as many trials over that.
+
+    On a GPU the modes `serial-graph`, `serial-compile` and `fused-graph` replay a CUDA graph, and `mps` needs
+    a running nvidia-cuda-mps-control. A mode that fails for a model says so in its row.
+    """
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(found if device == "auto" else device)
+    _check(modes, MODES, "modes")
+    _check(models, list(cases_on(place)), "models")
+
+    def measured(everything: bool) -> Found:
+        usual_modes, usual_widths = _usual(place, everything)
+        with _one_thread(place):
+            rows = _measure_all(
+                place, models, list(widths) or usual_widths, list(modes) or usual_modes, repeats
+            )
+        return rows, _claims(rows, place)
+
+    known = {
+        "speed": lambda: measured(False),
+        "modes": lambda: measured(True),
+        "convergence": lambda: convergence(device=place),
+    }
+    # All modes are more than those of one process.
+    asked = [part for part in known if part in parts and not (part == "speed" and "modes" in parts)]
+    return run_parts("fusion", command, asked, known)
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU all modes get one thread: a fused step could use more where single trials cannot."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]]:
+    """The modes and widths that are measured where none are named."""
+    on_gpu = device.type == "cuda"
+    if not everything:
+        modes = (
+            [mode for mode in MODES if mode not in PROCESS_MODES] if on_gpu else ["serial", "vmap", "fused"]
+        )
+        return modes, [8, 32] if on_gpu else [8]
+    modes = list(MODES) if on_gpu else ["serial", "serial-compile", "processes", "vmap", "fused"]
+    return modes, [1, 2, 4, 8, 16, 32]
+
+
+def _measure_all(
+    place: torch.device, models: Sequence[str], widths: list[int], modes: list[str], repeats: int
+) -> list[Row]:
+    cases = cases_on(place)
+    names = list(models) or list(cases)
+    serial = {name: _best_serial_step(cases[name], place) for name in names}
+    rows: list[Row] = []
+    for name in names:
+        for mode in modes:
+            for width in _widths(mode, widths):
+                rows.append(_row(name, cases[name], mode, width, place, repeats, serial[name]))
+                if place.type == "cuda":
+                    torch.cuda.empty_cache()
+    for mode in PROCESS_MODES:
+        for width in widths if mode in modes else ():
+            rows += _process_rows(names, mode, width, place, repeats, serial)
+    return rows
+
+
+def _widths(mode: str, widths: list[int]) -> list[int]:
+    """The widths at which a mode of this process is measured: a plain loop has one trial at a time."""
+    if mode in PROCESS_MODES:
+        return []
+    return [1] if mode.startswith("serial") else widths
+
+
+def _process_rows(
+    names: list[str],
+    mode: str,
+    width: int,
+    device: torch.device,
+    repeats: int,
+    serial: dict[str, Step],
+) -> list[Row]:
+    """A row for each model, trained by several processes at once; they start once for all models."""
+    heads: list[Row] = [{"model": name, "mode": mode, "trials": width} for name in names]
+    try:
+        found = times_of_processes(names, mode, width, device, repeats)
+    except Exception as failure:  # the rows say how
+        return [{**head, "failed": _told(failure)} for head in heads]
+    rows: list[Row] = []
+    for head, name in zip(heads, names):
+        times, watch = found[name]
+        if isinstance(times, str):
+            rows.append({**head, "failed": times})
+            continue
+        pairs = [(seconds_of(serial[name], device), step_s) for step_s in times]
+        rows.append({**head, **_numbers(pairs, width, watch)})
+    return rows
+
+
+def _check(given: Sequence[str], valid: Sequence[str], what: str) -> None:
+    for name in given:
+        if name not in valid:
+            raise InputError(f"bench fusion: no {what} {name!r}{did_you_mean(name, valid)}")
+
+
+def _best_serial_step(case: Case, device: torch.device) -> Step:
+    """A step of the best plain loop: on a GPU the faster of the two memory layouts."""
+    step = serial_step(case, device)
+    if device.type == "cpu" or case.is_gan or case.data()[0].dim() != 4:
+        return step
+    steps = [step, serial_step(case, device, channels_last=True)]
+    return min(steps, key=lambda step: seconds_of(step, device))
+
+
+def _row(
+    name: str, case: Case, mode: str, width: int, device: torch.device, repeats: int, serial: Step
+) -> Row:
+    row: Row = {"model": name, "mode": mode, "trials": width}
+    try:
+        pairs, watch = _measured(case, mode, width, device, repeats, serial)
+    except Exception as failure:  # any mode may fail on any model; the row says how
+        return {**row, "failed": _told(failure)}
+    return {**row, **_numbers(pairs, width, watch)}
+
+
+def _told(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:80]}"
+
+
+def _numbers(pairs: list[tuple[float, float]], width: int, watch: GpuWatch) -> Row:
+    speedups = [serial_s * width / step_s for serial_s, step_s in pairs]
+    return {
+        "serial_ms": 1e3 * statistics.median(serial_s for serial_s, _ in pairs),
+        "step_ms": 1e3 * statistics.median(step_s for _, step_s in pairs),
+        **spread(speedups, "speedup", "lowest", "highest"),
+        "memory_bytes": watch.memory_bytes,
+        "sm_activity": watch.sm_activity,
+    }
+
+
+def _measured(
+    case: Case, mode: str, width: int, device: torch.device, repeats: int, serial: Step
+) -> tuple[list[tuple[float, float]], GpuWatch]:
+    """Seconds of a serial step and of a step of all trials, turn by turn, and what the GPU did meanwhile.
+
+    The two take turns because a machine's speed drifts: a ratio of neighbours means more than one of means.
+    """
+    step = serial if mode == "serial" else _step_of(case, mode, width, device)
+    for _ in range(3):
+        step()
+    pairs = [(seconds_of(serial, device), seconds_of(step, device)) for _ in range(repeats)]
+    watch = GpuWatch(device)
+    if device.type == "cuda":
+        with watch:
+            end = time.perf_counter() + _WATCH_S
+            while time.perf_counter() < end:
+                step()
+                finish(device)
+    return pairs, watch
+
+
+def _step_of(case: Case, mode: str, width: int, device: torch.device) -> Step:
+    if mode == "vmap":
+        return vmap_step(case, device, width)
+    if mode == "serial-compile":
+        step, inputs, clear = compiled_step(case, device)
+    else:
+        # One trial of the fused array is the model itself.
+        step, inputs, clear = fused_step(case, device, 1 if mode == "serial-graph" else width)
+    if mode in ("serial-graph", "fused-graph") or (mode == "serial-compile" and device.type == "cuda"):
+        step = CapturedStep(step, inputs, clear=clear)
+    return lambda: step(*inputs)
+
+
+def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
+    best: dict[str, float] = {}
+    for row in rows:
+        if str(row["mode"]).startswith("fused") and "speedup" in row:
+            name = str(row["model"])
+            best[name] = max(best.get(name, -math.inf), number(row, "speedup"))
+    goals = _GPU_GOALS if device.type == "cuda" else _CPU_GOALS
+    claims = []
+    for name in dict.fromkeys(str(row["model"]) for row in rows):
+        goal = goals.get(name, 1.0)
+        found = best.get(name)
+        words = f"{name}: fused trials over the same trials one after another"
+        claims.append(BenchClaim(words, found, f">= {goal:g}x", found is not None and found >= goal))
+    return claims
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it; curves next to it.
+
+    The learning curves, where there are any, go to `NAME-curves.png`.
+    """
+    if any(row["mode"] == "curve" for row in bench.rows):
+        write_curves(bench.rows, path.with_name(f"{path.stem}-curves.png"))
+    timed = [row for row in bench.rows if "speedup" in row]
+    models = list(dict.fromkeys(row["model"] for row in timed))
+    if not models:
+        return
+    across = min(4, len(models))
+    down = -(-len(models) // across)
+    with picture(path, (3.2 * across, 3.0 * down), down, across, dpi=90) as axes:
+        for axis in axes[len(models) :]:
+            axis.axis("off")
+        for axis, model in zip(axes, models):
+            own = [row for row in timed if row["model"] == model]
+            for mode in dict.fromkeys(str(row["mode"]) for row in own):
+                points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
+                colour = f"C{MODES.index(mode)}"
+                if mode.startswith("serial"):  # one trial after another is as fast for any number of them
+                    axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
+                else:
+                    axis.plot(*zip(*points), marker="o", color=colour, label=mode)
+            axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
+            axis.set_xscale("log", base=2)
+        known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
+        # In a panel that no model needs, where there is one: elsewhere it hides curves.
+        axes[-1].legend(known.values(), known.keys(), fontsize=7, loc="best")

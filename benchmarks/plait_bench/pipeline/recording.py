@@ -1,0 +1,75 @@
+"""What recording costs: noting when each operation began and ended, and writing it down.
+
+The cost of the calls is measured by themselves, against the time of the operations that they note: a part
+in a thousand drowns in the noise of two runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from plait.core.events import EventLog
+from plait.launch.worker import Worker
+from plait.pipeline.executor import Pipeline
+from plait.pipeline.op_timings import operations_event
+from plait.planner.schedules.kinds import Schedule
+from plait_bench.harness import BenchClaim, Found, Row, in_world, number
+from plait_bench.pipeline import sides
+
+PIECES = 8
+
+
+def run(models: tuple[str, ...] = ("mlp", "transformer"), steps: int = 4) -> Found:
+    """The share of a run's time that goes into recording its operations, on two workers."""
+    rows: list[Row] = [in_world(2, record, {"model": model, "count": steps})[0] for model in models]
+    claims = []
+    for row in rows:
+        percent = 100 * number(row, "share")
+        words = f"{row['case']}: percent spent on recording"
+        claims.append(BenchClaim(words, percent, "under 1", percent < 1))
+    return rows, claims
+
+
+def record(worker: Worker, model: str, count: int) -> Row:
+    """Be one of two workers: run a pipeline, then do all that recording it took once more, timed."""
+    made = sides.MODELS[model]
+    steps, ours = sides.ours(worker.rendezvous, made.build(), made.batch(), Schedule.STASH, 2, PIECES)
+    pipeline = ours.pipeline
+    steps(1)
+    pipeline.spans.clear()
+    dist.barrier()
+    started = time.perf_counter()
+    steps(count)
+    run_s = time.perf_counter() - started
+    operations = len(pipeline.spans)
+    record_s = statistics.median(_record_s(pipeline) for _ in range(5))
+    dist.barrier()
+    ours.close()
+    return {
+        "case": f"recording, {model}",
+        "operations": operations,
+        "operation_s": run_s / operations,
+        "record_s": record_s / operations,
+        "share": record_s / run_s,
+    }
+
+
+def _record_s(pipeline: Pipeline) -> float:
+    """Seconds to note the operations of the run again and to write them to a file."""
+    spans = list(pipeline.spans)
+    with tempfile.TemporaryDirectory() as folder:
+        log = EventLog(Path(folder) / "events.jsonl", 0)
+        pipeline.spans.clear()
+        started = time.perf_counter()
+        for span in spans:
+            pipeline._note(span.op, time.time())
+        log.record(operations_event(0, pipeline.spans))
+        log.flush()
+        seconds = time.perf_counter() - started
+        log.close()
+    return seconds

@@ -1,0 +1,55 @@
+"""The planner bench, run once, and how any bench is shown."""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from plait_bench import planner
+from plait_bench.harness import Bench, BenchClaim
+
+# The bench counts its own processor time; on a busy machine that takes as long as it takes.
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    # A process of its own: one of the claims is about how much memory it takes.
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+        return fresh.submit(planner.run, repeats=1).result()
+
+
+def test_the_planner_bench_plans_every_profile_on_every_cluster(bench):
+    cases = [(row["profile"], row["devices"]) for row in bench.rows]
+    assert len(cases) == len(set(cases)) == 8 * 3 + 1
+    assert all(row["lower_bound_s"] <= row["bottleneck_s"] * (1 + 1e-9) for row in bench.rows)
+
+
+def test_the_claims_on_quality_hold(bench):
+    quality = [claim for claim in bench.claims if "CPU seconds" not in claim.claim]
+    assert len(quality) == 3
+    assert all(claim.holds for claim in quality), [claim for claim in quality if not claim.holds]
+
+
+def test_every_claim_says_what_was_found_and_what_was_the_goal(bench):
+    assert len(bench.claims) == 7
+    for claim in bench.claims:
+        assert claim.value is not None
+        assert claim.goal.startswith("at most")
+
+
+def test_a_bench_is_json_with_the_fields_of_the_contract(bench):
+    found = json.loads(json.dumps(bench.as_json()))
+    assert list(found) == ["name", "machine", "versions", "command", "rows", "claims"]
+    assert set(found["claims"][0]) == {"claim", "value", "goal", "holds"}
+
+
+def test_a_claim_that_does_not_hold_is_shown_as_such(tmp_path):
+    shown = Bench(
+        "x", "plait bench x", ({"case": "a", "seconds": 2.0},), (BenchClaim("fast", 2.0, "at most 1", False),)
+    )
+    assert not shown.holds
+    assert "[DOES NOT HOLD] fast: 2 (goal: at most 1)" in shown.render()
+    shown.write_csv(tmp_path / "x.csv")
+    assert (tmp_path / "x.csv").read_text() == "case,seconds\na,2.0\n"
