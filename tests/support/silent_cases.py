@@ -156,6 +156,23 @@ class Clamped(Net):
         return h
 
 
+class EvaluatesWithAverage(nn.Module):
+    """Follows the weights of a layer in forward, and evaluates with what follows, but with the layer's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("average", self.b.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(self.b.weight, 0.1)
+            return self.c(self.b(h).tanh())
+        return self.c(F.linear(h, self.average, self.b.bias).tanh())
+
+
 class CountsInDict(Net):
     def __init__(self) -> None:
         super().__init__()
