@@ -157,7 +157,7 @@ class Clamped(Net):
 
 
 class EvaluatesWithAverage(nn.Module):
-    """Follows the weights of a layer in forward, and evaluates with what follows, but with the layer's bias."""
+    """Follows the weights of a layer in forward, and evaluates with what follows and the layer's bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -792,6 +792,21 @@ class Drawn(IterableDataset[Any]):
             yield torch.randn(example.shape, generator=self.generator), target
 
 
+class CountsEpochs(IterableDataset[Any]):
+    """A stream that says after its last sample that an epoch is over."""
+
+    def __init__(self, split: str) -> None:
+        self.rows, self.epoch = Rows(split), 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in zip(self.rows.x, self.rows.y):
+            yield x * (1 + self.epoch), y
+        self.epoch += 1
+
+
 class ByRank(IterableDataset[Any]):
     """A stream that divides itself by rank, as is done for DistributedDataParallel, after `after` samples."""
 
@@ -876,6 +891,9 @@ CASES = {
         SilentCase("steps in groups", ("resume", "flush"), optimizer="StepsInGroup"),
         SilentCase("steps in the optimizer", ("resume", "flush"), optimizer="CountsItself"),
         SilentCase("stream that draws", ("two", "flush"), data="Drawn", against="one"),
+        SilentCase(
+            "stream that counts epochs", ("two", "flush", "replicas"), data="CountsEpochs", against="one"
+        ),
         SilentCase("stream by rank", ("two", "flush", "replicas"), data="ByRank"),
         SilentCase(
             "stream by rank, later", ("two", "flush", "replicas"), data="ByRank", options={"after": BATCH}
