@@ -174,6 +174,10 @@ def bad_metric(output: Any, target: Any) -> Any:
     raise IndexError("no such class")
 
 
+def of_each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(-1) == target).float()
+
+
 def a_mean(output: torch.Tensor, target: torch.Tensor) -> float:
     return 0.5
 
@@ -184,6 +188,11 @@ def a_mean(output: torch.Tensor, target: torch.Tensor) -> float:
         ({"kind": "Broken"}, OSError, "image 6 is truncated"),
         ({"evaluate": EvaluateSettings(metric=f"{HERE}:bad_metric")}, IndexError, "no such class"),
         ({"evaluate": EvaluateSettings(metric=f"{HERE}:a_mean")}, JobError, r"expected \(sum, count\)"),
+        (
+            {"evaluate": EvaluateSettings(metric=f"{HERE}:of_each", batch_size=2)},
+            JobError,
+            r"of_each returned tensor\(.* for a batch, expected \(sum, count\), two",
+        ),
     ],
 )
 def test_what_is_broken_in_an_evaluation_shows_before_the_first_step(

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from plait.core.errors import JobError
 from plait.data.calling import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
@@ -109,6 +110,8 @@ def _describe_metric(parts: Components, output: Any, target: Any, count: int, fo
         for begin, end in ((0, count // 2), (count // 2, count)):
             own_output, own_target = rows_of((output, target), count, begin, end)
             halves.append(sums_of(_own(parts), own_output, own_target, end - begin)[2:])
+    except JobError:
+        raise
     except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it
         return ""
     together = halves[0] + halves[1]
