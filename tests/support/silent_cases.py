@@ -576,6 +576,22 @@ class AnnealedLoss:
         return F.cross_entropy(output, target) / self.calls
 
 
+# A loss that is there once for all that a process trains.
+annealed = AnnealedLoss()
+_LOSSES = {"calls": 0}
+
+
+def annealed_by_global(output: Tensor, target: Tensor) -> Tensor:
+    _LOSSES["calls"] += 1
+    return F.cross_entropy(output, target) / _LOSSES["calls"]
+
+
+def annealed_in_training(output: Tensor, target: Tensor) -> Tensor:
+    """Knows by the gradient that it trains, and counts then only."""
+    _LOSSES["calls"] += output.requires_grad
+    return F.cross_entropy(output, target) / max(1, _LOSSES["calls"])
+
+
 # Optimizers.
 
 
@@ -906,6 +922,9 @@ CASES = {
         SilentCase("loss with weights", ("one", "flush"), loss=f"{HERE}LearnedTemperature"),
         SilentCase("loss with a centre", ("one", "two", "flush"), loss=f"{HERE}Centred"),
         SilentCase("loss that counts", ("accumulate", "two", "flush"), loss=f"{HERE}AnnealedLoss"),
+        SilentCase("loss instance", ("accumulate", "two", "flush"), loss=f"{HERE}annealed"),
+        SilentCase("loss by a global", ("accumulate", "two"), loss=f"{HERE}annealed_by_global"),
+        SilentCase("loss by gradient mode", ("accumulate", "two"), loss=f"{HERE}annealed_in_training"),
         SilentCase("norm of all", STAGES, optimizer="GlobalNorm"),
         SilentCase("own rate", ("one", "resume", "flush", "stash"), optimizer="OwnRate"),
         SilentCase("set_epoch", ("one", "two", "flush"), data="ByEpoch"),
@@ -920,7 +939,8 @@ CASES = {
 
 
 def settings(case: SilentCase, mode: str, **changes: Any) -> TrainSettings:
-    """The job of a case, in one of the ways of training."""
+    """The job of a case, in one of the ways of training, which begins with losses that were not called."""
+    annealed.calls = _LOSSES["calls"] = 0
     kind = f"{HERE}{case.optimizer}" if case.optimizer else "sgd"
     values: dict[str, Any] = {
         "name": "silent",
