@@ -481,6 +481,32 @@ class ExtraState(Net):
         return h * self.note["scale"].to(h)[0]
 
 
+class HiddenBuffer(Net):
+    """Follows its weights in a buffer that is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(self.a.weight.mean(), 0.2)
+        return h + self.mean
+
+
+class Cache(Net):
+    """Makes a table once it knows the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(6).to(h)
+        return h + self.table
+
+
 class SparseTable(nn.Module):
     def __init__(self) -> None:
         super().__init__()

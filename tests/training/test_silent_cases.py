@@ -152,6 +152,24 @@ def test_a_resumed_run_goes_on_with_all_that_model_and_optimizer_keep(name: str,
     assert largest_difference(found, {key: expected[key] for key in found}) < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("CountsInDict", "state"),
+        ("HiddenBuffer", "mean"),
+        ("Net", None),
+        ("ExtraState", None),
+        ("Cache", None),
+    ],
+)
+def test_what_no_checkpoint_holds_is_said_with_the_first(
+    model: str, name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_here(settings(SilentCase("kept", ("one",), model), "one"), tmp_path)
+    words = [each for each in caplog.messages if "no checkpoint holds it: a resumed run begins" in each]
+    assert [each.partition(" of ")[0] for each in words] == ([] if name is None else [f"model: {name}"])
+
+
 @pytest.mark.parametrize("mode", ["flush", "stash"])
 def test_stages_are_evaluated_with_all_that_was_trained(mode: str, tmp_path: Path) -> None:
     """Also where a stage uses in evaluation alone what another one trains."""
