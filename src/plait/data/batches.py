@@ -149,6 +149,8 @@ class DataSource:
                 self._reader = StreamReader(self.dataset, seed)
             return self._reader.read(epoch, numbers, self.length)
         if hasattr(self.dataset, "__getitems__"):
+            # What the batch is made of them with may draw at random, too.
+            seed_all(mix(seed, epoch, numbers[-1]))
             before = random_states()
             samples = self.dataset.__getitems__(list(numbers))
             # Samples that draw at random are read one by one, each from its own seed.
