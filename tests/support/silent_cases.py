@@ -807,6 +807,19 @@ class Augmented(Rows):
         return self.x[i] + torch.randn(4, generator=self.numbers, dtype=torch.float64), self.y[i]
 
 
+class KeepsNoise(Rows):
+    """Noise of the global generator, drawn where a sample is read first, and kept."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self.kept: dict[int, Tensor] = {}
+
+    def __getitem__(self, i: int) -> Any:
+        if i not in self.kept:
+            self.kept[i] = self.x[i] + torch.randn(4)
+        return self.kept[i], self.y[i]
+
+
 class ByEpoch(Rows):
     """Samples that depend on the epoch, which is set from outside."""
 
@@ -955,6 +968,7 @@ CASES = {
         SilentCase("own rate", ("one", "resume", "flush", "stash"), optimizer="OwnRate"),
         SilentCase("set_epoch", ("one", "two", "flush"), data="ByEpoch"),
         SilentCase("own augmentation", ("two",), data="Augmented"),
+        SilentCase("kept augmentation", ("two",), data="KeepsNoise"),
         SilentCase("extra state", ("one", "two", "flush"), "ExtraState"),
         SilentCase("sparse table", ("two", "flush", "stash", "replicas"), "SparseTable", data="Tokens"),
         SilentCase("lazy", ("one", "flush"), "Lazy"),

@@ -65,6 +65,7 @@ REFUSED |= {
         "loss with a centre": "Centred changes tensors of its own when it is called, which no checkpoint",
         "lazy": "Lazy has a parameter without a size yet, b.weight",
         # Trained, with a warning: what it draws nobody can know.
+        "kept augmentation": "data.kind: samples were others where they had been read for an epoch before",
         "own augmentation": "data.kind: samples are not the same when they are read again",
     }.items()
     for mode in WORKERS

@@ -449,7 +449,7 @@ class Loop(RunStart):
 
     def evaluate_and_save(self) -> None:
         """Evaluate and save where that is due after this step; the end of the run has both of its own."""
-        look_again(self.run)
+        look_again(self.run, is_last=self._steps_left() == 0)
         if self._steps_left() == 0:
             return
         settings, step = self.run.settings, self.run.step

@@ -53,8 +53,10 @@ class AuditRecord:
     rounding: Rounding = field(default_factory=Rounding)
     # The model of the audits, while one follows the other.
     reference: Components | None = None
-    # What stands for the first samples as they were before the first step, until they are read again.
+    # What stands for the first samples as they were before the first step, as long as they are the same; and
+    # the step after which they were last read again.
     samples: int | None = None
+    looked: int = 0
     _said: set[str] = field(default_factory=set)
 
     def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:
