@@ -713,6 +713,22 @@ class CountsItself(_Own):
             p.sub_(p.grad, alpha=group["lr"] / self.steps)
 
 
+class Around(_Own):
+    """Another optimizer with something around it, as Lookahead is."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        own = [p for group in self.param_groups for p in group["params"]]
+        self.base = torch.optim.SGD(own, lr=lr, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for p, _ in self.trained():
+            slow = self.state[p].setdefault("slow", p.clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
 class GlobalNorm(_Own):
     """Divides by the norm over all parameters."""
 
@@ -945,6 +961,7 @@ CASES = {
         SilentCase("optimizer with modes", ("one", "resume", "two", "flush", "stash"), optimizer="HasModes"),
         SilentCase("steps in groups", ("resume", "flush"), optimizer="StepsInGroup"),
         SilentCase("steps in the optimizer", ("resume", "flush"), optimizer="CountsItself"),
+        SilentCase("optimizer around another", ("one", "two", "flush"), optimizer="Around"),
         SilentCase("stream that draws", ("two", "flush"), data="Drawn", against="one"),
         SilentCase(
             "stream that counts epochs", ("two", "flush", "replicas"), data="CountsEpochs", against="one"

@@ -153,8 +153,8 @@ def _describe_state(parts: Components, state: PythonState, before: Mapping[Name,
         return ""
     return (
         f"evaluate.metric: {parts.metric[0]} changes {names[0]} when it is called, and each worker calls it "
-        f"for its own batches, a resumed run anew; return (sum, count) of a batch by itself, and let `finish` "
-        f"make of the quotient what is reported"
+        f"for its own batches, a resumed run anew; return (sum, count) of a batch by itself, and let "
+        f"`finish` make of the quotient what is reported"
     )
 
 

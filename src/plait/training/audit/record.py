@@ -68,7 +68,7 @@ class AuditRecord:
         self.metrics.note(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
         if words and unseen:
             self.say(
-                f"audit: {_differs(step, words)}; but forward keeps {', '.join(unseen)}, which no audit can "
+                f"audit: {_differs(step, words)}; but the step has {', '.join(unseen)}, which no audit can "
                 f"read, so that it may be the audit that differs; keep such state in buffers"
             )
         elif words:

@@ -191,6 +191,9 @@ class AuditedStages:
                 largest, differences = self._replay(record, found, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
+        # The state of one that is inside of another is in no name of the whole model's.
+        own = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
+        unseen += tuple(f"optimizer.{name}" for name, each in own if isinstance(each, torch.optim.Optimizer))
         seconds = time.perf_counter() - started
         self._run.metrics.leave_out(seconds)
         self._seconds += seconds
