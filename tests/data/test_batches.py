@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset, random_split
+from torch.utils.data import Dataset, Subset, default_collate, random_split
 
 from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
@@ -110,6 +110,19 @@ def test_torchs_way_to_ask_for_several_samples_is_used_unless_they_draw_at_rando
     drawn = {index: x for xs, ys in contents(Drawing(), 7) for x, index in zip(xs, ys)}
     assert drawn == {index: x for xs, ys in contents(Drawing(), 4, ranks=2) for x, index in zip(xs, ys)}
     assert drawn == {i: x for xs, ys in contents(Subset(Drawing(), range(20)), 3) for x, i in zip(xs, ys)}
+
+
+def mixed(samples: list[Any]) -> Any:
+    """A batch that is mixed with itself in another order, which is drawn."""
+    x, y = default_collate(samples)
+    return x + torch.rand(()) * x[torch.randperm(len(x))], y
+
+
+def test_a_collate_function_draws_the_same_for_the_same_samples_however_they_are_asked_for() -> None:
+    wanted = DataSource(Numbers(), mixed).batch(1, [3, 1, 4], seed=0)[0]
+    for dataset in (Numbers(), Subset(Numbers(), range(20)), Asked()):
+        torch.rand(3)
+        assert torch.equal(DataSource(dataset, mixed).batch(1, [3, 1, 4], seed=0)[0], wanted)
 
 
 class Wrong(Numbers):
@@ -512,25 +525,32 @@ def test_samples_that_are_not_the_same_twice_are_warned_of(
         assert warned == (kind != "digits")
 
 
-def written_over(split: str) -> Dataset[Any]:
-    return WrittenOver()
+def written_over(split: str, after: int = 40) -> Dataset[Any]:
+    return WrittenOver(after)
 
 
 class WrittenOver(OwnNumbers):
     """Samples that are others once many were read."""
 
-    reads = 0
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after, self.reads = after, 0
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         self.reads += 1
-        return torch.full((1, 8, 8), 1.0 + (self.reads > 40)), i % 10
+        return torch.full((1, 8, 8), 1.0 + (self.reads > self.after)), i % 10
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("written_over", 10), ("written_over", 4), ("digits", 10)])
+@pytest.mark.parametrize(
+    ("after", "steps", "warned"), [(40, 10, 10), (40, 4, None), (100, 20, 16), (150, 20, 20)]
+)
 def test_samples_that_change_while_they_are_trained_on_are_warned_of(
-    kind: str, steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    after: int, steps: int, warned: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = DataSettings(kind if kind == "digits" else f"test_batches:{kind}", 8)
-    train_here(digits_job(data=data, steps=steps), tmp_path)
-    warned = "were others when read again after step" in caplog.text
-    assert warned == (kind == "written_over" and steps > 8)
+    data = DataSettings("test_batches:written_over", 8, {"after": after})
+    evaluate = EvaluateSettings(None if steps < 20 else 8)
+    train_here(digits_job(data=data, steps=steps, evaluate=evaluate), tmp_path)
+    said = [words for words in caplog.messages if "were others when read again after step" in words]
+    assert [int(words.partition("after step ")[2].partition(":")[0]) for words in said] == (
+        [] if warned is None else [warned]
+    )

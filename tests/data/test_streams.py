@@ -26,7 +26,6 @@ from plait.launch.run_dir import RunDir
 from plait.measure.job import profile_job
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
-    CheckpointSettings,
     DataSettings,
     EvaluateSettings,
     LrScheduleSettings,
@@ -84,10 +83,18 @@ class Sized(Images):
 
 
 class Liar(Images):
-    """A stream that is shorter than it says."""
+    """A stream that is shorter than it says, or longer."""
+
+    def __init__(self, split: str, more: int = 20) -> None:
+        super().__init__(split)
+        self.more = more
 
     def __len__(self) -> int:
-        return SAMPLES + 20
+        return SAMPLES + self.more
+
+
+def longer_to_test(split: str) -> Any:
+    return Sized(split) if split == "train" else Liar(split, -6)
 
 
 class Endless(Images):
@@ -360,10 +367,25 @@ def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(tmp_path: Path) -> N
 def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="epochs: found 2, but .* is a stream without __len__.*give steps"):
         components.build(cut_in_two(job(), Schedule.FLUSH, 2), torch.device("cpu"))
-    settings = job("Liar", steps=8, epochs=None, checkpoint=CheckpointSettings(every_steps=3))
-    with pytest.raises(
-        WorldError, match=r"the stream ended after 70 samples of epoch 0, but sample 70 is due"
-    ):
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("Liar", {}, "the stream ended after 70 samples of epoch 0, but its __len__ says 90; give it a"),
+        (
+            "Liar",
+            {"more": -6},
+            "the stream gave sample 65 in epoch 0, but its __len__ says 64; give it a __len__",
+        ),
+        ("longer_to_test", {}, "the stream gave sample 65 in epoch 0, but its __len__ says 64"),
+    ],
+)
+def test_a_pipeline_refuses_a_stream_of_another_length_than_it_says(
+    kind: str, options: Any, words: str, tmp_path: Path
+) -> None:
+    settings = job(kind, steps=5, epochs=None, options=options)
+    with pytest.raises(WorldError, match=words):
         run_ranks(2, train_rank, cut_in_two(settings, Schedule.FLUSH, 2), tmp_path)
 
 

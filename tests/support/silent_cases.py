@@ -155,6 +155,23 @@ class Clamped(Net):
         return h
 
 
+class EvaluatesWithAverage(nn.Module):
+    """Follows the weights of a layer in forward, and evaluates with what follows and the layer's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.register_buffer("average", self.b.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if self.training:
+            with torch.no_grad():
+                self.average.lerp_(self.b.weight, 0.1)
+            return self.c(self.b(h).tanh())
+        return self.c(F.linear(h, self.average, self.b.bias).tanh())
+
+
 class CountsInDict(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -463,6 +480,32 @@ class ExtraState(Net):
         return h * self.note["scale"].to(h)[0]
 
 
+class HiddenBuffer(Net):
+    """Follows its weights in a buffer that is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(self.a.weight.mean(), 0.2)
+        return h + self.mean
+
+
+class Cache(Net):
+    """Makes a table once it knows the size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(6).to(h)
+        return h + self.table
+
+
 class SparseTable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -556,6 +599,22 @@ class AnnealedLoss:
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         self.calls += 1
         return F.cross_entropy(output, target) / self.calls
+
+
+# A loss that is there once for all that a process trains.
+annealed = AnnealedLoss()
+_LOSSES = {"calls": 0}
+
+
+def annealed_by_global(output: Tensor, target: Tensor) -> Tensor:
+    _LOSSES["calls"] += 1
+    return F.cross_entropy(output, target) / _LOSSES["calls"]
+
+
+def annealed_in_training(output: Tensor, target: Tensor) -> Tensor:
+    """Knows by the gradient that it trains, and counts then only."""
+    _LOSSES["calls"] += output.requires_grad
+    return F.cross_entropy(output, target) / max(1, _LOSSES["calls"])
 
 
 # Optimizers.
@@ -653,6 +712,22 @@ class CountsItself(_Own):
             p.sub_(p.grad, alpha=group["lr"] / self.steps)
 
 
+class Around(_Own):
+    """Another optimizer with something around it, as Lookahead is."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        own = [p for group in self.param_groups for p in group["params"]]
+        self.base = torch.optim.SGD(own, lr=lr, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        for p, _ in self.trained():
+            slow = self.state[p].setdefault("slow", p.clone())
+            p.copy_(slow.lerp_(p, 0.5))
+
+
 class GlobalNorm(_Own):
     """Divides by the norm over all parameters."""
 
@@ -747,6 +822,19 @@ class Augmented(Rows):
         return self.x[i] + torch.randn(4, generator=self.numbers, dtype=torch.float64), self.y[i]
 
 
+class KeepsNoise(Rows):
+    """Noise of the global generator, drawn where a sample is read first, and kept."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self.kept: dict[int, Tensor] = {}
+
+    def __getitem__(self, i: int) -> Any:
+        if i not in self.kept:
+            self.kept[i] = self.x[i] + torch.randn(4)
+        return self.kept[i], self.y[i]
+
+
 class ByEpoch(Rows):
     """Samples that depend on the epoch, which is set from outside."""
 
@@ -772,6 +860,21 @@ class Drawn(IterableDataset[Any]):
         example, target = Rows("train")[0]
         for _ in range(SAMPLES):
             yield torch.randn(example.shape, generator=self.generator), target
+
+
+class CountsEpochs(IterableDataset[Any]):
+    """A stream that says after its last sample that an epoch is over."""
+
+    def __init__(self, split: str) -> None:
+        self.rows, self.epoch = Rows(split), 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in zip(self.rows.x, self.rows.y):
+            yield x * (1 + self.epoch), y
+        self.epoch += 1
 
 
 class ByRank(IterableDataset[Any]):
@@ -857,7 +960,11 @@ CASES = {
         SilentCase("optimizer with modes", ("one", "resume", "two", "flush", "stash"), optimizer="HasModes"),
         SilentCase("steps in groups", ("resume", "flush"), optimizer="StepsInGroup"),
         SilentCase("steps in the optimizer", ("resume", "flush"), optimizer="CountsItself"),
+        SilentCase("optimizer around another", ("one", "two", "flush"), optimizer="Around"),
         SilentCase("stream that draws", ("two", "flush"), data="Drawn", against="one"),
+        SilentCase(
+            "stream that counts epochs", ("two", "flush", "replicas"), data="CountsEpochs", against="one"
+        ),
         SilentCase("stream by rank", ("two", "flush", "replicas"), data="ByRank"),
         SilentCase(
             "stream by rank, later", ("two", "flush", "replicas"), data="ByRank", options={"after": BATCH}
@@ -870,10 +977,14 @@ CASES = {
         SilentCase("loss with weights", ("one", "flush"), loss=f"{HERE}LearnedTemperature"),
         SilentCase("loss with a centre", ("one", "two", "flush"), loss=f"{HERE}Centred"),
         SilentCase("loss that counts", ("accumulate", "two", "flush"), loss=f"{HERE}AnnealedLoss"),
+        SilentCase("loss instance", ("accumulate", "two", "flush"), loss=f"{HERE}annealed"),
+        SilentCase("loss by a global", ("accumulate", "two"), loss=f"{HERE}annealed_by_global"),
+        SilentCase("loss by gradient mode", ("accumulate", "two"), loss=f"{HERE}annealed_in_training"),
         SilentCase("norm of all", STAGES, optimizer="GlobalNorm"),
         SilentCase("own rate", ("one", "resume", "flush", "stash"), optimizer="OwnRate"),
         SilentCase("set_epoch", ("one", "two", "flush"), data="ByEpoch"),
         SilentCase("own augmentation", ("two",), data="Augmented"),
+        SilentCase("kept augmentation", ("two",), data="KeepsNoise"),
         SilentCase("extra state", ("one", "two", "flush"), "ExtraState"),
         SilentCase("sparse table", ("two", "flush", "stash", "replicas"), "SparseTable", data="Tokens"),
         SilentCase("lazy", ("one", "flush"), "Lazy"),
@@ -884,7 +995,8 @@ CASES = {
 
 
 def settings(case: SilentCase, mode: str, **changes: Any) -> TrainSettings:
-    """The job of a case, in one of the ways of training."""
+    """The job of a case, in one of the ways of training, which begins with losses that were not called."""
+    annealed.calls = _LOSSES["calls"] = 0
     kind = f"{HERE}{case.optimizer}" if case.optimizer else "sgd"
     values: dict[str, Any] = {
         "name": "silent",

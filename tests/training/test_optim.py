@@ -87,9 +87,25 @@ def test_a_wrong_optimizer_is_explained(settings: OptimizerSettings, message: st
         build_optimizer(settings, [torch.nn.Parameter(torch.ones(1))])
 
 
+class Falling:
+    """Falls with every call."""
+
+    calls = 0
+
+    def __call__(self, step: int, total: int) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+falling = Falling()
+
+
 def test_a_wrong_schedule_is_explained():
     with pytest.raises(JobError, match="lr_schedule: step refused .*ZeroDivisionError"):
         check_lr_schedule(LrScheduleSettings("step", 5, {"every_steps": 0}))
+    with pytest.raises(JobError, match="lr_schedule.kind: test_optim:falling changes self.calls whenever"):
+        check_lr_schedule(LrScheduleSettings("test_optim:falling"))
+    assert falling.calls == 0
     with pytest.raises(JobError, match="step needs 'every_steps'; add lr_schedule.every_steps"):
         check_lr_schedule(LrScheduleSettings("step"))
     with pytest.raises(JobError, match="did you mean 'warmup_steps'"):

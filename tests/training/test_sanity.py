@@ -174,6 +174,10 @@ def bad_metric(output: Any, target: Any) -> Any:
     raise IndexError("no such class")
 
 
+def of_each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(-1) == target).float()
+
+
 def a_mean(output: torch.Tensor, target: torch.Tensor) -> float:
     return 0.5
 
@@ -184,6 +188,11 @@ def a_mean(output: torch.Tensor, target: torch.Tensor) -> float:
         ({"kind": "Broken"}, OSError, "image 6 is truncated"),
         ({"evaluate": EvaluateSettings(metric=f"{HERE}:bad_metric")}, IndexError, "no such class"),
         ({"evaluate": EvaluateSettings(metric=f"{HERE}:a_mean")}, JobError, r"expected \(sum, count\)"),
+        (
+            {"evaluate": EvaluateSettings(metric=f"{HERE}:of_each", batch_size=2)},
+            JobError,
+            r"of_each returned tensor\(.* for a batch, expected \(sum, count\), two",
+        ),
     ],
 )
 def test_what_is_broken_in_an_evaluation_shows_before_the_first_step(
@@ -219,12 +228,43 @@ def summed(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
     return float(output.sum()), len(target)
 
 
-@pytest.mark.parametrize(("metric", "warned"), [("largest", True), ("summed", False)])
+def recall(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Never divides by zero, but counts one where there is none."""
+    mine = target == 2
+    return (output.argmax(-1)[mine] == 2).sum(), mine.sum().clamp(min=1)
+
+
+def balanced(output: torch.Tensor, target: torch.Tensor) -> tuple[float, int]:
+    """The mean over the classes of a batch, which shows where there are several."""
+    means = [float(output[target == each].mean()) for each in target.unique()]
+    return sum(means) / len(means) * len(target), len(target)
+
+
+class Sorted(TensorDataset):
+    """One class after the other, as folders of images are read."""
+
+    def __init__(self, split: str) -> None:
+        x, y = points(24).tensors
+        super().__init__(x, y.sort().values)
+
+
+@pytest.mark.parametrize(
+    ("data", "metric", "size", "words"),
+    [
+        ("Noisy", "largest", 5, "largest of 5 test samples is"),
+        ("Noisy", "recall", 6, "recall of 6 test samples is"),
+        ("Sorted", "balanced", 4, "balanced of 4 test samples is"),
+        ("Noisy", "counting", 5, "counting changes self.calls when it is called"),
+        ("Sorted", "summed", 5, None),
+    ],
+)
 def test_a_metric_that_goes_by_how_samples_are_cut_is_said(
-    metric: str, warned: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    data: str, metric: str, size: int, words: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    trained(job(evaluate=EvaluateSettings(metric=f"{HERE}:{metric}")), tmp_path)
-    assert (f"evaluate.metric: {metric} of " in capfd.readouterr().err) == warned
+    evaluate = EvaluateSettings(metric=f"{HERE}:{metric}", batch_size=size)
+    trained(job(data, evaluate=evaluate), tmp_path)
+    said = capfd.readouterr().err
+    assert f"evaluate.metric: {words}" in said if words else "evaluate.metric" not in said
 
 
 def test_a_sweep_tries_an_evaluation_before_its_first_step(tmp_path: Path):

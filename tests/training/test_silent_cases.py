@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from plait.core.errors import InputError
 from plait.launch.run_dir import RunDir
@@ -18,6 +19,7 @@ from support.silent_cases import (
     CASES,
     EVALUATE_EVERY,
     WORKERS,
+    Rows,
     SilentCase,
     build_model,
     parts_of,
@@ -63,6 +65,7 @@ REFUSED |= {
         "loss with a centre": "Centred changes tensors of its own when it is called, which no checkpoint",
         "lazy": "Lazy has a parameter without a size yet, b.weight",
         # Trained, with a warning: what it draws nobody can know.
+        "kept augmentation": "data.kind: samples were others where they had been read for an epoch before",
         "own augmentation": "data.kind: samples are not the same when they are read again",
     }.items()
     for mode in WORKERS
@@ -148,3 +151,32 @@ def test_a_resumed_run_goes_on_with_all_that_model_and_optimizer_keep(name: str,
     _, found = train_here(settings(case, "one"), tmp_path, resume=True)
     expected = plain(case, "one")
     assert largest_difference(found, {key: expected[key] for key in found}) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("CountsInDict", "state"),
+        ("HiddenBuffer", "mean"),
+        ("Net", None),
+        ("ExtraState", None),
+        ("Cache", None),
+    ],
+)
+def test_what_no_checkpoint_holds_is_said_with_the_first(
+    model: str, name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_here(settings(SilentCase("kept", ("one",), model), "one"), tmp_path)
+    words = [each for each in caplog.messages if "no checkpoint holds it: a resumed run begins" in each]
+    assert [each.partition(" of ")[0] for each in words] == ([] if name is None else [f"model: {name}"])
+
+
+@pytest.mark.parametrize("mode", ["flush", "stash"])
+def test_stages_are_evaluated_with_all_that_was_trained(mode: str, tmp_path: Path) -> None:
+    """Also where a stage uses in evaluation alone what another one trains."""
+    job = settings(SilentCase("average", (mode,), "EvaluatesWithAverage"), mode)
+    (result, _), _ = run_ranks(2, train_rank, job, tmp_path)
+    model = build_model(job.model, 0).double().eval()
+    model.load_state_dict(saved_weights(tmp_path))
+    loss = F.cross_entropy(model(Rows("test").x), Rows("test").y)
+    assert result.test["loss"] == pytest.approx(float(loss.detach()), rel=1e-12)

@@ -20,6 +20,10 @@ Collate = Callable[[list[Any]], Any]
 
 # What another process may take for one sample.
 _ASIDE_S = 30.0
+_EPOCHS_END = (
+    "give it a __len__ with the samples that every epoch has: the stages of a pipeline must know where "
+    "epochs end"
+)
 COLLATE_HINT = (
     "write a function that makes a batch of a list of samples, padding where it must, and name it: "
     "data.collate_fn: package.module:function (or make it the data set's collate_fn)"
@@ -143,8 +147,10 @@ class DataSource:
         if self.is_stream:
             if self._reader is None:
                 self._reader = StreamReader(self.dataset, seed)
-            return self._reader.read(epoch, numbers)
+            return self._reader.read(epoch, numbers, self.length)
         if hasattr(self.dataset, "__getitems__"):
+            # What the batch is made of them with may draw at random, too.
+            seed_all(mix(seed, epoch, numbers[-1]))
             before = random_states()
             samples = self.dataset.__getitems__(list(numbers))
             # Samples that draw at random are read one by one, each from its own seed.
@@ -290,7 +296,11 @@ def _first(dataset: Any, count: int, seed: int) -> Iterator[Any]:
 
 
 class StreamReader:
-    """Reads samples of a stream by number, in increasing order within an epoch, and skips the others."""
+    """Reads samples of a stream by number, in increasing order within an epoch, and skips the others.
+
+    An epoch of known `length` is read to its end: what the stream does after its last sample belongs to it,
+    and one that gives more than that is an error.
+    """
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -299,26 +309,45 @@ class StreamReader:
         self._next = 0
         self._samples: Iterator[Any] = iter(())
 
-    def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+    def read(self, epoch: int, numbers: Sequence[int], length: int | None) -> list[Any]:
         """These samples of an epoch; an epoch that ends before them is an error."""
         found = []
         for number in numbers:
             if epoch != self._epoch or number < self._next:
+                if length is not None:
+                    for _ in self._samples:  # others may have read the last samples
+                        self._count(length)
                 self._samples = read_epoch(self._dataset, self._seed, epoch)
                 self._epoch, self._next = epoch, 0
-            found.append(self._skip_to(number))
+            found.append(self._skip_to(number, length))
+        if length is not None and self._next == length:
+            for _ in self._samples:
+                self._count(length)
         return found
 
-    def _skip_to(self, number: int) -> Any:
+    def _count(self, length: int) -> None:
+        self._next += 1
+        if self._next > length:
+            raise DataError(
+                f"data.kind: the stream gave sample {self._next:,} in epoch {self._epoch}, but "
+                f"{self._expected(length)}; {_EPOCHS_END}"
+            )
+
+    def _skip_to(self, number: int, length: int | None) -> Any:
         while True:
             try:
                 sample = next(self._samples)
             except StopIteration:
                 raise DataError(
                     f"data.kind: the stream ended after {self._next:,} samples of epoch {self._epoch}, but "
-                    f"sample {number:,} is due; give it a __len__ with the samples of an epoch: the stages "
-                    f"of a pipeline must know where epochs end"
+                    f"{self._expected(length)}; {_EPOCHS_END}"
                 ) from None
             self._next += 1
             if self._next > number:
                 return sample
+
+    def _expected(self, length: int | None) -> str:
+        if length is None:
+            return "more are due and it has no __len__"
+        said = "its __len__ says" if hasattr(self._dataset, "__len__") else "it had"
+        return f"{said} {length:,}"

@@ -45,10 +45,14 @@ def replica_groups(pipeline_layout: PipelineLayout, rendezvous: Rendezvous) -> d
 
 
 def find_stages(traced: TracedModel, pipeline_layout: PipelineLayout) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter, in the order of the model; several where it is tied."""
+    """The stages that use each parameter, in the order of the model; several where it is tied.
+
+    A stage that uses it in evaluation alone must have its updates, too.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for stage, ids in enumerate(pipeline_layout.stages):
-        for name in dict.fromkeys(name for layer in traced.select(ids) for name in layer.parameters):
+        layers = (*traced.select(ids), *traced.evaluated_with(ids))
+        for name in dict.fromkeys(name for layer in layers for name in layer.parameters):
             found[name] = (*found.get(name, ()), stage)
     _check_ties(pipeline_layout, found)
     return found

@@ -112,7 +112,8 @@ def sums_of(parts: Components, output: Any, target: Any, count: int) -> Tensor:
 def _sum_and_count(name: str, metric: Metric, output: Any, target: Any) -> tuple[float, float]:
     found: Any = metric(output, target)
     try:
-        good, total = found
+        # A tensor of two numbers may be those of two samples.
+        good, total = found if isinstance(found, (tuple, list)) else ()
         return float(good), float(total)
     except (TypeError, ValueError, RuntimeError):
         raise JobError(

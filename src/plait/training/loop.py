@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.run_events import Changed
+from plait.core.shown import listed
 from plait.data.sampler import Position
 from plait.schema.results import RunResult
 from plait.schema.settings import SyncSettings, TrainSettings
@@ -34,6 +36,7 @@ from plait.training.audit.record import DifferenceError
 from plait.training.change.member_switch import MemberSwitch
 from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
 from plait.training.checks.same_data import look_again
+from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
 from plait.training.engine import Engine, EngineState, elastic_engine
@@ -44,6 +47,7 @@ from plait.training.start import RunStart
 
 # A step after which nothing was done yet that is due there.
 NOT_THIS_STEP = -1
+log = logging.getLogger(__name__)
 
 
 def keep_what_was_built() -> None:
@@ -115,6 +119,7 @@ class Loop(RunStart):
         self._stopped = self._change_asked = self._has_begun = self._told_of_unsaved = False
         # The step after which changes were made last, and how many.
         self._changes = (0, 0)
+        self._unsaved: UnsavedState | None = None
         memberships = run.worker.memberships
         self._switch = None if memberships is None else MemberSwitch(ElasticMembers(run, memberships), self)
 
@@ -203,6 +208,7 @@ class Loop(RunStart):
             self._warn_of_skipping()
         self.engine.open()
         self._has_begun = True
+        self._unsaved = UnsavedState(run.parts.model) if run.parts.pieces is None else None
         keep_what_was_built()
         metrics.begin_steps()
 
@@ -443,7 +449,7 @@ class Loop(RunStart):
 
     def evaluate_and_save(self) -> None:
         """Evaluate and save where that is due after this step; the end of the run has both of its own."""
-        look_again(self.run)
+        look_again(self.run, is_last=self._steps_left() == 0)
         if self._steps_left() == 0:
             return
         settings, step = self.run.settings, self.run.step
@@ -506,6 +512,7 @@ class Loop(RunStart):
         run, started = self.run, time.perf_counter()
         self._is_evaluation_due = is_evaluation_due
         state = self.engine.state()
+        self._warn_of_unsaved()
         if state is None:
             return
         if (broken := self._find_broken(state)) is not None:
@@ -526,6 +533,21 @@ class Loop(RunStart):
         self._saved_step = run.step
         self._prune()
         run.metrics.saved(run.step, time.perf_counter() - started, best=False)
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of what the model keeps and no checkpoint holds; each worker looks at its own stages."""
+        if self._unsaved is None or not (names := self._unsaved.changed()):
+            return
+        self._unsaved = None
+        words = (
+            f"model: {listed(names)} of {self.run.settings.model.factory} changed while it trained, and no "
+            f"checkpoint holds it: a resumed run begins without it; keep it in a persistent buffer, or give "
+            f"it out by get_extra_state and take it back by set_extra_state"
+        )
+        if self.run.settings.pipeline is None:
+            self.run.metrics.warn(words)
+        else:
+            log.warning("%s", words)
 
     def _prune(self) -> None:
         best, folder = self._best["step"] if self._best else None, self.run.folder.checkpoints

@@ -80,9 +80,9 @@ def _whole_and_in_parts(
 
         def loss(begin: int, end: int) -> float:
             own_inputs, own_target = rows_of((inputs, target), count, begin, end)
-            own = copy.deepcopy(parts.loss)  # which may count its calls
-            with parts.autocast():
-                return float(own(forward(model, own_inputs), own_target))
+            # It may count its calls, in itself or in a global.
+            with unchanged_state({"loss": parts.loss}), parts.autocast():
+                return float(copy.deepcopy(parts.loss)(forward(model, own_inputs), own_target))
 
         places = [(i, min(i + _AT_A_TIME, count)) for i in range(0, count, _AT_A_TIME)]
         with evaluation_mode(model):

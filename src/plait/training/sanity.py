@@ -6,13 +6,14 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from plait.core.errors import JobError
 from plait.data.calling import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
@@ -20,10 +21,13 @@ from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, output_of, sums_of
 from plait.training.loss_parts import rows_of
 from plait.verification import unchanged_random_numbers
-from plait.verification.python_state import unchanged_state
+from plait.verification.python_state import Name, PythonState, changed, unchanged_state
+from plait.workloads.metrics import NAMED
 
 # How long a test batch may take to be read in another process.
 LONGEST_S = 60.0
+# So many samples of a batch are also given to a metric one by one.
+_SINGLY = 16
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,13 @@ def _read(
         for batch in itertools.islice(evaluation_batches(parts, alone, size, rank, world_size), wanted):
             if batch.count:
                 yield batch.content, batch.count
+        source = parts.test_set
+        assert source is not None
+        if settings.evaluate.metric in ("auto", "none", *NAMED) or source.is_stream or wanted >= len(source):
+            return
+        # Of a metric of one's own also samples from all over the split, whose first ones may be alike.
+        spread = [i * len(source) // size for i in range(min(size, len(source)))]
+        yield source.batch(0, spread, settings.seed), len(spread)
 
     found = load_aside(shares(), LONGEST_S)
     if found is None and parts.test_set.is_stream:
@@ -89,7 +100,11 @@ def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> str:
     with torch.no_grad(), evaluation_mode(parts.model):
         for content, count in batches:
             output, target = output_of(parts, content)
-            found = sums_of(_own(parts), output, target, count)
+            own = _own(parts)
+            state = PythonState({} if own.metric is None else {"": own.metric[1]})
+            before = state.tokens()
+            found = sums_of(own, output, target, count)
+            words = words or _describe_state(parts, state, before)
             words = words or _describe_metric(parts, output, target, count, found[2:])
     return words
 
@@ -101,24 +116,45 @@ def _own(parts: Components) -> Components:
 
 
 def _describe_metric(parts: Components, output: Any, target: Any, count: int, found: Tensor) -> str:
-    """What to say where the sum and count of a batch are not those of its halves together; else nothing."""
+    """What to say where the sum and count of samples are not those of their parts together; else nothing."""
     if parts.metric is None or count < 2:
         return ""
-    try:
-        halves = []
-        for begin, end in ((0, count // 2), (count // 2, count)):
+
+    def sums(*ends: int) -> Tensor:
+        """Those of the parts that end there, together."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for begin, end in itertools.pairwise((0, *ends)):
             own_output, own_target = rows_of((output, target), count, begin, end)
-            halves.append(sums_of(_own(parts), own_output, own_target, end - begin)[2:])
+            total += sums_of(_own(parts), own_output, own_target, end - begin)[2:]
+        return total
+
+    few = min(count, _SINGLY)
+    try:
+        tried = [(count, found, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
+    except JobError:
+        raise
     except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it
         return ""
-    together = halves[0] + halves[1]
-    if torch.allclose(together, found, rtol=1e-3, equal_nan=True):
+    for samples, whole, together in tried:
+        if not torch.allclose(together, whole, rtol=1e-3, equal_nan=True):
+            value, mean = (float(pair[0] / pair[1]) for pair in (whole, together))
+            return (
+                f"evaluate.metric: {parts.metric[0]} of {samples} test samples is {value:.6g}, but "
+                f"{mean:.6g} by the sums and counts of their parts, so that it goes by how samples are cut "
+                f"into batches and over workers; return (sum, count) over samples"
+            )
+    return ""
+
+
+def _describe_state(parts: Components, state: PythonState, before: Mapping[Name, Any]) -> str:
+    """What to say of a metric that keeps something from one call to the next; else nothing."""
+    names = [shown for _, shown in changed(before, state.tokens())]
+    if parts.metric is None or not names:
         return ""
-    name, (whole, mean) = parts.metric[0], (float(pair[0] / pair[1]) for pair in (found, together))
     return (
-        f"evaluate.metric: {name} of {count} test samples is {whole:.6g}, but {mean:.6g} by the sums and "
-        f"counts of their halves, so that it goes by how samples are cut into batches and over workers; "
-        f"return (sum, count) over samples"
+        f"evaluate.metric: {parts.metric[0]} changes {names[0]} when it is called, and each worker calls it "
+        f"for its own batches, a resumed run anew; return (sum, count) of a batch by itself, and let "
+        f"`finish` make of the quotient what is reported"
     )
 
 

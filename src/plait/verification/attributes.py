@@ -102,7 +102,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _is_own(owner: Any, name: str, value: Any) -> bool:
-    if isinstance(value, (nn.Module, nn.Parameter)):
+    if isinstance(value, (nn.Module, nn.Parameter, torch.optim.Optimizer)):
         return False
     if isinstance(owner, torch.optim.Optimizer):
         hooks = name.startswith("_optimizer_") and name.endswith("_hooks")

@@ -392,10 +392,15 @@ def _restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _roots_of_code(item: Any, hooks: Sequence[Any]) -> Iterator[Root]:
-    """Attributes of the classes of `item`, and globals and closures of their code and of its hooks."""
+    """Attributes of the classes of `item`, and globals and closures of their code and of its hooks.
+
+    Of an object, also those of what it holds: a wrapper calls it.
+    """
     seen: set[int] = set()
-    functions = [_function(item), *map(_function, hooks)]
-    for kind in type(item).__mro__:
+    is_object = not isinstance(item, (nn.Module, types.FunctionType))
+    items = [item, *(getattr(item, "__dict__", {}).values() if is_object else ())]
+    functions = [_function(each) for each in (*items, *hooks)]
+    for kind in dict.fromkeys(kind for each in items for kind in type(each).__mro__):
         if not _is_foreign(kind, _LIBRARIES):
             yield from _roots_of_class(kind, seen)
             functions += _functions_of(kind)

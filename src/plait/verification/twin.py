@@ -118,6 +118,10 @@ def _copy_state(
         if parameter in twins:
             target.state[twins[parameter]] = {key: _copied(value, known) for key, value in state.items()}
     load_attributes({"": target}, read_attributes({"": source}).values)
+    # One around another, as Lookahead is, has the state of both.
+    for name, inner in vars(source).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner is not source:
+            _copy_state(inner, vars(target)[name], twins)
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:

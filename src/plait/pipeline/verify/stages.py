@@ -48,7 +48,8 @@ _STEPS = ((0, True), (0, True), (1, True), (0, False), (1, False))
 _AS_IT_IS = -1
 _NOT_TWICE = (
     "because the plain model itself does something else when it is run again from the same state with the "
-    "same random numbers: its forward goes by what is outside of it (a global variable, a file, the time)"
+    "same random numbers: its forward or its loss goes by what is outside of it (a global variable, a file, "
+    "the time)"
 )
 # So often the cut is changed before the run is refused.
 _ATTEMPTS = 4

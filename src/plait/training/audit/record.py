@@ -53,8 +53,10 @@ class AuditRecord:
     rounding: Rounding = field(default_factory=Rounding)
     # The model of the audits, while one follows the other.
     reference: Components | None = None
-    # What stands for the first samples as they were before the first step, until they are read again.
+    # What stands for the first samples as they were before the first step, as long as they are the same; and
+    # the step after which they were last read again.
     samples: int | None = None
+    looked: int = 0
     _said: set[str] = field(default_factory=set)
 
     def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:
@@ -66,7 +68,7 @@ class AuditRecord:
         self.metrics.note(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
         if words and unseen:
             self.say(
-                f"audit: {_differs(step, words)}; but forward keeps {', '.join(unseen)}, which no audit can "
+                f"audit: {_differs(step, words)}; but the step has {', '.join(unseen)}, which no audit can "
                 f"read, so that it may be the audit that differs; keep such state in buffers"
             )
         elif words:

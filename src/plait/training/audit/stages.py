@@ -28,7 +28,7 @@ from plait.training.components import has_room_for_whole
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
-from plait.verification.attributes import Attributes, read_attributes
+from plait.verification.attributes import Attributes, load_attributes, read_attributes
 from plait.verification.audit import ObservedStep, Replay, largest_difference
 from plait.verification.compare import Difference, Noise, find_differences
 from plait.verification.observe import unchanged_random_numbers
@@ -191,6 +191,9 @@ class AuditedStages:
                 largest, differences = self._replay(record, found, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
+        # The state of one that is inside of another is in no name of the whole model's.
+        own = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
+        unseen += tuple(f"optimizer.{name}" for name, each in own if isinstance(each, torch.optim.Optimizer))
         seconds = time.perf_counter() - started
         self._run.metrics.leave_out(seconds)
         self._seconds += seconds
@@ -268,6 +271,8 @@ class AuditedStages:
         kept = {**self._modules(), LOSS: run.parts.loss}
         parts = [part for _, (part, _) in sorted(contents.items())]
         with unchanged_random_numbers(), unchanged_state(kept), _all_cores(run.parts.device):
+            if run.step == 0:
+                load_attributes(kept, self._before.attributes.values)
             fresh = take_reference(run, run.step)
             replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
             scale = self._pipeline.loss_scale

@@ -25,6 +25,7 @@ from plait.training.audit.reference import take_reference
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
+from plait.verification.attributes import load_attributes
 from plait.verification.audit import (
     ObservedStep,
     Replay,
@@ -100,6 +101,9 @@ class AuditedStep:
         update = list(self._twin.differences())
         del self._twin
         with unchanged_random_numbers(), unchanged_state(self._live.objects):
+            if self._step == 0:
+                # What a model made anew has in common with this one is as it was when this one was made.
+                load_attributes(self._live.objects, self._before.attributes.values)
             fresh = take_reference(self._run, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]

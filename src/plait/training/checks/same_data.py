@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from plait.comm.collectives import all_gather_values
+from plait.data.loader_processes import load_aside
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import checksum, refuse_unlike
 from plait.training.run import Run
@@ -13,8 +14,10 @@ from plait.verification import same_random_numbers
 
 # Samples of a map-style set, and batches of a stream, that are looked at.
 _SAMPLES, _BATCHES = 4, 4
-# The steps after which samples are read once more.
+# The steps after which samples are first read once more.
 _LATER = 8
+# What another process may take for some samples.
+_ASIDE_S = 20.0
 
 
 def check_data(run: Run) -> None:
@@ -39,6 +42,13 @@ def _check_map_style(run: Run) -> None:
     is_same_twice = found[0] == found[-1]
     if is_same_twice:
         run.audits.samples = found[0]
+        if run.worker.rank == 0 and _keeps_draws(run):
+            run.metrics.warn(
+                "data.kind: samples were others where they had been read for an epoch before: the data set "
+                "keeps what it drew (a cache), and every worker and loader process keeps its own, so other "
+                "numbers of them, and a resumed run, see other samples; keep samples as they are before "
+                "anything is drawn, or draw by a sample's number alone"
+            )
     else:
         run.metrics.warn(
             "data.kind: samples are not the same when they are read again: their random choices come from a "
@@ -53,21 +63,41 @@ def _check_map_style(run: Run) -> None:
         refuse_unlike([[length, number if are_same else 0] for length, number, _ in answers])
 
 
-def look_again(run: Run) -> None:
-    """Read the first samples once more, some steps later, and warn where they have changed meanwhile."""
+def look_again(run: Run, is_last: bool) -> None:
+    """Read the first samples once more, and warn where they have changed meanwhile.
+
+    That is done after some steps, after twice as many, and so on, and after the last.
+    """
     known, source = run.audits.samples, run.parts.train_set
-    if known is None or run.step < _LATER:
+    due = _LATER if is_last else max(_LATER, 2 * run.audits.looked)
+    if known is None or run.step < due:
         return
-    run.audits.samples = None
+    run.audits.looked = run.step
     with same_random_numbers(run.settings.seed):
         now = checksum(source.batch(0, _first_samples(run), run.settings.seed))
     if now != known:
+        run.audits.samples = None
         run.metrics.warn(
             f"data.kind: samples that were read before the first step were others when read again after step "
             f"{run.step}: the data set changes while it is trained on (a count or a generator of its own, "
             f"files that are written), so other numbers of workers or loaders, and a resumed run, see other "
             f"samples"
         )
+
+
+def _keeps_draws(run: Run) -> bool:
+    """Whether the last samples of the set are others in epoch 1 where they were read in epoch 0, too."""
+    source, count = run.parts.train_set, len(run.parts.train_set)
+    numbers = tuple(range(max(0, count - _SAMPLES), count))
+
+    def read(*epochs: int) -> list[int] | None:
+        return load_aside((checksum(source.batch(e, numbers, run.settings.seed)) for e in epochs), _ASIDE_S)
+
+    try:
+        second, first = read(0, 1), read(1)
+    except Exception:  # whoever trains on them meets it, and says so
+        return False
+    return second is not None and first is not None and second[-1] != first[-1]
 
 
 def _first_samples(run: Run) -> tuple[int, ...]:

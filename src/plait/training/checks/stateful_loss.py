@@ -68,7 +68,7 @@ def _call(run: Run, loss: object) -> None:
     (content,) = parts.train_set.example_batches((count,), settings.seed)
     inputs, target = loader.to_device(content, parts.device, parts.dtype)
     model = copy.deepcopy(parts.model)
-    with torch.no_grad(), parts.autocast():
+    with parts.autocast():  # with gradients, by which a loss may know that it trains
         loss(forward(model, inputs), target)  # type: ignore[operator]
 
 

@@ -12,6 +12,7 @@ from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.pipeline.named_state import LR_FACTOR, note_rate
 from plait.schema.settings import LrScheduleSettings
+from plait.verification.python_state import changed, unchanged_state
 
 LrFactor = Callable[[int], float]
 
@@ -62,11 +63,21 @@ LR_SCHEDULES: Mapping[str, Callable[..., float]] = {
 def check_lr_schedule(settings: LrScheduleSettings) -> None:
     """Refuse a schedule that does not exist, takes other options, or fails on those it was given."""
     factor = build_lr_factor(settings, settings.warmup_steps + 1)
+    own = resolve(settings.kind, "lr_schedule.kind", JobError) if ":" in settings.kind else None
     try:
-        factor(settings.warmup_steps)
+        with unchanged_state({"schedule": own}) as state:
+            factor(settings.warmup_steps)
+            once = state.tokens()
+            factor(settings.warmup_steps)
+            kept = [shown for _, shown in changed(once, state.tokens())]
     except Exception as failure:  # a user's own schedule may fail in any way
         words = f"{type(failure).__name__}: {failure}"
         raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {words}") from None
+    if kept:
+        raise JobError(
+            f"lr_schedule.kind: {settings.kind} changes {kept[0]} whenever it is called, which is more "
+            f"than once a step, and no checkpoint holds it; expected a function of step and total alone"
+        )
 
 
 def build_lr_factor(settings: LrScheduleSettings, total_steps: int) -> LrFactor:
