@@ -135,7 +135,7 @@ class Ours:
 
     def run(self, steps: int) -> float:
         loop = self.loop
-        loop.begin(loop.run.step + steps)
+        loop.begin(loop.run.trial.step + steps)
         started = time.perf_counter()
         take_steps(loop)
         return (time.perf_counter() - started) / steps

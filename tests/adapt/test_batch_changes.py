@@ -149,7 +149,7 @@ def test_steps_are_counted_anew_and_the_schedule_follows_the_samples(tmp_path: P
     """Five batches of 8, then batches of 20: two of each epoch. Cosine ends where it would have."""
     schedule = LrScheduleSettings("cosine")
     run = trained(job(lr_schedule=schedule), tmp_path, {5: BatchSizeChange(20, 1.5)})
-    assert run.step == 5 + 2 * 2
+    assert run.trial.step == 5 + 2 * 2
     log = [r.event for r in events.read(RunDir(tmp_path).events())]
     lrs = [event.lr / 1e-4 for event in log if isinstance(event, Step)]
     plain = [r.event.lr / 1e-4 for r in _plain(schedule, tmp_path / "plain")]
@@ -222,8 +222,8 @@ def test_a_job_resumed_with_another_batch_size_in_its_file_takes_that(tmp_path: 
     parts = components.build(again, torch.device("cpu"))
     loop = make_loop(PlainWorker(), again, parts, RunDir(tmp_path))
     loop.train(resume=True)
-    assert (loop.run.batch_size, loop.run.batch.lr_factor) == (32, 1.0)
-    assert loop.run.position.sample == 4 * 64 + 2 * 96 + 2 * 32
+    assert (loop.run.batch_size, loop.run.trial.batch.lr_factor) == (32, 1.0)
+    assert loop.run.trial.position.sample == 4 * 64 + 2 * 96 + 2 * 32
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class ArrayEngine:
     def _begin_audits(self, batches: Sequence[Batch], factors: Sequence[float]) -> dict[int, AuditedTrial]:
         """By place the trials by themselves, as they are now, that take the next step alone, too."""
         array = self._array
-        newcomers = [place for place, trial in enumerate(self.trials) if trial.trial not in self._audited]
+        newcomers = [place for place, trial in enumerate(self.trials) if trial.number not in self._audited]
         is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
         if array is None or not array.is_fused or not is_due:
             return {}
@@ -122,17 +122,17 @@ class ArrayEngine:
         if array.has_python_state:
             self._say_kept_in_python()
             return {}
-        in_turn = sorted(range(len(self.trials)), key=lambda n: self._audited.get(self.trials[n].trial, -1))
+        in_turn = sorted(range(len(self.trials)), key=lambda n: self._audited.get(self.trials[n].number, -1))
         places = newcomers[: most_at_once(array)] or in_turn[:1]
         return {place: AuditedTrial(array, place, batches[place], factors[place]) for place in places}
 
     def _end_audit(self, trial: RunningTrial, alone: AuditedTrial, loss: Tensor) -> None:
-        self._audited[trial.trial] = self._steps
+        self._audited[trial.number] = self._steps
         largest, found = alone.compare(loss)
         if alone.goes_by_python:
             self._say_kept_in_python()
         else:
-            self._builder.note_audit(trial.trial, trial.step + 1, alone.seconds, largest, found)
+            self._builder.note_audit(trial.number, trial.step + 1, alone.seconds, largest, found)
 
     def _say_kept_in_python(self) -> None:
         self._builder.say_once(
@@ -151,7 +151,7 @@ class ArrayEngine:
             why = why_failed(failure) if len(self.trials) == 1 else None
             if why is None:
                 raise
-            raise TrialsFailedError({self.trials[0].trial: why}) from failure
+            raise TrialsFailedError({self.trials[0].number: why}) from failure
 
     def _blame(self, failure: NotFusedError, batches: Sequence[Batch], factors: Sequence[float]) -> None:
         """Raise TrialsFailedError where it is single trials that cannot take this step, fused or not."""
@@ -166,7 +166,7 @@ class ArrayEngine:
                 UnfusedArray([rebuild_trial(array, place)]).step([batch], [factor])
             except Exception as own:  # a user's model can fail in any way
                 if (why := why_failed(own)) is not None:
-                    reasons[trial.trial] = why
+                    reasons[trial.number] = why
         if reasons:
             raise TrialsFailedError(reasons) from failure
 
@@ -197,10 +197,10 @@ class ArrayEngine:
             entries = [each.entry for each in joining]
             self._check_entering(self._array, entries)
             with fused_work():
-                numbers = [each.trial.trial for each in joining]
+                numbers = [each.trial.number for each in joining]
                 self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
         except TrialsFailedError as failure:
-            others = [each for each in joining if each.trial.trial not in failure.reasons]
+            others = [each for each in joining if each.trial.number not in failure.reasons]
             found = self.admit(others)
             return replace(found, failed={**found.failed, **failure.reasons})
         except NotFusedError as failure:
@@ -250,14 +250,14 @@ class ArrayEngine:
         """
         self.collect_losses()
         for each in change.joining:
-            self._audited.pop(each.trial.trial, None)
+            self._audited.pop(each.trial.number, None)
         if self._array is None:
             self.trials = [each.trial for each in change.joining]
             with self._one_trials_failure():
                 self._array = self._builder.make(
                     self.group,
                     [each.entry for each in change.joining],
-                    [trial.trial for trial in self.trials],
+                    [trial.number for trial in self.trials],
                 )
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()

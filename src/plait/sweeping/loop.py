@@ -227,9 +227,9 @@ class SweepTraining:
             for number, why in admission.failed.items():
                 self._report_failed(number, why)
             for each in admission.waiting:
-                self._hand_back(each.trial.trial)
+                self._hand_back(each.trial.number)
             if admission.apart:
-                apart = [each.trial.trial for each in admission.apart]
+                apart = [each.trial.number for each in admission.apart]
                 self._coordinator.ask(ask="split", worker=self._worker.id, trials=apart)
                 self._held.difference_update(apart)
         self._engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
@@ -270,7 +270,7 @@ class SweepTraining:
         entry = make_entry(settings, state, self._device, self._sets)
         assert self._streams is not None
         trial = RunningTrial(
-            trial=assignment["trial"],
+            number=assignment["trial"],
             settings=settings,
             steps=assignment["steps"],
             until=assignment["until"],
@@ -281,7 +281,7 @@ class SweepTraining:
             weights=entry.parts.weights,
         )
         if state is not None:
-            trial.load_progress(state.step, state.progress)
+            trial.load(state.step, state.progress)
         return Joining(trial, entry)
 
     def _separate(self, failure: NotFusedError) -> None:
@@ -309,7 +309,7 @@ class SweepTraining:
         if failure is not None and self._workers.is_first:
             frames = "".join(traceback.format_exception(failure))
             write_atomic(failure_file(self._folder, number), frames)
-        step = next((each.step for each in self._engine.trials if each.trial == number), 0)
+        step = next((each.step for each in self._engine.trials if each.number == number), 0)
         self._coordinator.ask(
             ask="stop",
             worker=self._worker.id,
@@ -350,7 +350,7 @@ class SweepTraining:
             self._engine.collect_losses()
             for place in staying[-count:]:
                 self._save(place)
-                self._hand_back(self._engine.trials[place].trial)
+                self._hand_back(self._engine.trials[place].number)
             self._leaving += staying[-count:]
 
     def _steps_left(self, place: int) -> int:
@@ -365,7 +365,7 @@ class SweepTraining:
 
     def _report_array(self) -> None:
         """Report the trials of the array, whether they are fused, and why not."""
-        numbers = [trial.trial for trial in self._engine.trials]
+        numbers = [trial.number for trial in self._engine.trials]
         self._coordinator.ask(
             ask="array",
             worker=self._worker.id,
@@ -377,7 +377,7 @@ class SweepTraining:
     def _loss_point(self, trial: RunningTrial) -> tuple[int, int, float | None] | None:
         if not trial.is_loss_due:
             return None
-        return trial.trial, trial.step, finite(trial.take_mean_loss())
+        return trial.number, trial.step, finite(trial.take_mean_loss())
 
     def _signals(self, places: Sequence[int]) -> list[tuple[Any, ...]]:
         """What is known of the gradients of the trials at `places`, where the job asks for it."""
@@ -386,7 +386,7 @@ class SweepTraining:
             noise, trial = self._engine.noise(place), self._engine.trials[place]
             if noise is not None and noise.steps:
                 numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
-                found.append((trial.trial, trial.step, *numbers))
+                found.append((trial.number, trial.step, *numbers))
         return found
 
     def _record(
@@ -421,7 +421,7 @@ class SweepTraining:
         if not places or self._sets.of(trials[places[0]].settings)[1] is None:
             return {place: {} for place in places}
         metrics = dict(zip(places, self._engine.evaluate(places)))
-        self._record([], [(trials[p].trial, trials[p].step, _finite(metrics[p])) for p in places])
+        self._record([], [(trials[p].number, trials[p].step, _finite(metrics[p])) for p in places])
         return metrics
 
     def _is_save_due(self, trial: RunningTrial) -> bool:
@@ -441,7 +441,7 @@ class SweepTraining:
                 self._end(place, "diverged", {})
                 continue
             fine.append(place)
-            results.append((trial.trial, trial.step, *result.values()))
+            results.append((trial.number, trial.step, *result.values()))
         if not results:
             return
         answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
@@ -457,17 +457,17 @@ class SweepTraining:
         if state != "diverged" and self._is_wanted(trial, result) and not self._save(place):
             state, result["metrics"] = "diverged", {}
         self._coordinator.ask(
-            ask="stop", worker=self._worker.id, trial=trial.trial, step=trial.step, state=state, **result
+            ask="stop", worker=self._worker.id, trial=trial.number, step=trial.step, state=state, **result
         )
         self._let_leave(place)
 
     def _let_leave(self, place: int) -> None:
         """The coordinator has the trial's result: it leaves the array before the next step."""
         self._leaving.append(place)
-        self._held.discard(self._engine.trials[place].trial)
+        self._held.discard(self._engine.trials[place].number)
 
     def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
-        return bool(self._coordinator.ask(ask="wanted", trial=trial.trial, **result)["wanted"])
+        return bool(self._coordinator.ask(ask="wanted", trial=trial.number, **result)["wanted"])
 
     def _save(self, place: int) -> bool:
         state = self._engine.state(place)
@@ -483,7 +483,7 @@ class SweepTraining:
             if place in self._leaving:
                 continue
             self._save(place)
-            self._hand_back(trial.trial)
+            self._hand_back(trial.number)
         self._leaving = []
         self._engine.close()
         if self._members is not None:

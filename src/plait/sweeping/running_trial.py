@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait.core.codec import encode
-from plait.core.errors import CheckpointError
 from plait.core.files import write_atomic
-from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
-from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
-from plait.training.early_stopping import EarlyStopping
 from plait.training.optimizers.lr_schedule import LrFactor
+from plait.training.trial import Trial
 
 # How many points a learning curve has at most, unless the job says otherwise.
 POINTS = 200
@@ -35,19 +32,14 @@ def failure_file(folder: RunDir, trial: int) -> Path:
     return folder.path / "failures" / f"trial-{trial:04d}.txt"
 
 
-@dataclass
-class RunningTrial:
-    """A trial while it trains on this worker. It reports when it has made `until` steps."""
+@dataclass(kw_only=True)
+class RunningTrial(Trial):
+    """A trial while it trains in an array. It reports when it has made `until` of its `steps`."""
 
-    trial: int
-    settings: TrainSettings
     steps: int
     until: int
     lr_factor: LrFactor
     stream: BatchStream
-    step: int = 0
-    position: Position = field(default_factory=Position)
-    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
     loss_sum: float = 0.0
@@ -64,7 +56,7 @@ class RunningTrial:
     @property
     def is_loss_due(self) -> bool:
         """Whether the learning curve gets a point; fixed steps, so that a resumed trial has the same."""
-        return self._is_time(self._loss_every)
+        return self.is_time(self._loss_every)
 
     @property
     def _loss_every(self) -> int:
@@ -72,7 +64,7 @@ class RunningTrial:
 
     @property
     def is_evaluation_due(self) -> bool:
-        return self._is_time(self.settings.evaluate.every_steps)
+        return self.is_time(self.settings.evaluate.every_steps)
 
     @property
     def is_evaluated(self) -> bool:
@@ -81,17 +73,17 @@ class RunningTrial:
 
     @property
     def is_checkpoint_due(self) -> bool:
-        return self._is_time(self.settings.checkpoint.every_steps)
+        return self.is_time(self.settings.checkpoint.every_steps)
 
     def steps_until_due(self) -> int:
         """Steps until `is_due`; 0 where it has come to its end already."""
         if self.has_reached or self.stops_early:
             return 0
         periods = (self._loss_every, self.settings.evaluate.every_steps, self.settings.checkpoint.every_steps)
-        return min(self.until - self.step, *(each - self.step % each for each in periods if each))
+        return min(self.until - self.step, self.steps_until(*periods))
 
-    def _is_time(self, every: int | None) -> bool:
-        return self.moved and every is not None and self.step % every == 0
+    def is_time(self, every: int | None) -> bool:
+        return self.moved and super().is_time(every)
 
     def is_due(self) -> bool:
         """Whether anything is."""
@@ -124,20 +116,15 @@ class RunningTrial:
         self.train_loss = mean
         return mean
 
-    def load_progress(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Load the progress that a checkpoint holds."""
-        self.step = step
-        self.early_stopping.best = progress["early_best"]
-        self.early_stopping.without_gain = progress["evaluations_without_gain"]
+    def load(self, step: int, progress: Mapping[str, Any]) -> None:
+        super().load(step, progress)
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
         self.train_loss = progress["train_loss"]
 
-    def progress(self, tensors: TrialTensors) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors: as for a run of its own, and the loss not reported yet."""
+    def saved(self, tensors: TrialTensors) -> dict[str, Any]:
+        """What a checkpoint says besides tensors: as for a run of its own, and the loss not reported yet."""
         return {
-            **checkpoints.common_progress(
-                self.settings, self.position, self.early_stopping, None, tensors.loss_scale, workers=1
-            ),
+            **self.progress(tensors.loss_scale, workers=1),
             "age": tensors.age,
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,
@@ -153,10 +140,10 @@ def save_trial(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bo
     find_broken = checkpoints.find_broken
     if find_broken(tensors.model, trial.weights) or find_broken(tensors.optimizer):
         return False
-    own = trial_folder(folder, trial.trial)
+    own = trial_folder(folder, trial.number)
     write_atomic(own.settings, json.dumps(encode(trial.settings), indent=1))
-    state = checkpoints.Checkpoint(trial.step, tensors.model, tensors.optimizer, trial.progress(tensors))
-    save_state(folder, trial.trial, state)
+    state = checkpoints.Checkpoint(trial.step, tensors.model, tensors.optimizer, trial.saved(tensors))
+    save_state(folder, trial.number, state)
     return True
 
 
@@ -169,9 +156,4 @@ def save_state(folder: RunDir, trial: int, state: checkpoints.Checkpoint) -> Non
 
 def newest(folder: RunDir, trial: int) -> checkpoints.Checkpoint | None:
     """The newest whole checkpoint of a trial; what is damaged is passed over."""
-    for path in checkpoints.list_checkpoints(trial_folder(folder, trial).checkpoints):
-        try:
-            return checkpoints.load(path)
-        except CheckpointError:
-            continue
-    return None
+    return checkpoints.newest(trial_folder(folder, trial).checkpoints, checkpoints.load)

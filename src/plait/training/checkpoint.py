@@ -18,10 +18,10 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,9 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError
 from plait.core.files import sync_folder, write_atomic, writing
 from plait.core.shown import shown
-from plait.data.sampler import Position
 from plait.pipeline.named_state import Tensors, is_packed, model_state, unpacked
-from plait.schema.settings import TrainSettings
-from plait.training.early_stopping import EarlyStopping
+
+T = TypeVar("T")
 
 VERSION = 2
 # Version 1 had no checksum of its state.
@@ -90,27 +89,6 @@ class Written:
     optimizer: Path
     tied: Mapping[str, str]
     broken: str | None = None
-
-
-def common_progress(
-    settings: TrainSettings,
-    position: Position,
-    early_stopping: EarlyStopping,
-    best: Mapping[str, Any] | None,
-    loss_scale: Mapping[str, Any],
-    workers: int,
-) -> dict[str, Any]:
-    """What the checkpoints of a run and of a trial both say besides their tensors."""
-    return {
-        "position": asdict(position),
-        "seed": settings.seed,
-        "best": best,
-        "early_best": early_stopping.best,
-        "evaluations_without_gain": early_stopping.without_gain,
-        "loss_scale": dict(loss_scale),
-        "optimizer": settings.optimizer.kind,
-        "workers": workers,
-    }
 
 
 def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
@@ -482,6 +460,23 @@ def _read_state(path: Path) -> _State:
 
 def _checksum_of(state: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def newest(
+    folder: Path,
+    use: Callable[[Path], T],
+    refuse: Callable[[Path, str], None] = lambda path, why: None,
+) -> T | None:
+    """What `use` makes of the newest checkpoint below `folder` that it does not refuse, if there is one.
+
+    `refuse` is told of those that it refuses with a CheckpointError, and why.
+    """
+    for path in list_checkpoints(folder):
+        try:
+            return use(path)
+        except CheckpointError as failure:
+            refuse(path, str(failure))
+    return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

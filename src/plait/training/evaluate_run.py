@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, cast
 
 from plait.core.artefact import read_json
@@ -102,14 +103,16 @@ def _kept(folder: RunDir) -> list[checkpoints.Checkpoint]:
 
 
 def _newest(folder: RunDir) -> checkpoints.Checkpoint:
-    refused = ""
-    for path in checkpoints.list_checkpoints(folder.checkpoints):
-        try:
-            return checkpoints.load(path)
-        except CheckpointError as failure:
-            log.warning("checkpoint refused, trying the one before it: %s", failure)
-            refused = refused or f"; the newest was refused: {failure}"
-    raise CheckpointError(f"{folder.path}: no usable checkpoint in it{refused}")
+    refused = list[str]()
+
+    def refuse(path: Path, why: str) -> None:
+        log.warning("checkpoint refused, trying the one before it: %s", why)
+        refused.append(f"; the newest was refused: {why}")
+
+    found = checkpoints.newest(folder.checkpoints, checkpoints.load, refuse)
+    if found is None:
+        raise CheckpointError(f"{folder.path}: no usable checkpoint in it{refused[0] if refused else ''}")
+    return found
 
 
 def _best(folder: RunDir) -> checkpoints.Checkpoint:

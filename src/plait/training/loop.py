@@ -141,11 +141,10 @@ class Loop(RunStart):
         if run.metrics.diverged is not None:
             reason = "diverged"
         audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
-        result = run.metrics.end(run.step, reason, metrics, self._best, audited)
+        result = run.metrics.end(run.trial.step, reason, metrics, run.trial.best, audited)
         if run.audits.difference is not None:
-            raise DifferenceError(
-                f"{run.audits.difference}; a checkpoint of step {run.step} is in {run.folder.checkpoints}"
-            )
+            where = f"a checkpoint of step {run.trial.step} is in {run.folder.checkpoints}"
+            raise DifferenceError(f"{run.audits.difference}; {where}")
         return result
 
     def _train_and_finish(self) -> tuple[str, dict[str, float]]:
@@ -155,7 +154,7 @@ class Loop(RunStart):
 
     def start(self, resume: bool) -> None:
         super().start(resume)
-        self._checked_step = NOT_THIS_STEP if self._is_evaluation_due else self.run.step
+        self._checked_step = NOT_THIS_STEP if self.run.trial.owes_evaluation else self.run.trial.step
 
     def _enter(self, resume: bool) -> None:
         """Get ready to take steps, with the workers that start together or with those that train already."""
@@ -199,7 +198,7 @@ class Loop(RunStart):
         metrics.batch_size = run.batch_size
         self._tell_of_parts()
         run.total_steps = None if steps == UNKNOWN_STEPS else steps
-        metrics.start(run.step, run.total_steps)
+        metrics.start(run.trial.step, run.total_steps)
         if slow := emulated(run.settings.precision, run.parts.device):
             metrics.warn(slow)
         for note in run.parts.notes:
@@ -220,11 +219,11 @@ class Loop(RunStart):
             run.metrics.warn(words)
 
     def _warn_of_skipping(self) -> None:
-        run = self.run
-        if run.position.sample and (run.position.stream is None or run.settings.pipeline is not None):
+        run, position = self.run, self.run.trial.position
+        if position.sample and (position.stream is None or run.settings.pipeline is not None):
             run.metrics.warn(
-                f"no state of the stream to continue from: {run.position.sample:,} samples of epoch "
-                f"{run.position.epoch} are read again and skipped, which is exact if it gives the same "
+                f"no state of the stream to continue from: {position.sample:,} samples of epoch "
+                f"{position.epoch} are read again and skipped, which is exact if it gives the same "
                 f"samples as before"
             )
 
@@ -235,23 +234,23 @@ class Loop(RunStart):
             return "finished"
         if not self._is_checked():
             return None
-        if self._early_stopping.should_stop():
+        if self.run.trial.early_stopping.should_stop():
             return "early-stop"
         return "stopped" if self._stopped else None
 
     def _is_checked(self) -> bool:
         """Whether what was due after this step is done; not where a worker was lost meanwhile."""
-        return self._checked_step == self.run.step
+        return self._checked_step == self.run.trial.step
 
     def advance(self, steps: int) -> None:
         run = self.run
         trained = self.engine.train(steps)
-        run.step += trained.steps
-        run.position = trained.position
+        run.trial.step += trained.steps
+        run.trial.position = trained.position
         self._stopped, self._change_asked = trained.stopped, trained.change_asked
         if trained.ended:
-            self._until_data_ends, self._steps = False, run.step
-            run.metrics.set_steps(run.step)
+            self._until_data_ends, self._steps = False, run.trial.step
+            run.metrics.set_steps(run.trial.step)
         if trained.lost is not None:
             # Of the steps before the one that a worker was lost in, the last may have something due.
             raise trained.lost
@@ -259,12 +258,12 @@ class Loop(RunStart):
     @contextlib.contextmanager
     def _undone_by_losses(self) -> Iterator[None]:
         """Forget what an evaluation said where a worker is lost in it, or in the checkpoint after it."""
-        stopping = self._early_stopping
-        kept = self._best, stopping.best, stopping.without_gain
+        trial = self.run.trial
+        kept = trial.best, replace(trial.early_stopping)
         try:
             yield
         except RuntimeError:
-            self._best, stopping.best, stopping.without_gain = kept
+            trial.best, trial.early_stopping = kept
             raise
 
     def close_engine(self) -> None:
@@ -274,8 +273,8 @@ class Loop(RunStart):
         if self._checked_step is None and not self._has_begun:
             return NO_STATE
         # Of those at one step, the one with the fewest changes is gone on from: the others take them back.
-        changes = self._changes[1] if self._changes[0] == self.run.step else 0
-        return (self.run.step, int(self._checked_step == self.run.step) + changes)
+        changes = self._changes[1] if self._changes[0] == self.run.trial.step else 0
+        return (self.run.trial.step, int(self._checked_step == self.run.trial.step) + changes)
 
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
         return elastic_engine(self.engine).choose_source(marks)
@@ -288,13 +287,11 @@ class Loop(RunStart):
             self._take_position(rest)
             self._load_checkpoint(state)
             self.run.metrics.batch_size = self.run.batch_size
-            self._checked_step = self.run.step if rest["is_checked"] else None
+            self._checked_step = self.run.trial.step if rest["is_checked"] else None
 
     def back_to_checkpoint(self) -> None:
         self.run.metrics.log_rest()
         self.run.begin_anew()
-        self._best = None
-        self._early_stopping = EarlyStopping(self.run.settings.early_stop, self.run.parts.modes)
         for source in self._sources:
             if isinstance(source, SavedSource):
                 source.load({})
@@ -335,19 +332,19 @@ class Loop(RunStart):
         self.run.settings = decode(TrainSettings, found["settings"])
 
     def _steps_left(self) -> int:
-        return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.step, 0)
+        return UNKNOWN_STEPS if self._until_data_ends else max(self._steps - self.run.trial.step, 0)
 
     def _total_steps(self) -> int:
         """The steps of the whole run, counted from where it is with the batches that it takes now."""
         run = self.run
         data = replace(run.settings.data, batch_size=run.batch_size)
         settings = replace(run.settings, data=data)
-        return total_steps(settings, run.parts.train_set.length, run.step, run.position)
+        return total_steps(settings, run.parts.train_set.length, run.trial.step, run.trial.position)
 
     def _schedule_steps(self, steps: int) -> int:
         """The steps that the learning rate's schedule is made for, of a run of `steps`."""
         run = self.run
-        if run.batch.since == 0 or run.settings.epochs is None:
+        if run.trial.batch.since == 0 or run.settings.epochs is None:
             return steps
         # A schedule that follows the samples is made for batches of the job's own size.
         return total_steps(run.settings, run.parts.train_set.length, 0, Position())
@@ -355,7 +352,7 @@ class Loop(RunStart):
     def apply_changes(self) -> None:
         if not self._is_checked():
             return
-        step = self.run.step
+        step = self.run.trial.step
         for asked in self._requests(step):
             self._apply(asked)
             self._changes = (step, self._changes[1] + 1 if self._changes[0] == step else 1)
@@ -431,7 +428,9 @@ class Loop(RunStart):
                 f"adapt: found {change} for {workers} workers; expected at least one sample a worker, and a "
                 f"factor above 0 on the learning rate"
             )
-        run.batch = run.batch.changed(change, run.step, by_samples=run.settings.epochs is not None)
+        run.trial.batch = run.trial.batch.changed(
+            change, run.trial.step, by_samples=run.settings.epochs is not None
+        )
         run.metrics.batch_size = run.batch_size
         if not self._until_data_ends:
             self._steps = run.total_steps = self._total_steps()
@@ -440,28 +439,25 @@ class Loop(RunStart):
     def steps_until_due(self) -> int:
         if not self._is_checked():
             return 0
-        settings, step = self.run.settings, self.run.step
-        periods = [settings.checkpoint.every_steps, settings.evaluate.every_steps]
-        ends = [step + each - step % each for each in periods if each]
-        asked = [source.next_due(step) for source in self._sources]
-        due = min(ends + [at for at in asked if at is not None])
-        return min(self._steps_left(), due - step)
+        settings, trial = self.run.settings, self.run.trial
+        due = trial.steps_until(settings.checkpoint.every_steps, settings.evaluate.every_steps)
+        asked = [source.next_due(trial.step) for source in self._sources]
+        return min(self._steps_left(), due, *(at - trial.step for at in asked if at is not None))
 
     def evaluate_and_save(self) -> None:
         """Evaluate and save where that is due after this step; the end of the run has both of its own."""
         look_again(self.run, is_last=self._steps_left() == 0)
         if self._steps_left() == 0:
             return
-        settings, step = self.run.settings, self.run.step
-        every = settings.evaluate.every_steps
-        evaluates = bool(every) and step % (every or 1) == 0 and self.run.parts.test_set is not None
+        settings, trial = self.run.settings, self.run.trial
+        evaluates = trial.is_time(settings.evaluate.every_steps) and self.run.parts.test_set is not None
         with self._undone_by_losses():
             # Saved first: what goes wrong in an evaluation must not cost the training.
-            if evaluates or step % settings.checkpoint.every_steps == 0:
+            if evaluates or trial.is_time(settings.checkpoint.every_steps):
                 self._save(evaluates)
             if evaluates:
-                self._evaluate(stopping=self._early_stopping)
-        self._checked_step = step
+                self._evaluate(stopping=trial.early_stopping)
+        self._checked_step = trial.step
 
     def _evaluate(self, stopping: EarlyStopping | None = None) -> dict[str, float]:
         """Evaluate, once there is a checkpoint of this step, and let that say what came of it."""
@@ -471,12 +467,12 @@ class Loop(RunStart):
             metrics = self.engine.evaluate()
         except Exception as failure:
             failure.add_note(
-                f"This was the evaluation after step {run.step}, of which there is a checkpoint below "
+                f"This was the evaluation after step {run.trial.step}, of which there is a checkpoint below "
                 f"{run.folder.checkpoints}: mend the cause, and go on with --resume."
             )
             raise
         seconds = time.perf_counter() - started
-        run.metrics.evaluated(run.step, metrics, run.parts.test_set.length or 0, seconds)
+        run.metrics.evaluated(run.trial.step, metrics, run.parts.test_set.length or 0, seconds)
         if stopping is not None:
             stopping.update(metrics)
         self._keep_evaluation(metrics)
@@ -485,16 +481,16 @@ class Loop(RunStart):
     def _keep_evaluation(self, metrics: dict[str, float]) -> None:
         """Have the checkpoint of this step, on the worker that wrote it, say what the evaluation said."""
         run, folder, started = self.run, self.run.folder.checkpoints, time.perf_counter()
-        self._is_evaluation_due, is_best = False, self._is_best(metrics)
+        run.trial.owes_evaluation, is_best = False, self._is_best(metrics)
         if is_best:
-            self._best = {"step": run.step, **metrics}
-        if self._saved_step != run.step:
+            run.trial.best = {"step": run.trial.step, **metrics}
+        if self._saved_step != run.trial.step:
             return
-        checkpoints.update_progress(folder, run.step, self._progress())
+        checkpoints.update_progress(folder, run.trial.step, self._progress())
         if is_best:
-            checkpoints.point_to_best(folder, run.step)
+            checkpoints.point_to_best(folder, run.trial.step)
             self._prune()
-            run.metrics.saved(run.step, time.perf_counter() - started, is_best)
+            run.metrics.saved(run.trial.step, time.perf_counter() - started, is_best)
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         name = self.run.settings.checkpoint.keep_best
@@ -502,25 +498,26 @@ class Loop(RunStart):
             name is None
             or not metrics
             or not math.isfinite(metrics[name])
-            or self._broken_step == self.run.step
+            or self._broken_step == self.run.trial.step
         ):
             return False
-        return self._best is None or gain(self.run.parts.modes[name], metrics[name], self._best[name]) > 0
+        best = self.run.trial.best
+        return best is None or gain(self.run.parts.modes[name], metrics[name], best[name]) > 0
 
     def _save(self, is_evaluation_due: bool) -> None:
         """One worker writes a checkpoint of the state after this step; the others go on."""
         run, started = self.run, time.perf_counter()
-        self._is_evaluation_due = is_evaluation_due
+        run.trial.owes_evaluation = is_evaluation_due
         state = self.engine.state()
         self._warn_of_unsaved()
         if state is None:
             return
         if (broken := self._find_broken(state)) is not None:
-            run.metrics.warn(f"no checkpoint of step {run.step}: {broken}; earlier ones stay")
+            run.metrics.warn(f"no checkpoint of step {run.trial.step}: {broken}; earlier ones stay")
             if run.settings.stop_on_nan:
-                run.metrics.note_divergence(run.step, broken)
+                run.metrics.note_divergence(run.trial.step, broken)
             state.discard()
-            self._broken_step = run.step
+            self._broken_step = run.trial.step
             return
         if state.unsaved and not self._told_of_unsaved:
             self._told_of_unsaved = True
@@ -530,9 +527,9 @@ class Loop(RunStart):
             )
         checkpoints.save(run.folder.checkpoints, self._checkpoint(state))
         state.discard()
-        self._saved_step = run.step
+        self._saved_step = run.trial.step
         self._prune()
-        run.metrics.saved(run.step, time.perf_counter() - started, best=False)
+        run.metrics.saved(run.trial.step, time.perf_counter() - started, best=False)
 
     def _warn_of_unsaved(self) -> None:
         """Warn once of what the model keeps and no checkpoint holds; each worker looks at its own stages."""
@@ -550,8 +547,9 @@ class Loop(RunStart):
             log.warning("%s", words)
 
     def _prune(self) -> None:
-        best, folder = self._best["step"] if self._best else None, self.run.folder.checkpoints
-        checkpoints.prune(folder, self.run.step, self.run.settings.checkpoint.keep_last, best)
+        best, folder = self.run.trial.best, self.run.folder.checkpoints
+        kept = best["step"] if best else None
+        checkpoints.prune(folder, self.run.trial.step, self.run.settings.checkpoint.keep_last, kept)
 
     def _find_broken(self, state: EngineState) -> str | None:
         """Why a state should not take the place of earlier checkpoints, in words."""

@@ -14,31 +14,29 @@ from plait.adapt.history import SignalHistory
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.events import Event, EventLog
 from plait.data import loader
-from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
+from plait.data.sampler import ENDLESS, GlobalBatch, batches
 from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.training.audit.record import AuditRecord
-from plait.training.change.batch_size import BatchSize
 from plait.training.components import Components
+from plait.training.early_stopping import EarlyStopping
 from plait.training.metrics import MetricsLogger
+from plait.training.trial import Trial
 
 
 class Run:
-    """What a loop and its engine share; the loop alone moves `step` and `position` on."""
+    """What a loop and its engine share; the loop alone moves the progress of its trial."""
 
     def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
         self.worker = worker
-        self.settings = settings
+        self.trial = Trial(settings, EarlyStopping(settings.early_stop, parts.modes))
         self.parts = parts
         self.folder = folder
         self.metrics = MetricsLogger(worker, settings, parts, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
-        self.step = 0
-        self.position = Position()
-        self.batch = BatchSize(settings.data.batch_size, settings.data.batch_size)
         self.schedule: Callable[[int], float] = lambda step: 1.0
         self.signals = SignalHistory(self.metrics.signals)
         # What is known of the gradients' noise, by whichever engine's monitor.
@@ -51,13 +49,22 @@ class Run:
         self._own_events: EventLog | None = None
 
     @property
+    def settings(self) -> TrainSettings:
+        """As changes have left them."""
+        return self.trial.settings
+
+    @settings.setter
+    def settings(self, settings: TrainSettings) -> None:
+        self.trial.settings = settings
+
+    @property
     def batch_size(self) -> int:
         """Samples of a step over all workers, from now on."""
-        return self.batch.size
+        return self.trial.batch.size
 
     def lr_factor(self, step: int) -> float:
         """The factor on the learning rate at a step: the schedule's times that of the batch size."""
-        return self.schedule(self.batch.schedule_at(step)) * self.batch.lr_factor
+        return self.schedule(self.trial.batch.schedule_at(step)) * self.trial.batch.lr_factor
 
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
@@ -69,9 +76,8 @@ class Run:
 
     def begin_anew(self) -> None:
         """Go back to where the run began, before a checkpoint is read."""
-        self.step, self.position = 0, Position()
+        self.trial.begin_anew()
         self.noise = GradientAverages()
-        self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
 
     def note(self, event: Event) -> None:
         """Record an event of this worker's, in the run's record or in a file of its own."""
@@ -110,7 +116,7 @@ class Run:
         """The batches to come, by their samples."""
         data, source = self.settings.data, self.parts.train_set
         return batches(
-            self.position,
+            self.trial.position,
             ENDLESS if source.length is None else len(source),
             self.batch_size,
             seed=self.settings.seed,
@@ -149,11 +155,11 @@ class Run:
         settings, data, parts = self.settings, self.settings.data, self.parts
         source, worker = parts.train_set, self.worker
         order = StreamOrder(
-            self.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
+            self.trial.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
         pin = parts.device.type == "cuda"
         found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
-        begin = self.step
+        begin = self.trial.step
         for number, batch in enumerate(found):
             # After 1, 2, 4, 8, ... batches, and after the last.
             is_last = batch.last or begin + number + 1 == settings.steps

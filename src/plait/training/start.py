@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from plait.adapt.changes import ChangeSource, SavedSource
@@ -14,12 +15,10 @@ from plait.data.requirements import check_same_order, check_same_vocabulary, ord
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.replicas import check_kept
 from plait.training.checks.same_data import check_data
 from plait.training.checks.stateful_loss import check_loss
-from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import EngineState, Starting
 from plait.training.run import Run
 
@@ -64,10 +63,6 @@ class RunStart:
         self.run = run
         self._sources = tuple(sources)
         self.engine = engine
-        self._best: dict[str, Any] | None = None
-        # Whether the newest checkpoint was written before an evaluation that has not ended yet.
-        self._is_evaluation_due = False
-        self._early_stopping = EarlyStopping(run.settings.early_stop, run.parts.modes)
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
@@ -80,76 +75,67 @@ class RunStart:
 
     def _checkpoint(self, state: EngineState) -> Checkpoint:
         run = self.run
-        return Checkpoint(run.step, state.model, state.optimizer, self._progress(), state.sync, state.written)
+        return Checkpoint(
+            run.trial.step, state.model, state.optimizer, self._progress(), state.sync, state.written
+        )
 
     def _progress(self) -> dict[str, Any]:
         """What a checkpoint says besides its tensors."""
         run = self.run
         return {
-            **checkpoints.common_progress(
-                run.settings,
-                run.position,
-                self._early_stopping,
-                self._best,
-                run.parts.scaler.state_dict(),
-                run.worker.world_size,
-            ),
+            **run.trial.progress(run.parts.scaler.state_dict(), run.worker.world_size),
             "shuffle": run.settings.data.shuffle,
             "samples": run.parts.train_set.length,
             "order": order_id(run.parts.train_set.dataset, run.settings),
             "vocabulary": vocabulary_id(run.parts.train_set.dataset),
-            "batch": asdict(run.batch),
             "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
-            "is_evaluation_due": self._is_evaluation_due,
         }
 
     def _restore(self) -> None:
         """Load the newest checkpoint that is complete and of this model; record those that are not."""
-        run, refused = self.run, []
-        for path in checkpoints.list_checkpoints(run.folder.checkpoints):
-            try:
-                self._load_checkpoint(self.engine.read(path))
-            except CheckpointError as failure:
-                refused.append(str(failure))
-                run.metrics.refused(path, str(failure))
-                continue
+        run, refused = self.run, list[str]()
+
+        def refuse(path: Path, why: str) -> None:
+            refused.append(why)
+            run.metrics.refused(path, why)
+
+        def use(path: Path) -> bool:
+            self._load_checkpoint(self.engine.read(path))
+            return True
+
+        folder = run.folder.checkpoints
+        if checkpoints.newest(folder, use, refuse):
             return
-        if not refused:
-            run.metrics.warn(f"no checkpoint below {run.folder.checkpoints}; starting from the first step")
         if refused:
-            raise CheckpointError(
-                f"no checkpoint below {run.folder.checkpoints} can be used; the newest: {refused[0]}"
-            )
+            raise CheckpointError(f"no checkpoint below {folder} can be used; the newest: {refused[0]}")
+        run.metrics.warn(f"no checkpoint below {folder}; starting from the first step")
 
     def _load_checkpoint(self, state: Checkpoint) -> None:
         """Continue from a checkpoint; CheckpointError changes nothing."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data)
+        trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
+        trial.load(state.step, progress)
         try:
-            position = decode(Position, progress["position"])
-            best, early_best = progress["best"], progress["early_best"]
-            without_gain, loss_scale = int(progress["evaluations_without_gain"]), progress["loss_scale"]
-            kept = decode(BatchSize, progress["batch"]) if "batch" in progress else run.batch
+            loss_scale = progress["loss_scale"]
             policies = list(progress.get("policies", ()))
             noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, position, run.settings, run.parts.train_set.length)
-        check_end(state.step, position, run.settings)
-        if position.sample:
+        check_order(progress, trial.position, run.settings, run.parts.train_set.length)
+        check_end(state.step, trial.position, run.settings)
+        if trial.position.sample:
             check_same_order(progress, run.parts.train_set.dataset, run.settings)
         self.engine.load(state)
-        run.step, run.position = state.step, position
-        run.batch = resumed(kept, run.settings.data.batch_size)
+        if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
+            trial.best = None
+        run.trial = trial
         run.noise.load(noise)
         saved = [source for source in self._sources if isinstance(source, SavedSource)]
         for source, own in zip(saved, policies):
             source.load(own)
-        self._best = best if best and checkpoints.has(run.folder.checkpoints, best.get("step")) else None
-        self._early_stopping.best, self._early_stopping.without_gain = early_best, without_gain
-        self._is_evaluation_due = bool(progress.get("is_evaluation_due"))
         # A run that had no loss scale begins with a fresh one.
         if loss_scale and run.parts.scaler.is_enabled():
             run.parts.scaler.load_state_dict(loss_scale)
@@ -159,7 +145,7 @@ class RunStart:
         worker = self.run.worker
         if worker.world_size == 1:
             return
-        found = all_gather_values([self.run.step, self._is_evaluation_due])
+        found = all_gather_values([self.run.trial.step, self.run.trial.owes_evaluation])
         if any(each != found[0] for each in found):
             own = self._checkpoint(self.engine.start_state()) if worker.rank == 0 else None
             state = checkpoints.broadcast(own)

@@ -74,7 +74,7 @@ class AuditedStages:
             pipeline.optimizer,
             self._names,
             lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, pipeline.base_lrs, run.lr_factor(run.step)),
+            lambda twin: set_lr(twin, pipeline.base_lrs, run.lr_factor(run.trial.step)),
         )
         self._ready = time.perf_counter()
         self._seconds = self._ready - started
@@ -198,7 +198,7 @@ class AuditedStages:
         self._run.metrics.leave_out(seconds)
         self._seconds += seconds
         findings = Findings(largest, differences, unseen)
-        record.add(self._run.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
+        record.add(self._run.trial.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
 
     def _tied(self) -> set[str]:
         return {name for name in self._pipeline.parameters if len(self._stages[name]) > 1}
@@ -271,9 +271,9 @@ class AuditedStages:
         kept = {**self._modules(), LOSS: run.parts.loss}
         parts = [part for _, (part, _) in sorted(contents.items())]
         with unchanged_random_numbers(), unchanged_state(kept), _all_cores(run.parts.device):
-            if run.step == 0:
+            if run.trial.step == 0:
                 load_attributes(kept, self._before.attributes.values)
-            fresh = take_reference(run, run.step)
+            fresh = take_reference(run, run.trial.step)
             replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
             scale = self._pipeline.loss_scale
             how: dict[str, Any] = {
@@ -289,7 +289,7 @@ class AuditedStages:
                 samples = [count for _, (_, count) in sorted(contents.items())]
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
-            replay = Replay(plain, self._before, parts, self._finish, is_first=run.step == 0)
+            replay = Replay(plain, self._before, parts, self._finish, is_first=run.trial.step == 0)
             found = replay.complete(found)
             differences = replay.differences(found, record.rounding)
             if differences:
@@ -316,7 +316,7 @@ class AuditedStages:
         optimizer = build_plain_optimizer(run.settings.optimizer, trained, names)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
-        set_lr(optimizer, run.parts.base_lrs, run.lr_factor(run.step))
+        set_lr(optimizer, run.parts.base_lrs, run.lr_factor(run.trial.step))
         return optimizer
 
     def _update_differences(

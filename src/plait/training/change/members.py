@@ -130,7 +130,7 @@ class ElasticMembers:
         gone = set(before.members) - set(now.members)
         self._run.metrics.note(
             WorkersChanged(
-                step=self._run.step,
+                step=self._run.trial.step,
                 version=now.version,
                 members=now.members,
                 joined=tuple(sorted(set(now.members) - set(before.members))),

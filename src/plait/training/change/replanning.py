@@ -125,7 +125,7 @@ class Replanning:
             devices = [plan.machines.device(rank) for rank in range(plan.machines.count)]
             speeds = [device.speed / slow for device, slow in zip(devices, asked.slowness)]
             found = replan(plan, graph, speeds)
-            left = None if run.total_steps is None else run.total_steps - run.step
+            left = None if run.total_steps is None else run.total_steps - run.trial.step
             rate = min(level.bytes_per_s for level in plan.machines.levels)
             why = why_to_move(found, asked.gain, left, run.opened_s, rate)
             answer |= {"plan": found.plan if why else None, "why": why}

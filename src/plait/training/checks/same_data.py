@@ -70,18 +70,18 @@ def look_again(run: Run, is_last: bool) -> None:
     """
     known, source = run.audits.samples, run.parts.train_set
     due = _LATER if is_last else max(_LATER, 2 * run.audits.looked)
-    if known is None or run.step < due:
+    if known is None or run.trial.step < due:
         return
-    run.audits.looked = run.step
+    run.audits.looked = run.trial.step
     with same_random_numbers(run.settings.seed):
         now = checksum(source.batch(0, _first_samples(run), run.settings.seed))
     if now != known:
         run.audits.samples = None
         run.metrics.warn(
             f"data.kind: samples that were read before the first step were others when read again after step "
-            f"{run.step}: the data set changes while it is trained on (a count or a generator of its own, "
-            f"files that are written), so other numbers of workers or loaders, and a resumed run, see other "
-            f"samples"
+            f"{run.trial.step}: the data set changes while it is trained on (a count or a generator of its "
+            f"own, files that are written), so other numbers of workers or loaders, and a resumed run, see "
+            f"other samples"
         )
 
 

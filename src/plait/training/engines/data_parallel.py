@@ -99,9 +99,9 @@ class DataParallelEngine(WholeModelStart):
         assert self._step is not None
         if self._batches is None:
             self._batches = run.own_batches()
-        done, position = 0, run.position
+        done, position = 0, run.trial.position
         for batch in itertools.islice(self._batches, steps):
-            step = run.step + done
+            step = run.trial.step + done
             # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
             loader.seed_all(mix(run.settings.seed, step, run.worker.rank))
             # All workers take the same update.

@@ -153,7 +153,7 @@ class WholeModel:
             self._options,
             run.settings.seed,
             prefix=self._prefix,
-            step=run.step,
+            step=run.trial.step,
             when_synchronized=rest,
         )
         if self._sync_state:
@@ -305,7 +305,7 @@ class DecentralizedEngine:
         while member.from_first(queue.is_work_left):
             self._work(queue)
             members = self._synchronize()
-        if any(is_audited(settings, run.step + i) for i in range(len(batches))):
+        if any(is_audited(settings, run.trial.step + i) for i in range(len(batches))):
             self._audit_average(members)
         self._intervals += 1
         self._stale += queue.store_keys()
@@ -313,13 +313,13 @@ class DecentralizedEngine:
         after = batches[done - 1].after if done else None
         samples = sum(len(b.samples) for b in batches[:done])
         self._record_step(samples)
-        self._exchange_signals(members, run.step + done, samples)
+        self._exchange_signals(members, run.trial.step + done, samples)
         self._note_throughput(force=True)
-        self._note_members(members, run.step + done)
+        self._note_members(members, run.trial.step + done)
         if member.from_first(lambda: run.worker.store.check([self._difference_key])):
             # Where one worker has found a difference, all of them stop by it.
             run.audits.difference = run.worker.store.get(self._difference_key).decode()
-        return Trained(done, after or run.position, stopped=member.from_first(queue.stopped))
+        return Trained(done, after or run.trial.position, stopped=member.from_first(queue.stopped))
 
     def _synchronize(self) -> tuple[int, ...]:
         self._sums_before = self._member.weight_sums()
@@ -333,16 +333,16 @@ class DecentralizedEngine:
         before, after = ([n[at : at + len(own)] for n in gathered.values()] for at in (0, len(own)))
         if any(numbers != after[0] for numbers in after):
             what = "workers that took the mean of their weights do not hold the same"
-            run.audits.add_difference(run.step, what, ADVICE)
+            run.audits.add_difference(run.trial.step, what, ADVICE)
         elif len(gathered) == self._member.places and not is_mean(self._member.averaging, before, after[0]):
             what = "the weights that workers have in common are not the mean of what each had"
-            run.audits.add_difference(run.step, what, ADVICE)
+            run.audits.add_difference(run.trial.step, what, ADVICE)
 
     def _work(self, queue: WorkQueue) -> None:
         """Take work until none is left."""
         run = self._run
         for item, batch in self._items(queue) if self._member.place not in self._idle else ():
-            step = run.step + item.index
+            step = run.trial.step + item.index
             loss = self._update(step, item, batch)
             # Others have taken the work before this.
             self._record_step(item.before)
@@ -474,7 +474,7 @@ class DecentralizedEngine:
         """Save, and leave only once someone has: the next where the writer is lost."""
         save()
         while members := self._member.from_first(self._await_saved):
-            self._note_members(tuple(members), self._run.step)
+            self._note_members(tuple(members), self._run.trial.step)
             save()
 
     def _await_saved(self) -> tuple[int, ...]:

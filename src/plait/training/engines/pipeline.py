@@ -253,7 +253,7 @@ class PipelineEngine:
         moves = find_moves(self._held_by, needed)
         put_beside(run.parts, taken(moves, self._held, run.worker.rank))
         moved = {name for name, *_ in moves} | self._handed_over
-        run.metrics.note(LayersMoved(run.step, tuple(sorted(moved))))
+        run.metrics.note(LayersMoved(run.trial.step, tuple(sorted(moved))))
         self._handed_over = set()
 
     def train(self, steps: int) -> Trained:
@@ -262,9 +262,9 @@ class PipelineEngine:
         A step that is audited is an interval of its own.
         """
         run, commit = self._run, self._commit
-        following = next_audited(run.settings, run.step, self._audit_cost())
-        audited = self._begin_audit() if following == run.step else None
-        steps = min(steps, UNKNOWN_STEPS if following is None else max(1, following - run.step))
+        following = next_audited(run.settings, run.trial.step, self._audit_cost())
+        audited = self._begin_audit() if following == run.trial.step else None
+        steps = min(steps, UNKNOWN_STEPS if following is None else max(1, following - run.trial.step))
         batches = list(itertools.islice(run.order(), steps))
         self._is_whole = False
         if commit is not None:
@@ -277,7 +277,7 @@ class PipelineEngine:
                 raise
             commit.keep_gradients()
             self._next_position = batches[min(commit.written, len(batches) - 1)].after
-            position = batches[commit.written - 1].after if commit.written else run.position
+            position = batches[commit.written - 1].after if commit.written else run.trial.position
             trained = Trained(commit.written, position, lost=lost)
         else:
             if commit is not None:
@@ -309,7 +309,7 @@ class PipelineEngine:
     def _train(self, batches: list[GlobalBatch]) -> Trained:
         run, layout = self._run, self._layout
         usual, many = run.batch_size, layout.microbatches
-        pieces = [cut_step(run.step + i, batch, many, usual) for i, batch in enumerate(batches)]
+        pieces = [cut_step(run.trial.step + i, batch, many, usual) for i, batch in enumerate(batches)]
         together = [m for piece in pieces for m in piece]
         # Read a step later: nobody waits for the sum of the step that has just ended.
         slack = layout.microbatches if layout.schedule.synchronous else layout.slack()
@@ -322,14 +322,14 @@ class PipelineEngine:
             done = self._take_batches(pieces, notes)
         else:
             done = self._take_stream(together, notes)
-        notes.finish(run.step + done)
-        self._record_operations(run.step + done)
-        position = batches[done - 1].after if done else run.position
+        notes.finish(run.trial.step + done)
+        self._record_operations(run.trial.step + done)
+        position = batches[done - 1].after if done else run.trial.position
         return Trained(done, position, stopped=notes.stopped, change_asked=notes.change_asked)
 
     def _take_batches(self, pieces: list[list[Microbatch]], notes: DeferredStepReduce) -> int:
         """One batch after the other, each with its update; how many were taken."""
-        rank, layout, first = self._run.worker.rank, self._layout, self._run.step
+        rank, layout, first = self._run.worker.rank, self._layout, self._run.trial.step
         contents = self._fetch([m for piece in pieces for m in loaded_by(layout, rank, piece)])
         for done, piece in enumerate(pieces):
             if done and notes.stop_before(first + done):
@@ -353,7 +353,7 @@ class PipelineEngine:
         stage = max(self._layout.stages_of(rank))
         self._pipe.run(notes.watch(ops, stage, work, self._pipe.losses), work)
         self._pipe.losses.clear()
-        return work.end - self._run.step
+        return work.end - self._run.trial.step
 
     def _work(self, microbatches: list[Microbatch], fetch: Any, stop_before: Any) -> MicrobatchSource:
         return MicrobatchSource(
@@ -387,7 +387,7 @@ class PipelineEngine:
 
     def _recorder_of(self, batches: list[GlobalBatch]) -> Callable[[int, float, float, list[float]], None]:
         """Records each step of an interval as its loss becomes known."""
-        run, first = self._run, self._run.step
+        run, first = self._run, self._run.trial.step
 
         def record(step: int, loss: float, ended: float, sums: list[float]) -> None:
             batch = batches[step - first]
@@ -530,7 +530,7 @@ class PipelineEngine:
             commit.finish(write=is_behind)
             if is_behind:
                 # Should another worker be lost before this one has the progress of the others.
-                run.step, run.position = run.step + 1, self._next_position
+                run.trial.step, run.trial.position = run.trial.step + 1, self._next_position
             self._held = self._own_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 
@@ -579,7 +579,7 @@ class PipelineEngine:
 
     def _record_operations(self, step: int | None = None) -> None:
         """Record when each operation began and ended, in a long interval now and then."""
-        event = operations_event(self._run.step if step is None else step, self._pipe.spans)
+        event = operations_event(self._run.trial.step if step is None else step, self._pipe.spans)
         self._pipe.spans.clear()
         self._run.note(event)
         self._run.flush_events()

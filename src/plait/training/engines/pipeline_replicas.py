@@ -77,7 +77,7 @@ class PipelineMember(WholeModelStart):
         return []
 
     def synchronize(self) -> tuple[int, ...]:
-        step, pipeline = self._run.step, self._replica.pipeline
+        step, pipeline = self._run.trial.step, self._replica.pipeline
         self._run.note(operations_event(step, pipeline.spans))
         pipeline.spans.clear()
         return self.averaging.synchronize()

@@ -123,7 +123,7 @@ class ShareMonitor:
                 step=step,
                 loss=finite(total.loss / total.updates) if total.updates else None,
                 batch_size=run.batch_size,
-                lr_factor=run.batch.lr_factor,
+                lr_factor=run.trial.batch.lr_factor,
                 workers=len(by_place),
                 sync=run.settings.sync.kind,
                 topology="none",

@@ -121,7 +121,7 @@ class StageMonitor:
                 step=step + 1,
                 loss=finite(loss),
                 batch_size=run.batch_size,
-                lr_factor=run.batch.lr_factor,
+                lr_factor=run.trial.batch.lr_factor,
                 workers=self._workers,
                 sync=run.settings.sync.kind,
                 topology=run.settings.topology.name,

@@ -125,7 +125,7 @@ class StepMonitor:
     def _now(self, samples: int) -> _Step:
         run, scaler = self._run, self._run.parts.scaler
         scale = scaler.get_scale() if scaler.is_enabled() else 1.0
-        return _Step(self.step, samples, run.batch_size, run.batch.lr_factor, self.topology, scale)
+        return _Step(self.step, samples, run.batch_size, run.trial.batch.lr_factor, self.topology, scale)
 
     def _take(self, numbers: Tensor, step: _Step) -> None:
         if self._device.type == "cpu":
