@@ -178,7 +178,7 @@ def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytes
     saved = []
 
     def noted(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bool:
-        saved.append((trial.trial, trial.step))
+        saved.append((trial.number, trial.step))
         return save_trial(folder, trial, tensors)
 
     monkeypatch.setattr(loop, "save_trial", noted)

@@ -29,7 +29,7 @@ from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.changes import members_of, workers_changed
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
-from plait.sweeping.scheduler import Report, Trial, TrialScheduler
+from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
 from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
@@ -368,7 +368,7 @@ class Coordinator:
             largest_difference=self._largest if self._audited else None,
         )
 
-    def _publish(self, best: Trial) -> None:
+    def _publish(self, best: ScheduledTrial) -> None:
         """The best trial's settings and checkpoint where an ordinary run has them."""
         state = newest(self._folder, best.number)
         if state is None:  # published by an earlier part of this sweep
@@ -410,7 +410,7 @@ def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool 
         )
 
 
-def _assignment(trial: Trial) -> dict[str, Any]:
+def _assignment(trial: ScheduledTrial) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "values": dict(trial.values),

@@ -29,7 +29,7 @@ ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
 
 
 @dataclass
-class Trial:
+class ScheduledTrial:
     """One trial: `state` is waiting, running, held (until others have come as far) or one of `ENDED`."""
 
     number: int
@@ -104,7 +104,7 @@ class TrialScheduler:
         self.search = Search(settings)
         self.metric = metric
         self.mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
-        self.trials: list[Trial] = []
+        self.trials: list[ScheduledTrial] = []
         # Those that share out the trials; they may come and go.
         self.workers = workers
         self._steps_of = steps_of
@@ -137,7 +137,7 @@ class TrialScheduler:
     def ended(self) -> int:
         return sum(trial.has_ended for trial in self.trials)
 
-    def best(self) -> Trial | None:
+    def best(self) -> ScheduledTrial | None:
         """The trial with the best result among those that came to their end."""
         complete = [t for t in self.trials if t.state in ("finished", "early-stop")]
         return min(complete, key=_standing) if complete else None
@@ -150,7 +150,7 @@ class TrialScheduler:
             for t in ordered
         )
 
-    def waiting(self, group: str | None = None) -> list[Trial]:
+    def waiting(self, group: str | None = None) -> list[ScheduledTrial]:
         """The trials that nobody trains and that could go on: of `group`, or of whichever is next."""
         self._draw_more(self.workers)
         found = [trial for trial in self.trials if trial.state == "waiting"]
@@ -164,7 +164,7 @@ class TrialScheduler:
             return True
         return (_number(result), number) < (_number(best.result), best.number)
 
-    def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[Trial]:
+    def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[ScheduledTrial]:
         """Up to `count` waiting trials of `group`.
 
         A worker that begins an array gets its share of them, where `among` workers or else all share them.
@@ -200,14 +200,14 @@ class TrialScheduler:
             self._finish_rung()
         return 0
 
-    def _answer_again(self, trial: Trial) -> int:
+    def _answer_again(self, trial: ScheduledTrial) -> int:
         """The answer to a result that is known: whoever reported it may have lost the first answer."""
         if not self.search.waits:
             return self._decide(trial)
         self.give_back(trial.number)
         return 0
 
-    def _decide(self, trial: Trial) -> int:
+    def _decide(self, trial: ScheduledTrial) -> int:
         """ASHA's rule at the last goal that a trial reached: the step it trains to next, or 0."""
         place = len(trial.reached) - 1
         # Those that came before it and with it.
@@ -261,7 +261,7 @@ class TrialScheduler:
             self.trials[number].group += "+"
             self.give_back(number)
 
-    def expected(self, waiting: Sequence[Trial]) -> int:
+    def expected(self, waiting: Sequence[ScheduledTrial]) -> int:
         """How many trials arrays of the group that waits may come to hold.
 
         Of a search that learns from results a quarter of all trials at once, or as many as it would draw
@@ -272,20 +272,20 @@ class TrialScheduler:
             return len(waiting) + undrawn
         return min(len(waiting) + undrawn, max(AT_RANDOM, self.search.total // 4))
 
-    def apart(self, trial: Trial) -> list[str]:
+    def apart(self, trial: ScheduledTrial) -> list[str]:
         """The keys whose values keep a trial from sharing an array with another."""
         others = [other for other in self.trials if other.group != trial.group]
         if not others:
             return []
 
-        def differing(other: Trial) -> list[str]:
+        def differing(other: ScheduledTrial) -> list[str]:
             return [key for key, value in trial.values.items() if other.values[key] != value]
 
         nearest = min(others, key=lambda other: (len(differing(other)), other.number))
         keys = differing(nearest)
         return [key for key in keys if self._parts(trial, key, nearest.values[key])] or keys
 
-    def _parts(self, trial: Trial, key: str, value: Any) -> bool:
+    def _parts(self, trial: ScheduledTrial, key: str, value: Any) -> bool:
         """Whether a trial with `value` in place of its own could not share an array with it."""
         other = with_values(self.settings.train, {**trial.values, key: value})
         return is_fusable(other) != is_fusable(trial.settings) or array_key(other) != array_key(
@@ -307,13 +307,13 @@ class TrialScheduler:
         trial = self._add(values)
         self._record(run_events.TrialDrawn(number, dict(values), trial.steps, trial.group))
 
-    def _add(self, values: Mapping[str, Any]) -> Trial:
+    def _add(self, values: Mapping[str, Any]) -> ScheduledTrial:
         settings = with_values(self.settings.train, values)
         steps = self._steps_of(settings)
         group = array_key(settings) if is_fusable(settings) else f"alone-{len(self.trials)}"
         if (data := self._data_of(settings)) is not None:
             group += f"-{data}"
-        trial = Trial(len(self.trials), values, settings, steps, group, self.search.goals(steps))
+        trial = ScheduledTrial(len(self.trials), values, settings, steps, group, self.search.goals(steps))
         self.trials.append(trial)
         return trial
 
@@ -340,7 +340,7 @@ class TrialScheduler:
             self._record(*events)
         return {event.trial for event in events}
 
-    def _arrive(self, trial: Trial, place: int, result: float, judged: int) -> None:
+    def _arrive(self, trial: ScheduledTrial, place: int, result: float, judged: int) -> None:
         arrivals = self._arrivals.setdefault(place, [])
         arrivals.append(trial.number)
         trial.reached[place] = result
@@ -353,7 +353,7 @@ class TrialScheduler:
             return math.nan
         return float(value) if self.mode == "min" or not metrics else -float(value)
 
-    def _end(self, trial: Trial, state: str) -> int:
+    def _end(self, trial: ScheduledTrial, state: str) -> int:
         trial.state = state
         self._record(
             run_events.TrialEnded(
@@ -408,7 +408,7 @@ class TrialScheduler:
             if math.isnan(result) and not has_loss and (number, place) not in self._copied:
                 self._end(trial, "diverged")
 
-    def _change(self, trial: Trial, values: Mapping[str, Any], place: int) -> None:
+    def _change(self, trial: ScheduledTrial, values: Mapping[str, Any], place: int) -> None:
         trial.values, trial.settings = values, with_values(self.settings.train, values)
         self._copied.add((trial.number, place))
 
@@ -438,12 +438,12 @@ class TrialScheduler:
                 pass
 
 
-def _place(trial: Trial, step: int) -> int:
+def _place(trial: ScheduledTrial, step: int) -> int:
     """The number of the goal at `step`; a trial that ends between two goals counts as at the next."""
     return next(number for number, goal in enumerate(trial.goals) if step <= goal)
 
 
-def _standing(trial: Trial) -> tuple[Any, ...]:
+def _standing(trial: ScheduledTrial) -> tuple[Any, ...]:
     """Sorts trials best first; numbers keep the order of equals."""
     complete = trial.state in ("finished", "early-stop")
     unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
