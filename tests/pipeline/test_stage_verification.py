@@ -17,7 +17,7 @@ from plait.core.errors import InputError
 from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunDir
-from plait.pipeline.cutting.cut import StageError, cut_all
+from plait.pipeline.cutting.cut import StageError
 from plait.pipeline.verify import module_state
 from plait.pipeline.verify import stages as verify
 from plait.pipeline.verify.in_process import Choices
@@ -30,6 +30,7 @@ from plait.training import checkpoint
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
 from support.plans import cut_in_two, planned
+from support.stages import cut_all
 from support.traced_models import tensors_of
 from support.training import digits_job, refused_rank, train_rank
 from support.world import run_ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from plait.comm.handshake import Address
 from plait.comm.heartbeat import Presence
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
+from plait.sync.averaging.group_graph import Group, cut_off
 from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Closed, Rules, read_outcome
@@ -70,3 +71,11 @@ def closed_rounds(address: str) -> list[tuple[int, ...]]:
         groups += [found.round.members] if isinstance(found, Closed) else []
         number += 1
     return groups
+
+
+def first_disconnected(groups: Sequence[Group], members: Collection[int], every: int) -> int | None:
+    """The first group after which the last `every` rounds had not connected all; None where there is none."""
+    for index, group in enumerate(groups):
+        if cut_off(groups[:index], group, members, every):
+            return index
+    return None

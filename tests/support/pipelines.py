@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from plait.comm.channels import connect
 from plait.core.splits import split
 from plait.data.sampler import mix
-from plait.pipeline.cutting.cut import cut_all
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
 from plait.planner.schedules.kinds import Schedule
@@ -31,6 +30,7 @@ from plait.workloads.transformer import transformer_tiny
 from plait.workloads.translation.gnmt import gnmt_tiny
 from plait.workloads.translation.loss import label_smoothing
 from support.meeting import rendezvous_of
+from support.stages import cut_all
 from support.traced_models import Branches, MadeWeights, Masked, Positions, Reshaped
 
 Weights = dict[str, Any]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from plait.data.calling import as_arguments
-from plait.pipeline.cutting.cut import check_buffers
+from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut
 from plait.pipeline.verify.stages import Example, Parting, find_parting
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 
 Loss = Callable[[Any, Any], Tensor]
+
+
+def cut_all(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[StageModule, ...]:
+    """All stages, checked: every layer is in exactly one, and values flow only to later stages."""
+    check_stages(traced, stages)
+    check_buffers(traced, stages)
+    return tuple(cut(traced, ids) for ids in stages)
 
 
 def stages_part(

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.pipeline.cutting.cut import StageModule, cut_all
+from plait.pipeline.cutting.cut import StageModule
 from plait.profiler.trace import TracedModel, trace
+from support.stages import cut_all
 
 
 class Recurrent(nn.Module):

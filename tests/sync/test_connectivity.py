@@ -12,7 +12,6 @@ from plait.sync.averaging.group_graph import (
     bipartite_neighbours,
     components,
     cut_off,
-    first_disconnected,
     pairs,
     recent,
     remembered,
@@ -32,6 +31,7 @@ from plait.sync.averaging.partial_reduce_rules import (
     read_round,
     with_members,
 )
+from support.averaging import first_disconnected
 
 RANKS = st.integers(0, 7)
 GROUP = st.lists(RANKS, min_size=1, max_size=8, unique=True).map(tuple)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from plait.comm.tags import Tag
-from plait.sync.averaging.group_graph import first_disconnected
-from support.averaging import closed_rounds, job_store, partial_reduce
+from support.averaging import closed_rounds, first_disconnected, job_store, partial_reduce
 from support.world import run_ranks
 
 

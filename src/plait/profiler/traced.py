@@ -32,10 +32,6 @@ class Value:
     dtype: torch.dtype
     requires_grad: bool
 
-    def shape_at(self, sizes: Mapping[Symbol, int]) -> tuple[int, ...]:
-        """Its shape where the symbols have these sizes; see `TracedModel.sizes_of`."""
-        return tuple(size if isinstance(size, int) else int(size.subs(sizes)) for size in self.shape)
-
 
 @dataclass(frozen=True)
 class Layer:

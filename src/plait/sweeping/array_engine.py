@@ -85,29 +85,28 @@ class ArrayEngine:
         """How many more trials could join."""
         return 0 if self.closed else self._builder.width(self.group) - len(self.trials)
 
-    def train(self, steps: int) -> None:
-        """Take that many steps with every trial."""
+    def step(self) -> None:
+        """Take a step with every trial."""
         assert self._array is not None
-        for _ in range(steps):
-            batches = next_batches([trial.stream for trial in self.trials])
-            factors = [trial.lr_factor(trial.step) for trial in self.trials]
-            audited = self._begin_audits(batches, factors)
-            try:
-                with self._one_trials_failure(), self._builder.fused_work(self.group):
-                    losses = self._array.step(batches, factors)
-            except NotFusedError as failure:
-                self._blame(failure, batches, factors)
-                raise
-            for place, alone in audited.items():
-                self._end_audit(self.trials[place], alone, losses[place])
-            self._steps += 1
-            # Added up on the device: nobody waits for its values here.
-            self._losses = losses if self._losses is None else self._losses + losses
-            self._losses_of += 1
-            for trial, batch in zip(self.trials, batches):
-                trial.step += 1
-                trial.moved = True
-                trial.position = batch.after
+        batches = next_batches([trial.stream for trial in self.trials])
+        factors = [trial.lr_factor(trial.step) for trial in self.trials]
+        audited = self._begin_audits(batches, factors)
+        try:
+            with self._one_trials_failure(), self._builder.fused_work(self.group):
+                losses = self._array.step(batches, factors)
+        except NotFusedError as failure:
+            self._blame(failure, batches, factors)
+            raise
+        for place, alone in audited.items():
+            self._end_audit(self.trials[place], alone, losses[place])
+        self._steps += 1
+        # Added up on the device: nobody waits for its values here.
+        self._losses = losses if self._losses is None else self._losses + losses
+        self._losses_of += 1
+        for trial, batch in zip(self.trials, batches):
+            trial.step += 1
+            trial.moved = True
+            trial.position = batch.after
 
     def _begin_audits(self, batches: Sequence[Batch], factors: Sequence[float]) -> dict[int, AuditedTrial]:
         """By place the trials by themselves, as they are now, that take the next step alone, too."""

@@ -148,7 +148,7 @@ class SweepTraining:
     def advance(self, steps: int) -> None:
         start = time.perf_counter()
         for number in range(1, steps + 1):
-            self._engine.train(1)
+            self._engine.step()
             self._step_s = (time.perf_counter() - start) / number
             if self._workers.from_first(self._is_interrupted):
                 break

@@ -80,13 +80,6 @@ def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...],
     return inputs, tuple(traced.value(name) for name in boundary.outputs)
 
 
-def cut_all(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[StageModule, ...]:
-    """All stages, checked: every layer is in exactly one, and values flow only to later stages."""
-    check_stages(traced, stages)
-    check_buffers(traced, stages)
-    return tuple(cut(traced, ids) for ids in stages)
-
-
 def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
     """Refuse stages that leave a layer out, hold one twice, or need a value from a later stage."""
     stage_of: dict[str, int] = {}

@@ -62,14 +62,6 @@ def cut_off(
     return [part for part in parts if not part & set(group)] if len(parts) > 1 else []
 
 
-def first_disconnected(groups: Sequence[Group], members: Collection[int], every: int) -> int | None:
-    """The first group after which the last `every` rounds had not connected all; None where there is none."""
-    for index, group in enumerate(groups):
-        if cut_off(groups[:index], group, members, every):
-            return index
-    return None
-
-
 def pairs(seed: int, round_: int, members: Collection[int]) -> dict[int, int]:
     """Who averages with whom in round `round_`: a random matching; of an odd number one stays alone."""
     order = sorted(members)
