@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from support.commands import forked_commands, real_commands
 from support.hosts import Hosts, missing_for_hosts
 from support.processes import starts_processes
 from support.schedule import in_order, is_slow
@@ -54,8 +55,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = in_order(items)
 
 
+@pytest.fixture(scope="module", name="forked_commands")
+def _forked_commands() -> Iterator[None]:
+    """Commands and servers of workers that the module's tests start are forked, with torch imported."""
+    with forked_commands():
+        yield
+
+
+@pytest.fixture(name="real_commands")
+def _real_commands() -> Iterator[None]:
+    """But not those of this test."""
+    with real_commands():
+        yield
+
+
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts(real_commands: None) -> Iterator[Hosts]:
     """Network namespaces joined by a bridge: `hosts.make("w0", "w1")`. Always cleaned up."""
     if reason := missing_for_hosts():
         pytest.skip(reason)

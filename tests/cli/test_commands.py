@@ -30,6 +30,8 @@ from plait.training.worker import check_order
 from support.hosts import Hosts
 from support.training import train_here
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 JOB = """
 name: t
 model: plait.workloads.mlp:mlp_tiny
@@ -94,6 +96,7 @@ def wait_until_gone(pids: list[int]) -> None:
     assert alive == []
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(folder: Path):
     """Modules next to the job file or in the current folder are found, and replace none of Python's."""
     own = folder / "own"
@@ -231,6 +234,7 @@ def _go_on(folder: Path) -> None:
     assert json.loads(resumed.stdout)["step"] == step + 10
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder: Path):
     process = start(folder)
     pids = worker_pids(folder)
@@ -247,6 +251,7 @@ def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder
     assert (nothing.returncode, "not running (died)" in nothing.stderr) == (2, True)
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_a_request_to_end_is_answered_like_ctrl_c_also_where_no_workers_run():
     script = "import time, plait.cli; plait.cli.app = lambda: [print('runs', flush=True), time.sleep(60)]; "
     script += "from plait.__main__ import main; main()"
@@ -260,6 +265,7 @@ def test_a_request_to_end_is_answered_like_ctrl_c_also_where_no_workers_run():
     assert process.returncode == 130
 
 
+@pytest.mark.usefixtures("real_commands")
 @pytest.mark.parametrize("run", [plait, installed])
 def test_a_verb_that_needs_no_code_of_ones_own_imports_none_of_the_current_folder(run: Any, tmp_path: Path):
     for name in ("csv", "typer", "plait_status", "secrets"):

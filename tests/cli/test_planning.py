@@ -20,6 +20,8 @@ from plait.profiler.profile import Profile, load_profile
 from plait.profiler.timing import Timed
 from support.graphs import chain
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 JOB = """
 name: t
 model: plait.workloads.vgg:vgg16_tiny

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +34,8 @@ def _begin_server() -> None:
     _context.set_forkserver_preload(["support.warm"])
     places = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     # It does not look where this process does, and says nothing of what it cannot import.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, places))):
+    # Its processes make the same of a set of words, as those of a run do.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, places)), PYTHONHASHSEED="0"):
         forkserver.ensure_running()
     # Its imports take seconds, which no world's deadline should pay for.
     first = _context.Process(target=_nothing)
@@ -44,6 +46,14 @@ def _begin_server() -> None:
 
 def _nothing() -> None:
     pass
+
+
+def fork_process(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process that has all that ranks need imported and calls `function(*args)`."""
+    _begin_server()
+    process = _context.Process(target=function, args=args, daemon=False)
+    process.start()
+    return process
 
 
 class WorldError(AssertionError):
