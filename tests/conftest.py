@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from support import server
 from support.commands import forked_commands, real_commands
 from support.hosts import Hosts, missing_for_hosts
 from support.processes import starts_processes
@@ -25,6 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Agents and servers of workers start dozens of times: they should not compile Plait's sources each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# The workers of pytest-xdist start after this and share it.
+server.own()
 
 
 # Where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be by all they start.
