@@ -32,6 +32,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HOME, OWNER = "PLAIT_TESTS_SERVER", "PLAIT_TESTS_OWNER"
+# Identifies the processes that some tests launch.
+MARK = "PLAIT_TEST_LAUNCHED_BY"
+_SESSION = "session-"
 START_S = 100.0
 LOOK_S = 1.0
 _MAINS = {"plait": "plait.__main__", "plait.launch.fork_server": "plait.launch.fork_server"}
@@ -88,6 +91,12 @@ def _start(place: str) -> None:
         assert process.poll() is None, f"the server has ended with status {process.returncode}"
         assert time.monotonic() < end, f"the server was not ready within {START_S:.0f} s"
         time.sleep(0.02)
+
+
+def sessions_of(mark: str) -> set[int]:
+    """The sessions of the commands that were forked with this mark, and of all that these forked."""
+    files = Path(os.environ[HOME]).glob(f"{_SESSION}*")
+    return {int(file.name.removeprefix(_SESSION)) for file in files if file.read_text() == mark}
 
 
 class Forked:
@@ -239,6 +248,9 @@ def _run_command(server: int, order: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["cwd"])
+    tempfile.tempdir = None
+    if MARK in os.environ:  # the kernel shows the server's environment
+        (Path(os.environ[HOME]) / f"{_SESSION}{os.getpid()}").write_text(os.environ[MARK])
     sys.argv = [order["module"], *order["arguments"]]
     if order["module"] == "plait.launch.fork_server":
         sys.argv[2] = str(server)  # whom it ends with
