@@ -75,7 +75,7 @@ def _real_commands() -> Iterator[None]:
 
 
 @pytest.fixture
-def hosts(real_commands: None) -> Iterator[Hosts]:
+def hosts() -> Iterator[Hosts]:
     """Network namespaces joined by a bridge: `hosts.make("w0", "w1")`. Always cleaned up."""
     if reason := missing_for_hosts():
         pytest.skip(reason)

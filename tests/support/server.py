@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import base64
 import contextlib
+import ctypes
 import fcntl
 import functools
 import importlib
@@ -39,6 +40,7 @@ START_S = 100.0
 LOOK_S = 1.0
 _MAINS = {"plait": "plait.__main__", "plait.launch.fork_server": "plait.launch.fork_server"}
 _MOST_DESCRIPTORS = 8
+_CLONE_NEWNET = 0x40000000
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -214,6 +216,8 @@ def _become(server: int, order: dict[str, Any], descriptors: list[int]) -> NoRet
         os.setsid()  # what a terminal sends is for the tests alone, or for a stand-in, which passes it on
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if len(descriptors) > len(order["descriptors"]):
+            _enter_network(descriptors.pop())
         # First out of the way: the numbers that they are to have may be those of others among them.
         moved = [os.dup2(descriptor, 200 + n) for n, descriptor in enumerate(descriptors)]
         os.closerange(3, 200)
@@ -236,6 +240,14 @@ def _become(server: int, order: dict[str, Any], descriptors: list[int]) -> NoRet
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _enter_network(descriptor: int) -> None:
+    """Be on the host, in a test, that has this network."""
+    if os.fstat(descriptor).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _run_command(server: int, order: dict[str, Any]) -> int:

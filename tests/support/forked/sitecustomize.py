@@ -10,6 +10,9 @@ from __future__ import annotations
 import os
 import sys
 
+# The network that this process sees: hosts in tests have one each.
+NETWORK = "/proc/self/ns/net"
+
 
 def _stand_in(address: str, module: str, arguments: list[str]) -> int:
     import json
@@ -19,6 +22,7 @@ def _stand_in(address: str, module: str, arguments: list[str]) -> int:
     descriptors = [0, 1, 2]
     if module == "plait.launch.fork_server":
         descriptors.append(int(arguments[0]))  # its link to the agent
+    network = [os.open(NETWORK, os.O_RDONLY)] if os.path.exists(NETWORK) else []
     requests = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heeded = [number for number in requests if signal.getsignal(number) is not signal.SIG_IGN]
     order = {
@@ -33,7 +37,7 @@ def _stand_in(address: str, module: str, arguments: list[str]) -> int:
     content = json.dumps(order).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(address)
-        socket.send_fds(link, [len(content).to_bytes(4, "little")], descriptors)
+        socket.send_fds(link, [len(content).to_bytes(4, "little")], descriptors + network)
         link.sendall(content)
         answers = link.makefile("r")
         pid = int(answers.readline())
