@@ -27,6 +27,7 @@ from plait.core.errors import InputError
 from plait.schema.job import read_job
 from plait.training import checkpoint as checkpoints
 from plait.training.worker import check_order
+from support.commands import real_commands
 from support.hosts import Hosts
 from support.training import train_here
 
@@ -96,7 +97,6 @@ def wait_until_gone(pids: list[int]) -> None:
     assert alive == []
 
 
-@pytest.mark.usefixtures("real_commands")
 def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(folder: Path):
     """Modules next to the job file or in the current folder are found, and replace none of Python's."""
     own = folder / "own"
@@ -111,7 +111,8 @@ def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(f
     )
     (folder / "other.py").write_text("CLASSES = 10\n")
     (own / "job.yaml").write_text(JOB.replace("plait.workloads.mlp:mlp_tiny", "mine:net"))
-    done = installed("train", "own/job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
+    with real_commands():  # which import all modules from where they are to be found
+        done = installed("train", "own/job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "2 workers on localhost" in done.stderr
     assert re.search(r"test accuracy +\d", done.stdout)

@@ -136,7 +136,6 @@ def test_two_jobs_on_one_host_have_stores_of_their_own(tmp_path: Path):
     assert stores != [results[0]["store"]]
 
 
-@pytest.mark.usefixtures("real_commands")
 def test_a_shell_that_greets_does_no_harm(tmp_path: Path):
     shell = "sh -c 'echo welcome; shift; exec \"$@\"' sh {host}"
     memory = Memory()
