@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from support import server
+from support.commands import forked_commands, real_commands
 from support.hosts import Hosts, missing_for_hosts
 from support.processes import starts_processes
 from support.schedule import in_order, is_slow
@@ -24,6 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Agents and servers of workers start dozens of times: they should not compile Plait's sources each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+# The workers of pytest-xdist start after this and share it.
+server.own()
 
 
 # Where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be by all they start.
@@ -52,6 +58,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
     items[:] = in_order(items)
+
+
+@pytest.fixture(scope="module", name="forked_commands")
+def _forked_commands() -> Iterator[None]:
+    """Commands and servers of workers that the module's tests start are forked, with torch imported."""
+    with forked_commands():
+        yield
+
+
+@pytest.fixture(name="real_commands")
+def _real_commands() -> Iterator[None]:
+    """But not those of this test."""
+    with real_commands():
+        yield
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from plait.schema.aliases import KEY_ALIASES
 from plait.schema.job import Job, make_job, parse
 from plait.schema.limits import MapContent
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 ROOT = Path(__file__).parent.parent
 
 

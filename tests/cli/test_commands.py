@@ -27,8 +27,11 @@ from plait.core.errors import InputError
 from plait.schema.job import read_job
 from plait.training import checkpoint as checkpoints
 from plait.training.worker import check_order
+from support.commands import real_commands
 from support.hosts import Hosts
 from support.training import train_here
+
+pytestmark = pytest.mark.usefixtures("forked_commands")
 
 JOB = """
 name: t
@@ -108,7 +111,8 @@ def test_a_job_with_a_model_of_ones_own_trains_evaluates_and_leaves_its_record(f
     )
     (folder / "other.py").write_text("CLASSES = 10\n")
     (own / "job.yaml").write_text(JOB.replace("plait.workloads.mlp:mlp_tiny", "mine:net"))
-    done = installed("train", "own/job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
+    with real_commands():  # which import all modules from where they are to be found
+        done = installed("train", "own/job.yaml", "-np", "2", "--set", "tensorboard=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "2 workers on localhost" in done.stderr
     assert re.search(r"test accuracy +\d", done.stdout)
@@ -231,6 +235,7 @@ def _go_on(folder: Path) -> None:
     assert json.loads(resumed.stdout)["step"] == step + 10
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder: Path):
     process = start(folder)
     pids = worker_pids(folder)
@@ -247,6 +252,7 @@ def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder
     assert (nothing.returncode, "not running (died)" in nothing.stderr) == (2, True)
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_a_request_to_end_is_answered_like_ctrl_c_also_where_no_workers_run():
     script = "import time, plait.cli; plait.cli.app = lambda: [print('runs', flush=True), time.sleep(60)]; "
     script += "from plait.__main__ import main; main()"
@@ -260,6 +266,7 @@ def test_a_request_to_end_is_answered_like_ctrl_c_also_where_no_workers_run():
     assert process.returncode == 130
 
 
+@pytest.mark.usefixtures("real_commands")
 @pytest.mark.parametrize("run", [plait, installed])
 def test_a_verb_that_needs_no_code_of_ones_own_imports_none_of_the_current_folder(run: Any, tmp_path: Path):
     for name in ("csv", "typer", "plait_status", "secrets"):

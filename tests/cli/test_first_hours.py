@@ -14,6 +14,8 @@ from plait.core.errors import InputError, JobError, PlaitError
 from plait.schema.settings import CheckpointSettings
 from support.training import digits_job, train_here
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 MINE = """
 import os
 import torch

@@ -26,6 +26,8 @@ from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from support.graphs import chain
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 JOB: dict[str, Any] = {
     "name": "digits",
     "model": "plait.workloads.mlp:mlp",

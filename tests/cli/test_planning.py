@@ -20,6 +20,8 @@ from plait.profiler.timing import Timed
 from plait_bench.planner import PROFILES
 from support.graphs import chain
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 JOB = """
 name: t
 model: plait.workloads.vgg:vgg16_tiny

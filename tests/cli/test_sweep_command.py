@@ -30,6 +30,8 @@ from plait.training.evaluate_run import measure_run
 from support.plans import planned
 from support.sweeping import same_table, sweep_here
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 JOB = """
 name: t
 model: plait.workloads.mlp:mlp_tiny

@@ -29,6 +29,8 @@ from plait.training.checkpoint import list_checkpoints, load
 from support.hosts import Hosts
 from support.training import largest_difference, train_here
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 DEADLINE_S = 90.0
 
 
@@ -84,6 +86,7 @@ class AtStep(Silent):
         self.lines.append(line)
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_random_faults_and_resizes_change_nothing_about_how_a_run_ends(tmp_path: Path):
     result = ElasticSoak(tmp_path, steps=160).try_once(seed=3)
     assert result.wrong == [], result.said
@@ -125,6 +128,7 @@ def test_a_pipeline_goes_on_without_a_worker_that_is_killed(tmp_path: Path, monk
     assert largest_difference(weights_of(Path(made.run)), weights_in_peace(tmp_path, 80)) < 1e-9
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_when_the_supervisor_is_killed_nothing_is_left_and_the_run_can_be_resumed(tmp_path: Path):
     asked = make_job(job(tmp_path, {"workers": 2, "max_workers": 3}, steps=10_000))
     path = tmp_path / "job.yaml"

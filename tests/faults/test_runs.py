@@ -25,6 +25,8 @@ from plait.training.checkpoint import list_checkpoints, load
 from plait.training.evaluate_run import measure_run
 from support.capabilities import may
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 HERE = str(Path(__file__).parent)
 
 

@@ -169,7 +169,13 @@ WORKLOADS = {
 }
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+# Their layers are those of the deeper and the newer one that stay.
+MORE = {"resnet18", "resnet56", "mobilenet v2"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in MORE)) for name in WORKLOADS]
+)
 def test_the_workloads_train_as_they_do_alone(name):
     make, shape, steps = WORKLOADS[name]
     models = make_models(make)

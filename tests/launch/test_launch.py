@@ -14,6 +14,8 @@ from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
@@ -24,6 +26,7 @@ def _nothing_is_left_behind():
     assert left_behind() == []
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp_path: Path):
     memory = Memory()
     results = launch_entry("add_ranks", tmp_path, memory, threads=3, preload=("no.such.module", "wave"))
@@ -101,6 +104,7 @@ def test_settings_that_are_refused_start_no_worker(tmp_path: Path):
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
     def kill_agent(memory: Memory) -> None:
         (agent,) = (p for p in psutil.Process().children() if "plait.launch.agent" in p.cmdline())

@@ -21,6 +21,8 @@ from plait.schema.placement import ElasticRules
 from support.hosts import Hosts
 from support.launching import Memory, agents, launch_entry, left_behind, pause_agents_then_stop
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -102,6 +104,7 @@ def fork_server_of(memory: Memory) -> int:
     return server.pid
 
 
+@pytest.mark.usefixtures("real_commands")
 @pytest.mark.parametrize("what", [agent_of, fork_server_of])
 def test_what_starts_workers_takes_them_along_even_where_one_is_stopped(what, tmp_path: Path):
     memory = Memory(stop_a_worker_and_kill(what))
@@ -126,6 +129,7 @@ def test_a_host_that_reads_nothing_can_be_given_up(tmp_path: Path):
     stops.join()
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_an_agent_that_is_stopped_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(supervisor, "AGENT_SILENT_S", 1.0)
     monkeypatch.setattr(supervisor, "END_S", 1.0)
@@ -134,6 +138,7 @@ def test_an_agent_that_is_stopped_is_noticed(tmp_path: Path, monkeypatch: pytest
         launch_entry("work_until_stopped", tmp_path, memory, link_timeout_s=0.3)
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_paused_agents_and_frozen_containers_cost_no_worker_and_a_stalled_disk_holds_up_nobody(
     tmp_path: Path,
 ):
@@ -174,6 +179,7 @@ exec "$@" <"$link" 3<&-
 """
 
 
+@pytest.mark.usefixtures("real_commands")
 def test_what_is_left_on_a_host_that_is_cut_off_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

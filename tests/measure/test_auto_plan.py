@@ -40,6 +40,8 @@ from support.plans import planned as cut_evenly
 from support.training import PlainWorker, digits_job, train_here, train_rank
 from support.world import run_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:

@@ -98,7 +98,7 @@ def each_way(rank: int, settings: TrainSettings, folder: Path) -> None:
         train_rank(rank, settings, folder / name, resume=True, in_pieces=in_pieces)
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.extended), (2, 1)])
 def test_a_run_in_pieces_is_that_of_whole_models_and_resumes_to_it(replicas: tuple[int, ...], tmp_path: Path):
     settings = planned(
         replicas,

@@ -11,6 +11,8 @@ from plait.schema.hosts import Host
 from support.hosts import Hosts
 from support.launching import Memory, launch_entry, pause_agents_then_stop
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
+
 TWO = (Host("w0", 2), Host("w1", 2))
 
 

@@ -15,9 +15,7 @@ from plait.launch.display import WorkerState
 from plait.launch.supervisor import Launch, Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
-
-# Identifies the processes that this test run launched.
-MARK = "PLAIT_TEST_LAUNCHED_BY"
+from support.server import MARK, sessions_of
 
 
 class Memory:
@@ -100,14 +98,15 @@ def pause_agents_then_stop(seconds: float, *, workers_too: Sequence[bool]) -> Ca
 def left_behind() -> list[str]:
     """Living processes of this process's launches: agents below it, and workers, which carry its mark."""
     ours = set(psutil.Process().children(recursive=True))
+    sessions = sessions_of(str(os.getpid()))
     found = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
             agent = process in ours and "plait.launch.agent" in line
-            worker = process.environ().get(MARK) == str(os.getpid())
+            worker = process.environ().get(MARK) == str(os.getpid()) or os.getsid(process.pid) in sessions
             if (agent or worker) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(line)
-        except psutil.Error:
+        except (psutil.Error, ProcessLookupError):
             continue
     return found

@@ -44,7 +44,11 @@ WORKLOADS = (
     "profiler/test_trace.py",
     "profiler/test_trace_transformers.py",
     "sweep/test_sweep.py",
+    "sweep/test_sweep_arrays.py",
+    "sweep/test_sweep_failed.py",
     "sweep/test_sweep_resume.py",
+    "sweep/test_sweep_stages_verified.py",
+    "sweep/test_sweep_verified.py",
     "workloads/test_examples.py",
     "workloads/test_transformers_jobs.py",
 )

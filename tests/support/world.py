@@ -1,14 +1,13 @@
 """Small real worlds: `run_ranks` starts gloo processes and returns what each returned.
 
-A forkserver with torch preloaded makes a world cost tenths of a second. Everything has a deadline: a rank
-that fails shows its traceback, a rank that says nothing is named, and no process outlives the call.
+A server that has imported torch, and from which they are forked, makes a world cost tenths of a second.
+Everything has a deadline: a rank that fails shows its traceback, a rank that says nothing is named, and no
+process outlives the call.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import functools
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,33 +16,11 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-_context = multiprocessing.get_context("forkserver")
-START_S = 100.0
-
-
-@functools.cache
-def _begin_server() -> None:
-    """Start the server that ranks are forked from, with all that they need imported once."""
-    _context.set_forkserver_preload(["support.warm"])
-    places = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    # It does not look where this process does, and says nothing of what it cannot import.
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, places))):
-        forkserver.ensure_running()
-    # Its imports take seconds, which no world's deadline should pay for.
-    first = _context.Process(target=_nothing)
-    first.start()
-    first.join(START_S)
-    assert first.exitcode == 0, f"the fork server was not ready within {START_S:.0f} s"
-
-
-def _nothing() -> None:
-    pass
+from support.server import Forked
 
 
 class WorldError(AssertionError):
@@ -65,7 +42,6 @@ def run_ranks(
     place in the result holds None. All others must return within `deadline_s`. Once `kill_when` says
     so, every rank is killed (SIGKILL) and has None in the result.
     """
-    _begin_server()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [_start(r, n, folder, fn, args, kwargs, deadline_s) for r in range(n)]
         try:
@@ -79,21 +55,16 @@ def run_ranks(
 
 
 def _start(rank: int, n: int, folder: str, fn: Any, args: Any, kwargs: Any, deadline_s: float) -> Any:
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(
-        target=_rank_main, args=(rank, n, folder, theirs, fn, args, kwargs, deadline_s), daemon=False
-    )
-    process.start()
-    theirs.close()
-    return process, ours
+    ours, theirs = Pipe(duplex=False)
+    with theirs:
+        return Forked(_rank_main, (rank, n, folder, fn, args, kwargs, deadline_s), theirs.fileno()), ours
 
 
-def _rank_main(
-    rank: int, n: int, folder: str, pipe: Connection, fn: Any, args: Any, kwargs: Any, deadline_s: float
-) -> None:
+def _rank_main(rank: int, n: int, folder: str, fn: Any, args: Any, kwargs: Any, deadline_s: float) -> None:
     import torch
     import torch.distributed as dist
 
+    pipe: Connection[Any, Any] = Connection(Forked.DESCRIPTOR, readable=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

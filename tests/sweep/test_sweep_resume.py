@@ -34,7 +34,8 @@ class Killed(Exception):
     """Stands for a kill: nothing after it runs."""
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+# A grid is killed below.
+@pytest.mark.parametrize("name", [pytest.param("grid", marks=pytest.mark.extended), *list(SWEEPS)[1:]])
 def test_a_sweep_killed_at_any_write_resumes_to_the_same_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
