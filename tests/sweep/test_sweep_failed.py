@@ -121,11 +121,11 @@ def fail_trial(patch: pytest.MonkeyPatch, rate: float) -> None:
 
     prepare, seen = loop.SweepTraining._prepare, []
 
-    def failing(self: Any, assignment: Any, used: Any) -> Any:
+    def failing(self: Any, assignment: Any, state: Any, used: Any) -> Any:
         if assignment["values"]["optimizer.lr"] == rate:
             seen.append(rate)
             raise ValueError("no more")
-        return prepare(self, assignment, used)
+        return prepare(self, assignment, state, used)
 
     patch.setattr(loop.SweepTraining, "_prepare", failing)
 
