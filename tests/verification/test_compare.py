@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.verification import find_differences, measure_noise, observe_step, perturb, same_random_numbers
+from plait.verification.audit import ObservedStep
+from plait.verification.compare import Noise
 
 
 def make() -> nn.Module:
@@ -125,3 +127,12 @@ def test_gpus_that_nobody_uses_are_not_started_and_keep_the_seed_they_would_begi
     with same_random_numbers(3):
         pass
     assert (seeds[-2:], torch.initial_seed()) == ([3, 5], 5)
+
+
+def test_a_loss_of_float32_may_differ_by_its_rounding_though_it_is_summed_in_float64():
+    grad = {"weight": torch.ones(2)}
+    one, other = (ObservedStep(torch.tensor(loss, dtype=torch.float64), grad, {}) for loss in (2.0, 2 + 6e-8))
+    assert find_differences(one.tensors(), other.tensors(), Noise({})) == []
+    wide = {"weight": torch.ones(2, dtype=torch.float64)}
+    one, other = (ObservedStep(torch.tensor(loss, dtype=torch.float64), wide, {}) for loss in (2.0, 2 + 6e-8))
+    assert [each.name for each in find_differences(one.tensors(), other.tensors(), Noise({}))] == ["the loss"]

@@ -49,7 +49,10 @@ class ObservedStep:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Observation:
-        found: dict[str, Tensor | None] = {"the loss": self.loss}
+        # Losses are summed in float64, whatever they were computed in.
+        wide = any(grad is not None and grad.dtype == torch.float64 for grad in self.gradients.values())
+        loss = self.loss if wide else self.loss.to(torch.float32)
+        found: dict[str, Tensor | None] = {"the loss": loss}
         found |= {f"the gradient of {name}": grad for name, grad in self.gradients.items()}
         found |= {f"the buffer {name}": buffer for name, buffer in self.buffers.items()}
         return found | {f"the parameter {name}, written by forward": w for name, w in self.written.items()}
