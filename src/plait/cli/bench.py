@@ -18,7 +18,7 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
 GROUP = "plait.benches"
-TO_INSTALL = "pip install plait-bench, or from a checkout: pip install ./benchmarks"
+TO_INSTALL = "from a checkout of Plait: pip install ./benchmarks"
 
 
 def installed() -> dict[str, str]:
