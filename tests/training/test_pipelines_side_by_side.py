@@ -28,7 +28,7 @@ from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.replica_layout import replica_layouts
 from support.averaging import job_store
 from support.plans import planned
-from support.training import digits_job, largest_difference, train_here, train_rank
+from support.training import PlainWorker, digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
 PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
@@ -98,6 +98,8 @@ def lose_a_worker(
             return update(replica, *given)
 
         PipelineReplica.update = update_or_end  # type: ignore[method-assign]
+    said = folder / f"tolerant-{rank}"
+    PlainWorker.tolerate_losses = lambda worker: said.touch()  # type: ignore[method-assign]
     try:
         return train_rank(rank, settings, folder, address=port, hosts=hosts)[0]
     except PeerError as failure:
@@ -119,6 +121,8 @@ def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(
     assert found[whole].test["accuracy"] > 0.4
     assert [e.worker for e in recorded(tmp_path, whole, run_events.WorkerLost)] == list(broken)
     assert len(checkpoint.list_checkpoints(tmp_path / "checkpoints")) == 1
+    # A launcher goes on without a worker once all of them have said so.
+    assert sorted(path.name for path in tmp_path.glob("tolerant-*")) == [f"tolerant-{n}" for n in range(4)]
 
 
 def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
