@@ -32,7 +32,7 @@ KEYS = (
     "next_sentence_labels",
 )
 EXPECTED = f"a shard with the arrays {', '.join(KEYS)}"
-REMEDY = "write the shard again (plait shards makes some from text), or remove it"
+REMEDY = "write the shard again (examples/text/make_shards.py makes some from text), or remove it"
 VOCABULARY_FILE = "vocab.txt"
 
 
@@ -54,7 +54,7 @@ def bert_shards(
             return None
         raise DataError(
             f"{path}: found no shards for training; expected training/*.hdf5 in it; make some from text: "
-            f"plait shards TEXT --to {path}"
+            f"python examples/text/make_shards.py TEXT --to {path}"
         )
     pieces = read_pieces(path / VOCABULARY_FILE) if (path / VOCABULARY_FILE).exists() else None
     known = vocabulary or (None if pieces is None else len(pieces))
