@@ -20,7 +20,7 @@ from plait.core.errors import DataError
 from plait.workloads.bert.shard_order import LaneOrder, lane_order
 from plait.workloads.bert.wordpiece import read_pieces
 from plait.workloads.data.hdf5 import Array, check_keys, open_hdf5
-from plait.workloads.data.stored import Split
+from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.metrics import IGNORED
 
 KEYS = (
@@ -108,14 +108,14 @@ def read_head(path: Path) -> ShardHead:
     return ShardHead(path, samples, shapes["input_ids"][1])
 
 
-class PretrainingShards:
+class PretrainingShards(Fingerprinted):
     """Samples by number, over all shards in order; the shards in use are in memory."""
 
     def __init__(
-        self, heads: Sequence[ShardHead], lanes: int, vocabulary: int | None, vocabulary_id: str | None
+        self, heads: Sequence[ShardHead], lanes: int, vocabulary: int | None, fingerprint: str | None
     ) -> None:
         self.vocabulary = vocabulary
-        self.vocabulary_id = vocabulary_id
+        self._fingerprint = fingerprint
         self.input_shape = (heads[0].length,)
         self._heads = list(heads)
         self.lanes = lanes
