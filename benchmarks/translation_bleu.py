@@ -18,8 +18,8 @@ import psutil
 import torch
 
 import plait
+from plait.cli.bleu import measure_bleu
 from plait.launch.run_dir import RunDir
-from plait.training.evaluate_run import measure_bleu
 from plait.workloads.translation.beam_search import BeamOptions
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gnmt.yaml"

@@ -13,9 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from plait.cli import app
+from plait.cli.bleu import measure_bleu
 from plait.cli.show import bleu_table
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
+from plait.data.requirements import check_same_data
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
@@ -27,7 +29,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
-from plait.training.evaluate_run import measure_bleu, measure_run
+from plait.training.evaluate_run import measure_run
 from plait.workloads.translation.beam_search import BeamOptions
 from plait.workloads.translation.bleu import score
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
@@ -86,12 +88,28 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_cut(
 def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     train_here(translation_job(steps=1), tmp_path)
     other = translation_job(steps=2, merges=40)
-    message = "the vocabulary of number-words is not the one that the checkpoint was trained with"
+    message = "the data of number-words is not what the checkpoint was trained with"
     with pytest.raises(DataError, match=message):
         train_here(other, tmp_path, resume=True)
     for measure in (measure_run, lambda folder: measure_bleu(folder, GREEDY)):
         with pytest.raises(DataError, match=message):
             measure(write_settings(tmp_path, other))
+
+
+def test_a_fingerprint_is_compared_with_that_of_older_checkpoints_and_is_text() -> None:
+    class Data:
+        def __init__(self, found: Any) -> None:
+            self.fingerprint = lambda: found
+
+    for progress in ({"vocabulary": "0a"}, {"fingerprint": "0a"}, {"fingerprint": None}, {}):
+        check_same_data(progress, Data("0a"), DataSettings("own", 1))
+        check_same_data(progress, Data(None), DataSettings("own", 1))
+        check_same_data(progress, object(), DataSettings("own", 1))
+    for progress in ({"vocabulary": "0a"}, {"fingerprint": "0a"}):
+        with pytest.raises(DataError, match=r"the data of own is not .* fingerprint is 0b, expected 0a"):
+            check_same_data(progress, Data("0b"), DataSettings("own", 1))
+    with pytest.raises(DataError, match=r"fingerprint\(\) returned 7, expected text"):
+        check_same_data({}, Data(7), DataSettings("own", 1))
 
 
 def test_a_model_with_fewer_tokens_than_the_data_is_refused() -> None:
@@ -142,5 +160,5 @@ def test_of_equally_good_checkpoints_the_first_is_marked_as_the_best() -> None:
 
 def test_right_translations_score_a_hundred() -> None:
     texts = ["eins plus eins ist zwei", "zwölf mal zwei"]
-    assert score(texts, texts).bleu == pytest.approx(100.0)
-    assert score(["drei mal drei ist neun", "zwölf"], texts).bleu < 50
+    assert score(texts, texts)["bleu"] == pytest.approx(100.0)
+    assert score(["drei mal drei ist neun", "zwölf"], texts)["bleu"] < 50

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from make_shards import ShardSettings, build_vocabulary, make_shards
 from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.sampler import Position, batches, share
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
-from plait.workloads.bert.build_vocabulary import build_vocabulary
-from plait.workloads.bert.make_shards import ShardSettings, make_shards
 from plait.workloads.bert.pretraining_shards import KEYS
 from plait.workloads.bert.wordpiece import SPECIAL, WordPieces, read_pieces
 from plait.workloads.data import build
@@ -61,12 +60,13 @@ def write_shard(path: Path, samples: int = 6, **changes: Any) -> None:
 
 
 def test_a_vocabulary_joins_what_occurs_most_often_and_splits_words_into_its_longest_pieces() -> None:
-    pieces = build_vocabulary({"low": 5, "lower": 2, "newest": 6, "widest": 3}, 60)
+    lines = ["low " * 5, "lower " * 2, "newest " * 6, "widest " * 3]
+    pieces = build_vocabulary(lines, 60)
     assert pieces[:5] == list(SPECIAL)
     assert "##est" in pieces
     assert "low" in pieces
-    assert pieces == build_vocabulary({"widest": 3, "newest": 6, "lower": 2, "low": 5}, 60)
-    assert len(build_vocabulary({"low": 5, "lower": 2}, 9)) == 9
+    assert pieces == build_vocabulary(lines[::-1], 60)
+    assert len(build_vocabulary(lines[:2], 9)) == 9
     found = WordPieces(pieces)
     text = "Lowest, Ünewest x\u4e2d"
     shown = [(found.pieces[p.number], text[p.begin : p.end]) for p in found.encode(text)]
@@ -218,7 +218,7 @@ def test_a_file_that_is_cut_off_or_no_hdf5_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"wiki\.hdf5: not a whole hdf5 file .* write the shard again"):
             build("bert-shards", "train", path=str(tmp_path))[0]
     path.unlink()
-    with pytest.raises(DataError, match="found no shards for training.* plait shards TEXT"):
+    with pytest.raises(DataError, match=r"found no shards for training.* python examples/text/make_shards"):
         build("bert-shards", "train", path=str(tmp_path))
 
 

@@ -49,7 +49,7 @@ def test_captions_come_with_their_videos_frames_and_words_one_later(tmp_path: Pa
     (_, previous), target = test[0]
     assert [words[i] for i in previous] == [BEGIN, "a", "<unk>", "sings", "<unk>"]
     assert target[-1] == -100
-    assert train.vocabulary_id == test.vocabulary_id
+    assert train.fingerprint() == test.fingerprint()
     assert build("captions", "train", path=write(tmp_path), vocabulary=5).words == [
         "<unk>",
         "a",

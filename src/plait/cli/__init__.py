@@ -21,7 +21,6 @@ from plait.cli.demo import demo
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, resize, status, stop
-from plait.cli.shards import shards
 from plait.cli.sweep import sweep
 from plait.cli.train import train
 from plait.core.errors import PlaitError
@@ -55,7 +54,7 @@ def _expanded(value: Any) -> Any:
     return Path(expand_path(str(value))) if isinstance(value, Path) else value
 
 
-for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, shards, bench):
+for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, bench):
     app.command(cls=BenchCommand if verb is bench else None)(with_paths(verb))
 
 

@@ -29,8 +29,6 @@ RunsFolder = Annotated[Path, typer.Option(help="Where runs are looked up by name
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 LONGEST_S = 1e6
-MOST_HYPOTHESES = 1000
-MOST_PENALTY = 10
 
 
 def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag = False) -> None:
@@ -202,7 +200,9 @@ def evaluate(
     show_logs()
     with searching(os.getcwd(), *modules):
         if bleu:
-            _evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
+            from plait.cli.bleu import evaluate_bleu
+
+            evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
             return
         from plait.training.evaluate_run import measure_run
 
@@ -223,24 +223,3 @@ def _check_owner(folder: RunDir) -> None:
                 f"{file}: belongs to another user ({owner}), and to evaluate a run executes the code that it "
                 f"names, such as its model's; look at {folder.settings} first, then say --trust"
             )
-
-
-def _evaluate_bleu(
-    folder: RunDir, best: bool, beam: int, penalties: tuple[float, float], json_: bool
-) -> None:
-    if not 1 <= beam <= MOST_HYPOTHESES:
-        raise InputError(f"--beam: found {beam}, expected 1 to {MOST_HYPOTHESES}")
-    for name, penalty in zip(("length", "coverage"), penalties):
-        if not 0 <= penalty <= MOST_PENALTY:
-            raise InputError(f"--{name}-penalty: found {penalty:g}, expected 0 to {MOST_PENALTY}")
-    from plait.cli.show import bleu_table, print_table
-    from plait.training.evaluate_run import measure_bleu
-    from plait.workloads.translation.beam_search import BeamOptions
-
-    found = measure_bleu(folder, BeamOptions(beam, *penalties), best)
-    if json_:
-        print(json.dumps({"run": str(folder.path), **found}))
-        return
-    print(f"{folder.path}: {found['sentences']} sentences, beam {beam}")
-    print_table(bleu_table(found["checkpoints"]))
-    print(f"signature: {found['signature']}")

@@ -151,19 +151,23 @@ def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainS
         )
 
 
-def vocabulary_id(dataset: Any) -> str | None:
-    """Identifies the vocabulary of a data set that has one."""
-    found = getattr(dataset, "vocabulary_id", None)
-    return found if isinstance(found, str) else None
+def fingerprint_of(dataset: Any) -> str | None:
+    """What a data set says identifies it, by its `fingerprint()`; None where it has none."""
+    own = getattr(dataset, "fingerprint", None)
+    found = own() if callable(own) else None
+    if found is not None and not isinstance(found, str):
+        raise DataError(f"data.kind: fingerprint() returned {found!r}, expected text, or None")
+    return found
 
 
-def check_same_vocabulary(progress: Mapping[str, Any], dataset: Any, data: DataSettings) -> None:
-    """Refuse a checkpoint whose model learnt other meanings of the numbers that tokens have."""
-    before, now = progress.get("vocabulary"), vocabulary_id(dataset)
+def check_same_data(progress: Mapping[str, Any], dataset: Any, data: DataSettings) -> None:
+    """Refuse a checkpoint whose model learnt from data in which the same numbers mean something else."""
+    # Checkpoints had the fingerprint of a vocabulary under that name before.
+    before, now = progress.get("fingerprint", progress.get("vocabulary")), fingerprint_of(dataset)
     if before is not None and now is not None and before != now:
         where, kind = data.options.get("path", "data.kind"), data.kind
         raise DataError(
-            f"{where}: the vocabulary of {kind} is not the one that the checkpoint was trained with (its "
-            f"fingerprint is {now}, expected {before}): every token would mean another; put the text or "
-            f"vocabulary file of that run back, or start a new run"
+            f"{where}: the data of {kind} is not what the checkpoint was trained with (its fingerprint is "
+            f"{now}, expected {before}): tokens, say, would have other meanings; put the files of that run "
+            f"back, such as its text or vocabulary, or start a new run"
         )

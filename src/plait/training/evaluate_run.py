@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
+from plait.core.names import parameters_of
 from plait.data.calling import evaluation_mode
-from plait.data.requirements import check_same_vocabulary
+from plait.data.requirements import check_same_data
 from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
@@ -19,8 +20,6 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.evaluate import evaluate_parts
 from plait.training.optimizers.build import has_modes
-from plait.workloads.translation.beam_search import BeamOptions
-from plait.workloads.translation.bleu import find_pairs, score, translate, translates
 
 log = logging.getLogger(__name__)
 
@@ -31,46 +30,40 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     state = _best(folder) if best else _newest(folder)
     parts = _build(folder, settings)
     assert parts.test_set is not None
-    check_same_vocabulary(state.progress, parts.test_set.dataset, settings.data)
+    check_same_data(state.progress, parts.test_set.dataset, settings.data)
     checkpoints.load_model_state(parts.model, state.model)
     if has_modes(parts.optimizer):
         named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
     metrics = evaluate_parts(parts, settings, rank=0, world_size=1)
-    # What needs the whole split at once, such as answers of several windows.
+    # What needs the whole split at once.
     scores = getattr(parts.test_set.dataset, "scores", None)
     if scores is not None:
         metrics |= scores(parts.model, parts.device)
     return {"step": state.step, "metrics": metrics}
 
 
-def measure_bleu(folder: RunDir, options: BeamOptions, best: bool = False) -> dict[str, Any]:
-    """The BLEU on the test split of every checkpoint that a run has kept, or of the best one.
+def measure_scores(
+    folder: RunDir, options: Mapping[str, Any], what: str, best: bool = False
+) -> list[dict[str, Any]]:
+    """What the test split's own `scores` say, with these options, of every checkpoint kept, or of the best.
 
-    Checkpoints are by parameter name, so it makes no difference on how many workers or stages one was made.
+    `what` they measure leads the refusal of a run whose data has no such scores. Checkpoints are by parameter
+    name, so it makes no difference on how many workers or stages one was made.
     """
     settings = _read_settings(folder)
     states = [_best(folder)] if best else _kept(folder)
     parts = _build(folder, settings)
     assert parts.test_set is not None
-    pairs = find_pairs(parts.test_set.dataset)
-    if pairs is None or not translates(parts.model):
-        found = f"data.kind {settings.data.kind}" if pairs is None else f"model {settings.model.factory}"
-        raise InputError(
-            f"{folder.path}: --bleu measures translations, but this run has {found}; expected pairs of "
-            f"sentences and a model with encode and step, such as plait.workloads.translation.gnmt:gnmt8"
-        )
-    references = [pairs.reference(index) for index in range(len(pairs))]
+    scores = getattr(parts.test_set.dataset, "scores", None)
+    if scores is None or not options.keys() <= parameters_of(scores).keys():
+        raise InputError(f"{folder.path}: {what}, but this run has data.kind {settings.data.kind}")
     rows: list[dict[str, Any]] = []
-    signature = ""
     for state in states:
-        check_same_vocabulary(state.progress, pairs, settings.data)
+        check_same_data(state.progress, parts.test_set.dataset, settings.data)
         checkpoints.load_model_state(parts.model, state.model)
         with evaluation_mode(parts.model), parts.autocast():
-            found_texts = translate(cast("Any", parts.model), pairs, options, parts.device)
-        result = score(found_texts, references)
-        signature = result.signature
-        rows.append({"step": state.step, "bleu": result.bleu, "length_ratio": result.length_ratio})
-    return {"sentences": len(pairs), "signature": signature, "beam": asdict(options), "checkpoints": rows}
+            rows.append({"step": state.step, **scores(parts.model, parts.device, **options)})
+    return rows
 
 
 def _read_settings(folder: RunDir) -> TrainSettings:

@@ -11,7 +11,7 @@ from plait.adapt.changes import ChangeSource, SavedSource
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
-from plait.data.requirements import check_same_order, check_same_vocabulary, order_id, vocabulary_id
+from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -87,7 +87,7 @@ class RunStart:
             "shuffle": run.settings.data.shuffle,
             "samples": run.parts.train_set.length,
             "order": order_id(run.parts.train_set.dataset, run.settings),
-            "vocabulary": vocabulary_id(run.parts.train_set.dataset),
+            "fingerprint": fingerprint_of(run.parts.train_set.dataset),
             "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
@@ -115,7 +115,7 @@ class RunStart:
         """Continue from a checkpoint; CheckpointError changes nothing."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
-        check_same_vocabulary(progress, run.parts.train_set.dataset, run.settings.data)
+        check_same_data(progress, run.parts.train_set.dataset, run.settings.data)
         trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
         trial.load(state.step, progress)
         try:

@@ -20,7 +20,7 @@ from plait.core.errors import DataError
 from plait.workloads.bert.shard_order import LaneOrder, lane_order
 from plait.workloads.bert.wordpiece import read_pieces
 from plait.workloads.data.hdf5 import Array, check_keys, open_hdf5
-from plait.workloads.data.stored import Split
+from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.metrics import IGNORED
 
 KEYS = (
@@ -32,7 +32,7 @@ KEYS = (
     "next_sentence_labels",
 )
 EXPECTED = f"a shard with the arrays {', '.join(KEYS)}"
-REMEDY = "write the shard again (plait shards makes some from text), or remove it"
+REMEDY = "write the shard again (examples/text/make_shards.py makes some from text), or remove it"
 VOCABULARY_FILE = "vocab.txt"
 
 
@@ -54,7 +54,7 @@ def bert_shards(
             return None
         raise DataError(
             f"{path}: found no shards for training; expected training/*.hdf5 in it; make some from text: "
-            f"plait shards TEXT --to {path}"
+            f"python examples/text/make_shards.py TEXT --to {path}"
         )
     pieces = read_pieces(path / VOCABULARY_FILE) if (path / VOCABULARY_FILE).exists() else None
     known = vocabulary or (None if pieces is None else len(pieces))
@@ -108,14 +108,14 @@ def read_head(path: Path) -> ShardHead:
     return ShardHead(path, samples, shapes["input_ids"][1])
 
 
-class PretrainingShards:
+class PretrainingShards(Fingerprinted):
     """Samples by number, over all shards in order; the shards in use are in memory."""
 
     def __init__(
-        self, heads: Sequence[ShardHead], lanes: int, vocabulary: int | None, vocabulary_id: str | None
+        self, heads: Sequence[ShardHead], lanes: int, vocabulary: int | None, fingerprint: str | None
     ) -> None:
         self.vocabulary = vocabulary
-        self.vocabulary_id = vocabulary_id
+        self._fingerprint = fingerprint
         self.input_shape = (heads[0].length,)
         self._heads = list(heads)
         self.lanes = lanes

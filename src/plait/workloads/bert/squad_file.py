@@ -13,6 +13,8 @@ from plait.workloads.data.files import decode_text, read_bytes
 
 REMEDY = "use the files as published (train-v2.0.json, dev-v2.0.json), or repair this one"
 
+_EXPECTED: dict[type, str] = {list: "a list", str: "text", int: "the number of a character"}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -58,53 +60,40 @@ class _Reader:
         self._path = path
 
     def questions(self, content: Any) -> Iterator[Question]:
-        for i, article in enumerate(self._list(content, "data", "")):
+        for i, article in enumerate(self._value(content, "data", list, "")):
             at = f"data[{i}]"
-            for j, paragraph in enumerate(self._list(article, "paragraphs", at)):
+            for j, paragraph in enumerate(self._value(article, "paragraphs", list, at)):
                 place = f"{at}.paragraphs[{j}]"
-                context = self._text(paragraph, "context", place)
-                for k, question in enumerate(self._list(paragraph, "qas", place)):
+                context = self._value(paragraph, "context", str, place)
+                for k, question in enumerate(self._value(paragraph, "qas", list, place)):
                     yield self._question(question, context, f"{place}.qas[{k}]")
 
     def _question(self, question: Any, context: str, place: str) -> Question:
-        answers: tuple[Answer, ...] = ()
-        id_, text = self._text(question, "id", place), self._text(question, "question", place)
-        if not question.get("is_impossible", False):
-            found = self._list(question, "answers", place)
-            if not found:
-                raise self._error(f"{place}.answers", "none", "at least one, or is_impossible: true")
-            each = (self._answer(one, context, f"{place}.answers[{n}]") for n, one in enumerate(found))
-            answers = tuple(each)
-        return Question(id_, text, context, answers)
+        id_, text = (self._value(question, key, str, place) for key in ("id", "question"))
+        if question.get("is_impossible", False):
+            return Question(id_, text, context, ())
+        found = self._value(question, "answers", list, place)
+        if not found:
+            raise self._error(f"{place}.answers", "none", "at least one, or is_impossible: true")
+        each = (self._answer(one, context, f"{place}.answers[{n}]") for n, one in enumerate(found))
+        return Question(id_, text, context, tuple(each))
 
     def _answer(self, answer: Any, context: str, place: str) -> Answer:
-        text = self._text(answer, "text", place)
-        begin = self._value(answer, "answer_start", place)
-        if not isinstance(begin, int) or isinstance(begin, bool):
-            raise self._error(f"{place}.answer_start", repr(begin), "the number of a character")
+        text, begin = self._value(answer, "text", str, place), self._value(answer, "answer_start", int, place)
         there = context[begin : begin + len(text)] if begin >= 0 else ""
         if not text or there != text:
             raise self._error(f"{place}.text", repr(text), f"what the context has at {begin}, {there!r}")
         return Answer(text, begin)
 
-    def _list(self, holder: Any, key: str, place: str) -> list[Any]:
-        found = self._value(holder, key, place)
-        if not isinstance(found, list):
-            raise self._error(f"{place}.{key}".lstrip("."), f"a {type(found).__name__}", "a list")
-        return found
-
-    def _text(self, holder: Any, key: str, place: str) -> str:
-        found = self._value(holder, key, place)
-        if not isinstance(found, str):
-            raise self._error(f"{place}.{key}".lstrip("."), f"a {type(found).__name__}", "text")
-        return found
-
-    def _value(self, holder: Any, key: str, place: str) -> Any:
+    def _value(self, holder: Any, key: str, kind: type, place: str) -> Any:
         if not isinstance(holder, dict):
             raise self._error(place or "the file", f"a {type(holder).__name__}", f"an object with {key!r}")
         if key not in holder:
             keys = ", ".join(sorted(holder)) or "nothing"
             raise self._error(place or "the file", f"an object with {keys}", f"one with {key!r}")
+        if not isinstance(holder[key], kind) or isinstance(holder[key], bool):
+            found = f"a {type(holder[key]).__name__}"
+            raise self._error(f"{place}.{key}".lstrip("."), found, _EXPECTED[kind])
         return holder[key]
 
     def _error(self, place: str, found: str, expected: str) -> DataError:

@@ -14,7 +14,7 @@ from plait.core.errors import DataError
 from plait.workloads.bert.squad_file import Answer, Question, read_squad
 from plait.workloads.bert.squad_scores import squad_scores
 from plait.workloads.bert.wordpiece import SPECIAL, Piece, WordPieces, read_pieces
-from plait.workloads.data.stored import Split
+from plait.workloads.data.stored import Fingerprinted, Split
 
 FILES: dict[Split, str] = {"train": "train-v2.0.json", "test": "dev-v2.0.json"}
 SquadSample = tuple[dict[str, Tensor], Tensor]
@@ -94,13 +94,13 @@ class Window:
     at: int
 
 
-class SquadWindows:
+class SquadWindows(Fingerprinted):
     """Samples ({arguments}, (begin, end)), one a window; `scores` is the official judgement."""
 
     def __init__(self, questions: Sequence[Question], pieces: WordPieces, sizes: _Sizes) -> None:
         self.questions = list(questions)
         self.vocabulary = len(pieces)
-        self.vocabulary_id = pieces.id
+        self._fingerprint = pieces.id
         self.input_shape = (sizes.length,)
         self._pieces, self._sizes = pieces, sizes
         self._asked = [pieces.encode(question.text)[: sizes.question] for question in questions]

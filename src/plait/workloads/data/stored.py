@@ -17,15 +17,24 @@ Sample = tuple[Tensor, Tensor]
 class MapDataset(Protocol):
     """A set of (input, target) pairs by index; what a model needs to know of it comes as attributes.
 
-    Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary`,
-    `vocabulary_id` (which a resumed run must find again) and `input_shape`. A set with `streams` promises
-    that sample i continues sample i - streams, and one with `epoch_order(seed, batch_size)` has its own
-    shuffled order.
+    Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary` and
+    `input_shape`. A set with `streams` promises that sample i continues sample i - streams, and one with
+    `epoch_order(seed, batch_size)` has its own shuffled order. What `fingerprint()` returns, a resumed run
+    must find again; what `scores(model, device)` returns, `plait evaluate` prints.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+class Fingerprinted:
+    """A set of samples whose numbers mean what `fingerprint()` identifies, such as a vocabulary's tokens."""
+
+    _fingerprint: str | None = None
+
+    def fingerprint(self) -> str | None:
+        return self._fingerprint
 
 
 def is_stream(dataset: Any) -> bool:
@@ -95,15 +104,13 @@ class ShiftedImages:
         return (moved.flip(-1) if torch.rand(()) < 0.5 else moved), label
 
 
-class Windows:
+class Windows(Fingerprinted):
     """A text cut into windows of `length` tokens; the target is the window one token later."""
 
-    def __init__(
-        self, tokens: Tensor, length: int, vocabulary: int, vocabulary_id: str | None = None
-    ) -> None:
+    def __init__(self, tokens: Tensor, length: int, vocabulary: int, fingerprint: str | None = None) -> None:
         count = (len(tokens) - 1) // length
         self.vocabulary = vocabulary
-        self.vocabulary_id = vocabulary_id
+        self._fingerprint = fingerprint
         self.input_shape = (length,)
         self._inputs = tokens[: count * length].view(count, length)
         self._targets = tokens[1 : count * length + 1].view(count, length)

@@ -43,16 +43,16 @@ def text(
             f"expected at least {length + 1:,} for one window; "
             f"shorten data.length (now {length}) or use a longer text"
         )
-    return Windows(part, length, found.vocabulary, found.vocabulary_id)
+    return Windows(part, length, found.vocabulary, found.fingerprint)
 
 
 @dataclass(frozen=True)
 class TextTokens:
-    """A file's tokens as numbers; how many kinds there are, and the id of this vocabulary."""
+    """A file's tokens as numbers; how many kinds there are, and this vocabulary's fingerprint."""
 
     numbers: Tensor
     vocabulary: int
-    vocabulary_id: str | None
+    fingerprint: str | None
 
     def part(self, split: Split, test_fraction: float) -> Tensor:
         """The tokens of a split: the file's last `test_fraction` is for testing."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import DataError
-from plait.workloads.data.stored import Split
+from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.data.text import check_options, read_tokens
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -39,7 +39,7 @@ def continued_text(
             f"expected at least {streams * length + 1:,} for one window of each stream; shorten "
             f"data.length (now {length}), use fewer data.streams (now {streams}) or a longer text"
         )
-    return ContinuedText(part, streams, length, found.vocabulary, found.vocabulary_id)
+    return ContinuedText(part, streams, length, found.vocabulary, found.fingerprint)
 
 
 def synthetic_text(
@@ -53,17 +53,17 @@ def synthetic_text(
     return ContinuedText(tokens, streams, length, vocabulary)
 
 
-class ContinuedText:
+class ContinuedText(Fingerprinted):
     """Samples ((tokens, stream, is_first), target); the target is the window one token later.
 
     A set with `streams` promises that sample i continues sample i - streams, which a run honours or refuses.
     """
 
     def __init__(
-        self, tokens: Tensor, streams: int, length: int, vocabulary: int, vocabulary_id: str | None = None
+        self, tokens: Tensor, streams: int, length: int, vocabulary: int, fingerprint: str | None = None
     ) -> None:
         self.streams = streams
-        self.vocabulary_id = vocabulary_id
+        self._fingerprint = fingerprint
         self.vocabulary = vocabulary
         self.input_shape = (length,)
         self._length = length

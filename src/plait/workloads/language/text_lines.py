@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.core.errors import DataError
 from plait.workloads.data.files import decode_text, fingerprint, read_bytes
-from plait.workloads.data.stored import Split
+from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.data.text import check_options, vocabulary_of
 from plait.workloads.metrics import IGNORED
 
@@ -66,14 +66,14 @@ def synthetic_lines(
     return PaddedLines(lines, length, vocabulary)
 
 
-class PaddedLines:
+class PaddedLines(Fingerprinted):
     """Lines of tokens as dicts of arguments, padded to `length`."""
 
     def __init__(
-        self, lines: list[list[int]], length: int, vocabulary: int, vocabulary_id: str | None = None
+        self, lines: list[list[int]], length: int, vocabulary: int, known: str | None = None
     ) -> None:
         self.vocabulary = vocabulary
-        self.vocabulary_id = vocabulary_id
+        self._fingerprint = known
         self.input_shape = (length,)
         self._lines = lines
 

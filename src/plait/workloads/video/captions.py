@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.core.errors import DataError
 from plait.workloads.data.files import decode_text, fingerprint, read_bytes
 from plait.workloads.data.hdf5 import open_hdf5
-from plait.workloads.data.stored import Split
+from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.data.text import vocabulary_of
 from plait.workloads.metrics import IGNORED
 
@@ -144,7 +144,7 @@ def synthetic_captions(
     return Captions(shown, list(shown), numbers, 3, vocabulary)
 
 
-class Captions:
+class Captions(Fingerprinted):
     """Samples ((features, words), target), one for each caption."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Captions:
     ) -> None:
         self.words = list(words)
         self.vocabulary = len(words)
-        self.vocabulary_id = fingerprint(words)
+        self._fingerprint = fingerprint(words)
         self.input_shape = tuple(next(iter(features.values())).shape)
         self._features, self._videos, self._length = features, videos, length
         self._captions = captions

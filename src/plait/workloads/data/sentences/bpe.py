@@ -1,24 +1,28 @@
 """Byte-pair encoding (Sennrich et al., 2016): codes from a file or learned, words to pieces and back.
 
-Files and pieces are those of subword-nmt: a merge a line, `@@` after each piece but a word's last.
+Files and pieces are those of subword-nmt: a merge a line, `@@` after each piece but a word's last. The
+tokenizers library learns and applies the merges.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import os
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+
+from tokenizers import Tokenizer, models, trainers
 
 from plait.core.errors import DataError
 from plait.workloads.data.sentences.lines import read_lines
 
 Merge = tuple[str, str]
-Symbols = tuple[str, ...]
 END_OF_WORD = "</w>"
 CONTINUES = "@@"
 _HEADER = "#version:"
+# Stands for the end of a word where that is a symbol of its own: the library's symbols are characters.
+_END_CHARACTER = "\x03"
 
 
 class Codes:
@@ -29,8 +33,18 @@ class Codes:
 
     def __init__(self, merges: Sequence[Merge], separate_end: bool = False) -> None:
         self.merges = tuple(merges)
-        self._rank = {merge: rank for rank, merge in enumerate(self.merges)}
-        self._separate_end = separate_end
+        self._end = _END_CHARACTER if separate_end else ""
+        rules = [(a, b) for a, b in dict.fromkeys(self.merges)]
+        if separate_end:
+            rules = [(a.replace(END_OF_WORD, self._end), b.replace(END_OF_WORD, self._end)) for a, b in rules]
+        symbols = dict.fromkeys(("<unk>", *(symbol for a, b in rules for symbol in (a, b, a + b))))
+        model = models.BPE(
+            {symbol: number for number, symbol in enumerate(symbols)},
+            rules,
+            unk_token="<unk>",
+            end_of_word_suffix="" if separate_end else END_OF_WORD,
+        )
+        self._tokenizer = Tokenizer(model)
         self._known: dict[str, list[str]] = {}
 
     def pieces(self, words: Iterable[str]) -> list[str]:
@@ -38,22 +52,12 @@ class Codes:
         return [piece for word in words for piece in self._pieces_of(word)]
 
     def _pieces_of(self, word: str) -> list[str]:
-        found = self._known.get(word)
-        if found is None:
-            found = self._known[word] = self._cut(word)
-        return found
-
-    def _cut(self, word: str) -> list[str]:
-        symbols = (*word, END_OF_WORD) if self._separate_end else _letters(word)
-        while len(symbols) > 1:
-            best = min(pairwise(symbols), key=lambda pair: self._rank.get(pair, len(self._rank)))
-            if best not in self._rank:
-                break
-            symbols = _merged(symbols, best)
-        if symbols[-1] == END_OF_WORD:
-            symbols = symbols[:-1]
-        pieces = [*symbols[:-1], symbols[-1].removesuffix(END_OF_WORD)]
-        return [f"{piece}{CONTINUES}" for piece in pieces[:-1]] + pieces[-1:]
+        if word not in self._known:
+            ends = [end for _, end in self._tokenizer.encode(word + self._end).offsets]
+            cuts = [0, *(end for end in ends if end < len(word)), len(word)]
+            *before, last = (word[begin:end] for begin, end in pairwise(cuts))
+            self._known[word] = [*(piece + CONTINUES for piece in before), last]
+        return self._known[word]
 
 
 def join_pieces(pieces: Sequence[str]) -> list[str]:
@@ -70,70 +74,22 @@ def join_pieces(pieces: Sequence[str]) -> list[str]:
 
 def learn_codes(words: Iterable[str], merges: int) -> Codes:
     """At most `merges` merges: each joins the pair of pieces that is the most frequent in `words` by then."""
-    pairs = _PairCounts(Counter(word for word in words if word))
-    learned: list[Merge] = []
-    while len(learned) < merges and (best := pairs.pop_best()) is not None:
-        learned.append(best)
-        pairs.merge(best)
-    return Codes(learned)
-
-
-class _PairCounts:
-    """How often each pair of neighbouring pieces stands in a corpus, kept up to date as pairs are merged."""
-
-    def __init__(self, words: Mapping[str, int]) -> None:
-        self._words = words
-        self._spelled = {word: _letters(word) for word in words}
-        self._counts: Counter[Merge] = Counter()
-        self._homes: defaultdict[Merge, set[str]] = defaultdict(set)
-        for word, symbols in self._spelled.items():
-            for pair in pairwise(symbols):
-                self._counts[pair] += words[word]
-                self._homes[pair].add(word)
-        # Entries whose count is no longer true are passed over.
-        self._heap = [(-count, pair) for pair, count in self._counts.items()]
-        heapq.heapify(self._heap)
-
-    def pop_best(self) -> Merge | None:
-        """The most frequent pair, of equally frequent ones the first; None where no pair stands twice."""
-        while self._heap:
-            count, pair = heapq.heappop(self._heap)
-            if -count == self._counts[pair]:
-                return pair if -count > 1 else None
-        return None
-
-    def merge(self, best: Merge) -> None:
-        """Join `best` wherever it stands."""
-        changed: set[Merge] = set()
-        for word in self._homes.pop(best):
-            before, after = self._spelled[word], _merged(self._spelled[word], best)
-            if len(after) == len(before):  # an earlier merge has taken the pair from it
-                continue
-            self._spelled[word] = after
-            for pair in pairwise(before):
-                self._counts[pair] -= self._words[word]
-            for pair in pairwise(after):
-                self._counts[pair] += self._words[word]
-                self._homes[pair].add(word)
-            changed.update(pairwise(before), pairwise(after))
-        for pair in changed:
-            heapq.heappush(self._heap, (-self._counts[pair], pair))
-
-
-def _letters(word: str) -> Symbols:
-    return (*word[:-1], word[-1] + END_OF_WORD)
-
-
-def _merged(symbols: Symbols, pair: Merge) -> Symbols:
-    """`symbols` with each occurrence of `pair` joined, from left to right."""
-    found: list[str] = []
-    for symbol in symbols:
-        # What was joined is longer than either half, so it cannot take part again.
-        if found and (found[-1], symbol) == pair:
-            found[-1] += symbol
-        else:
-            found.append(symbol)
-    return tuple(found)
+    # Its threads would be beside those that train, and a forked loader would warn of them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    words = [word for word in words if word]
+    letters = {letter for word in words for letter in word}
+    # Named here in order, so that of equally frequent pairs the same one comes first each time.
+    ends = sorted({word[-1] + END_OF_WORD for word in words})
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(letters) + len(ends) + merges,
+        min_frequency=2,
+        special_tokens=ends,
+        end_of_word_suffix=END_OF_WORD,
+        show_progress=False,
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.train_from_iterator(words, trainer)
+    return Codes([(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]])
 
 
 def read_codes(path: Path) -> Codes:

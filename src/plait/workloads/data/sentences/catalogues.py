@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import struct
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 from plait.core.errors import DataError
+from plait.workloads.data.files import read_bytes
 from plait.workloads.data.sentences.encoding import Encoding, learn_encoding
-from plait.workloads.data.sentences.mo_file import read_mo
 from plait.workloads.data.sentences.pairs import SentenceGroups, SentencePairs, arrange
 from plait.workloads.data.sentences.splitting import is_test
 from plait.workloads.data.sentences.words import split_words
@@ -21,6 +22,9 @@ log = logging.getLogger(__name__)
 # Where packages of Debian put the German ones.
 DEBIAN_FOLDER = Path("/usr/share/locale/de")
 _REMEDY = "install packages with translations (Debian: git, gettext, coreutils), or set data.path"
+_FILE_REMEDY = "install the package that it is of anew, or take the file out of the folder"
+_ORDERS = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
+_CHARSET = re.compile(rb"charset=(?!CHARSET)([\w.:-]+)")
 _TAG = re.compile(r"</?\w[^<>]*>")
 # A sign before the letter that a menu's entry is chosen with: `_File`, `&File`.
 _ACCELERATOR = re.compile(r"(?<![\w&])[_&](?=\w)")
@@ -85,6 +89,38 @@ def read_catalogues(path: Path) -> list[tuple[str, str]]:
         )
     log.info("%s: %d pairs of sentences in %d catalogues", path, len(pairs), len(files))
     return pairs
+
+
+def read_mo(path: Path) -> list[tuple[str, str]]:
+    """The messages of a catalogue and their translations, in the file's order; of plurals the singular.
+
+    The catalogue's own description, which stands under the empty message, is left out, and so is what comes
+    before a message to say where it is used. Python's own reader (gettext) lists no messages, and takes no
+    description whose names are in another encoding than UTF-8, as some of Debian's are.
+    """
+    data = read_bytes(path, "a message catalogue (.mo)", _FILE_REMEDY)
+    order = _ORDERS.get(data[:4])
+    if order is None:
+        raise DataError(
+            f"{path}: found {data[:4].hex()} as its first bytes, not those of a .mo file; {_FILE_REMEDY}"
+        )
+    try:
+        count, *tables = struct.unpack_from(f"{order}3I", data, 8)
+        places = [
+            [struct.unpack_from(f"{order}2I", data, table + 8 * i) for i in range(count)] for table in tables
+        ]
+        if any(begin + length > len(data) for table in places for length, begin in table):
+            raise ValueError(f"a string ends beyond the file's {len(data):,} bytes")
+        messages, texts = ([data[begin : begin + length] for length, begin in table] for table in places)
+        described = _CHARSET.search(b"".join(text for message, text in zip(messages, texts) if not message))
+        charset = described[1].decode() if described else "utf-8"
+        pairs = [(m.decode(charset), text.decode(charset)) for m, text in zip(messages, texts) if m]
+    except (struct.error, LookupError, ValueError) as failure:
+        raise DataError(
+            f"{path}: it is damaged, or not in the encoding that it names ({failure}); {_FILE_REMEDY}"
+        ) from None
+    plain = [(message.rpartition("\x04")[2], text) for message, text in pairs]
+    return [(message.partition("\0")[0], text.partition("\0")[0]) for message, text in plain]
 
 
 def clean_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

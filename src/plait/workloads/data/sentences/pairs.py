@@ -11,9 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.core.errors import DataError
+from plait.core.errors import DataError, InputError
 from plait.workloads.data.sentences.encoding import Encoding
 from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
+from plait.workloads.data.stored import Fingerprinted
+from plait.workloads.translation.beam_search import BeamOptions
+from plait.workloads.translation.bleu import pad_rows, score, translate
 
 # Starting points that are tried for example batches.
 _TRIES = 100
@@ -21,7 +24,7 @@ _TRIES = 100
 Pair = tuple[tuple[Tensor, Tensor], Tensor]
 
 
-class SentencePairs:
+class SentencePairs(Fingerprinted):
     """Sentences of two languages by index, padded at their ends where they are put into a batch.
 
     A text is encoded when it is read. `references` are what translations are compared with; by default the
@@ -37,7 +40,7 @@ class SentencePairs:
     ) -> None:
         self.encoding = encoding
         self.vocabulary = len(encoding.vocabulary)
-        self.vocabulary_id = f"{encoding.checksum:08x}"
+        self._fingerprint = f"{encoding.checksum:08x}"
         self._sources = sources
         self._targets = targets
         self._references = references
@@ -78,6 +81,19 @@ class SentencePairs:
         both = zip(self._sources, self._targets)
         return np.array([1 + max(len(tokens(a)), len(tokens(b))) for a, b in both], dtype=np.int64)
 
+    def scores(self, model: Any, device: torch.device, beam: BeamOptions | None = None) -> dict[str, Any]:
+        """The BLEU of the model's translations by a search with `beam`; nothing without: it takes long."""
+        if beam is None:
+            return {}
+        if not callable(getattr(model, "encode", None)) or not callable(getattr(model, "step", None)):
+            raise InputError(
+                f"--bleu measures translations, but this run has a {type(model).__name__}; expected a model "
+                f"with encode and step, such as plait.workloads.translation.gnmt:gnmt8"
+            )
+        found = translate(model, [self.source_numbers(index) for index in range(len(self))], beam, device)
+        references = [self.reference(index) for index in range(len(self))]
+        return {"sentences": len(self), **score([self.encoding.text(each) for each in found], references)}
+
     def only(self, indices: Sequence[int]) -> SentencePairs:
         """These pairs alone."""
         references = None if self._references is None else [self._references[i] for i in indices]
@@ -95,12 +111,7 @@ def pad_pairs(samples: list[Pair]) -> Pair:
     return (pad_rows(sources), pad_rows(previous)), pad_rows(targets)
 
 
-def pad_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Sentences as the rows of one tensor, padded at their ends."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=PAD)
-
-
-class SentenceGroups:
+class SentenceGroups(Fingerprinted):
     """Groups of pairs of about one length; a sample is a group, so that a batch holds little padding.
 
     A batch is (groups, sentences, tokens), padded to its largest group and longest sentence. Which pairs form
@@ -110,7 +121,7 @@ class SentenceGroups:
     def __init__(self, pairs: SentencePairs, groups: Sequence[Sequence[int]]) -> None:
         self.pairs = pairs
         self.vocabulary = pairs.vocabulary
-        self.vocabulary_id = pairs.vocabulary_id
+        self._fingerprint = pairs.fingerprint()
         self._groups = groups
 
     def __len__(self) -> int:
@@ -127,6 +138,10 @@ class SentenceGroups:
     def example_indices(self, sizes: Sequence[int]) -> list[list[int]]:
         """Samples for batches of these sizes whose lengths show which sizes change; see `choose_examples`."""
         return choose_examples(self, sizes)
+
+    def scores(self, model: Any, device: torch.device, beam: BeamOptions | None = None) -> dict[str, Any]:
+        """Those of the pairs."""
+        return self.pairs.scores(model, device, beam)
 
 
 def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int]) -> list[list[int]]:

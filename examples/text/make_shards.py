@@ -1,23 +1,30 @@
-"""Pre-training shards from plain text: sentence pairs with masked tokens, and a vocabulary built on the spot.
+"""BERT's pre-training shards from plain text: sentence pairs with masked tokens, and a vocabulary of pieces.
+
+    python examples/text/make_shards.py corpus.txt --to data/shards --vocabulary 4000 --length 128
 
 A text has a sentence a line and an empty line between documents, as BERT's own scripts take it.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import h5py
 import numpy as np
+from tokenizers import models, trainers
 
-from plait.core.errors import DataError
+from plait.cli.os_errors import os_errors_as_messages
+from plait.core.errors import DataError, PlaitError
 from plait.core.files import write_atomic
-from plait.workloads.bert.build_vocabulary import build_vocabulary
 from plait.workloads.bert.pretraining_shards import VOCABULARY_FILE
-from plait.workloads.bert.wordpiece import SPECIAL, WordPieces, read_pieces, words_of
+from plait.workloads.bert.wordpiece import SPECIAL, WordPieces, read_pieces, uncased
 from plait.workloads.data.files import decode_text, read_bytes
 from plait.workloads.data.hdf5 import Array
 
@@ -74,7 +81,7 @@ def make_shards(
     if isinstance(vocabulary, Path):
         pieces = read_pieces(vocabulary)
     else:
-        pieces = WordPieces(build_vocabulary(Counter(words_of(lines)), vocabulary))
+        pieces = WordPieces(build_vocabulary(lines, vocabulary))
     documents = list(_documents(lines, pieces))
     if sum(len(document) for document in documents) < 2:
         raise DataError(f"{texts[0]}: found fewer than two sentences; {_REMEDY}")
@@ -87,6 +94,35 @@ def make_shards(
     if not is_given:
         write_atomic(words, "\n".join(pieces.pieces) + "\n")
     return {"vocabulary": len(pieces), "training": len(pairs) - tests, "test": tests}
+
+
+def build_vocabulary(lines: Sequence[str], size: int) -> list[str]:
+    """At most `size` pieces of the words in `lines`; the same for the same lines, in any order."""
+    tokenizer = uncased(models.WordPiece(unk_token="[UNK]"))
+    letters = Counter(
+        letter
+        for line in lines
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(line))
+        for letter in word
+    )
+    if not letters:
+        raise DataError("the text has no words to build a vocabulary of; give one with some")
+    # A letter has a piece where it begins a word, and one where it continues one; the rarest go if need be.
+    room = (size - len(SPECIAL)) // 2
+    if room < 1:
+        raise DataError(f"vocabulary: found {size}, expected at least {len(SPECIAL) + 2} pieces")
+    kept = sorted(sorted(letters, key=lambda letter: (-letters[letter], letter))[:room])
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        # Letters are named here in order, so that of equally frequent pairs the same one is joined each time.
+        special_tokens=[*SPECIAL, *kept, *(f"##{letter}" for letter in kept)],
+        initial_alphabet=kept,
+        limit_alphabet=len(kept),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(lines, trainer)
+    numbers = tokenizer.get_vocab(with_added_tokens=False)
+    return sorted(numbers, key=lambda piece: numbers[piece])
 
 
 def _check(settings: ShardSettings) -> None:
@@ -178,8 +214,6 @@ def _masked(
 def _write(
     folder: Path, pairs: Sequence[Pair], shards: int, pieces: WordPieces, settings: ShardSettings
 ) -> None:
-    import h5py
-
     folder.mkdir(parents=True, exist_ok=True)
     shards = min(shards, len(pairs))
     for number in range(shards):
@@ -206,3 +240,46 @@ def _arrays(pairs: Sequence[Pair], pieces: WordPieces, settings: ShardSettings) 
         found["masked_lm_positions"][row, : len(pair.places)] = pair.places
         found["masked_lm_ids"][row, : len(pair.masked)] = pair.masked
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "texts", nargs="+", type=Path, help="a sentence a line, an empty line between documents"
+    )
+    parser.add_argument("--to", required=True, type=Path, help="the folder to write")
+    parser.add_argument("--vocabulary", default="8000", help="how many word pieces to build, or a vocab.txt")
+    parser.add_argument("--length", default=128, type=int, help="tokens of a sample")
+    parser.add_argument("--masked", default=20, type=int, help="most masked tokens of a sample")
+    parser.add_argument("--shards", default=8, type=int, help="files to write for training")
+    parser.add_argument("--test-fraction", default=0.05, type=float, help="share of the samples to test with")
+    parser.add_argument(
+        "--seed", default=0, type=int, help="of what is masked and which sentences are paired"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args()
+    settings = ShardSettings(given.length, given.masked, given.shards, given.test_fraction, given.seed)
+    vocabulary = int(given.vocabulary) if given.vocabulary.isdecimal() else Path(given.vocabulary)
+    try:
+        with os_errors_as_messages():
+            found = make_shards(given.texts, given.to, vocabulary, settings)
+    except PlaitError as failure:
+        print(failure, file=sys.stderr)
+        sys.exit(2)
+    if given.json:
+        print(json.dumps({"folder": str(given.to), **found}))
+        return
+    print(
+        f"{found['training']:,} samples to train with and {found['test']:,} to test with, "
+        f"{found['vocabulary']:,} word pieces"
+    )
+    print(
+        f"wrote {given.to}; next: plait train examples/bert-pretraining.yaml --set data.path={given.to} "
+        f"--set model_args.vocabulary={found['vocabulary']}"
+    )
+
+
+if __name__ == "__main__":
+    main()
