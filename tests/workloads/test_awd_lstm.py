@@ -216,9 +216,7 @@ def test_a_checkpoint_is_refused_where_words_have_other_numbers_now(tmp_path: Pa
     text.write_text("abcdef" * 60)
     train_here(settings, tmp_path / "run")
     text.write_text("uvwxyz" * 60)
-    with pytest.raises(
-        DataError, match="text: the vocabulary of continued-text is not the one that the checkpoint"
-    ):
+    with pytest.raises(DataError, match="text: the data of continued-text is not what the checkpoint"):
         train_here(replace(settings, steps=3), tmp_path / "run", resume=True)
 
 
