@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -161,13 +160,12 @@ def _side_by_side(
 
 def _rate(replica: PipelineReplica, seconds: float) -> float:
     """Batches for `seconds`, after a first that is not counted; how many a second, on the first worker."""
-    started, updates, elapsed_s = 0.0, -1, 0.0
-    while replica.lockstep.from_first(partial(float.__lt__, elapsed_s, seconds)):
+    replica.update(-1, 0, MICROBATCHES, 1.0, _contents())
+    started, updates = time.monotonic(), 0
+    while replica.lockstep.from_first(lambda: time.monotonic() - started < seconds):
         replica.update(updates, 0, MICROBATCHES, 1.0, _contents())
         updates += 1
-        started = started or time.monotonic()
-        elapsed_s = time.monotonic() - started
-    return updates / elapsed_s if replica.lockstep.is_first else 0.0
+    return updates / (time.monotonic() - started) if replica.lockstep.is_first else 0.0
 
 
 def _contents() -> Iterator[Any]:

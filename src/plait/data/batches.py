@@ -314,24 +314,23 @@ class StreamReader:
         found = []
         for number in numbers:
             if epoch != self._epoch or number < self._next:
-                if length is not None:
-                    for _ in self._samples:  # others may have read the last samples
-                        self._count(length)
+                self._read_to_end(length)  # others may have read the last samples
                 self._samples = read_epoch(self._dataset, self._seed, epoch)
                 self._epoch, self._next = epoch, 0
             found.append(self._skip_to(number, length))
-        if length is not None and self._next == length:
-            for _ in self._samples:
-                self._count(length)
+        if self._next == length:
+            self._read_to_end(length)
         return found
 
-    def _count(self, length: int) -> None:
-        self._next += 1
-        if self._next > length:
-            raise DataError(
-                f"data.kind: the stream gave sample {self._next:,} in epoch {self._epoch}, but "
-                f"{self._expected(length)}; {_EPOCHS_END}"
-            )
+    def _read_to_end(self, length: int | None) -> None:
+        """Let the stream end its epoch, where it is known that it does."""
+        for _ in self._samples if length is not None else ():
+            self._next += 1
+            if length is not None and self._next > length:
+                raise DataError(
+                    f"data.kind: the stream gave sample {self._next:,} in epoch {self._epoch}, but "
+                    f"{self._expected(length)}; {_EPOCHS_END}"
+                )
 
     def _skip_to(self, number: int, length: int | None) -> Any:
         while True:

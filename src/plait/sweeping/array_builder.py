@@ -340,6 +340,6 @@ def _outcome(measure: Callable[[], tuple[int, str]]) -> tuple[int, str, bool]:
     except NotFusedError as failure:
         return 1, str(failure), True
     except Exception as failure:  # a user's model can fail in any way
-        if (why := str(failure) if isinstance(failure, FailsAloneError) else why_failed(failure)) is None:
+        if (why := why_failed(failure)) is None:
             raise
         return 0, why, True

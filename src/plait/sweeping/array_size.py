@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.core.codec import decode, encode
+from plait.core.errors import PlaitError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
@@ -65,7 +66,7 @@ def choose_width(
     return found["width"], found["why"]
 
 
-class FailsAloneError(Exception):
+class FailsAloneError(PlaitError):
     """The trial that stands for its group fails by itself; `str` says why."""
 
 

@@ -23,7 +23,6 @@ from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
-from plait.sweeping.array_size import FailsAloneError
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
 from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
@@ -184,7 +183,7 @@ class SweepTraining:
         try:
             self._builder.choose_width(group, settings, sets, found["share"])
         except Exception as failure:  # a user's model can fail in any way
-            if (why := str(failure) if isinstance(failure, FailsAloneError) else why_failed(failure)) is None:
+            if (why := why_failed(failure)) is None:
                 raise
             # It will fail where it belongs: as a trial, trained alone. Others may do better.
             self._builder.train_one_by_one(group, why)

@@ -30,6 +30,7 @@ class Trial:
     best: dict[str, Any] | None = None
     # Whether the newest checkpoint was written before an evaluation that has not ended yet.
     owes_evaluation: bool = False
+    batch: BatchSize = field(init=False)
 
     def __post_init__(self) -> None:
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from plait.data.loader import Batch, load
-from plait.data.sampler import GlobalBatch, Position, batches
+from plait.data.loader import Batch, load, without_samples
+from plait.data.sampler import Position, batches
 from plait.schema.settings import TrainSettings
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class BatchStream:
             own_order=train_set.own_order(settings.seed, data.batch_size),
         )
         if not loads:
-            self._batches = _sizes(order)
+            self._batches: Iterator[Batch] = map(without_samples, order)
             return
         self._batches = load(
             train_set,
@@ -57,13 +57,6 @@ class BatchStream:
         batch = next(self._batches)
         self.position = batch.after
         return batch
-
-
-def _sizes(order: Iterator[GlobalBatch]) -> Iterator[Batch]:
-    """Batches that nobody loads."""
-    for batch in order:
-        count = len(batch.samples)
-        yield Batch(range(count), count, count, batch.epoch, batch.after)
 
 
 def _order(settings: TrainSettings) -> tuple[int, int]:

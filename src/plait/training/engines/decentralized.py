@@ -13,7 +13,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -359,11 +358,14 @@ class DecentralizedEngine:
         work = self._load(queue) if self._member.is_first else iter(())
         while True:
             own = next(work, None)
-            taken = -1 if own is None else own[0].number
-            number = self._member.from_first(partial(int, taken))
-            if number < 0:
+            if (number := self._number_of(own)) is None:
                 return
             yield own or queue.without_samples(number)
+
+    def _number_of(self, own: tuple[WorkItem, loader.Batch] | None) -> int | None:
+        """The number of the work that the member's first worker has taken, if there was any."""
+        number: int | None = self._member.from_first(lambda: None if own is None else own[0].number)
+        return number
 
     def _update(self, step: int, item: WorkItem, batch: loader.Batch) -> torch.Tensor:
         member, factor = self._member, self._run.lr_factor(step)

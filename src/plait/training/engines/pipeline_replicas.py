@@ -52,12 +52,16 @@ class PipelineMember(WholeModelStart):
         return self._pipelines[place]
 
     def open(self) -> bool:
-        self._replica = _open(self._run, self._layout, self._hosts)
+        run = self._run
+        self._replica = PipelineReplica(
+            run.worker, run.settings, run.parts, self._layout, self._hosts, folder=run.folder
+        )
         self.averaging = self._replica.averaging
         report_verification(self._run.metrics, self._replica.checked)
         if self.monitor is not None and wants_norms(self._run.settings):
             self._run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
-        return _needs_world(self._hosts)
+        # Links between workers of different hosts go through the world's process group.
+        return len(set(self._hosts)) > 1
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
         if not batch.count:
@@ -97,12 +101,3 @@ class PipelineMember(WholeModelStart):
 
     def close(self) -> None:
         self._replica.close()
-
-
-def _open(run: Run, layout: PipelineLayout, hosts: Sequence[str]) -> PipelineReplica:
-    return PipelineReplica(run.worker, run.settings, run.parts, layout, hosts, folder=run.folder)
-
-
-def _needs_world(hosts: Sequence[str]) -> bool:
-    """Whether links between workers of different hosts go through the world's process group."""
-    return len(set(hosts)) > 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from plait.data.loader import Batch
+from plait.data.loader import Batch, without_samples
 from plait.data.sampler import GlobalBatch, share
 
 # Added to the count to say that no more batches are begun.
@@ -166,8 +166,7 @@ class WorkQueue:
     def without_samples(self, number: int) -> tuple[WorkItem, Batch]:
         """A claim as workers have it that read no data: their pipeline's first worker does."""
         item = self._claim(number)
-        count = len(item.batch.samples)
-        return item, Batch(range(count), count, count, item.batch.epoch, item.batch.after)
+        return item, without_samples(item.batch)
 
     def done(self) -> int:
         """How many batches were taken up; asked once, when all are through."""
