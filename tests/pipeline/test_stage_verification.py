@@ -17,8 +17,8 @@ from plait.core.errors import InputError
 from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunDir
+from plait.pipeline import module_state
 from plait.pipeline.cutting.cut import StageError
-from plait.pipeline.verify import module_state
 from plait.pipeline.verify import stages as verify
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.stages import Example

@@ -27,7 +27,6 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import trials_without_gradient
-from plait.fusion.verify.borrowed import borrowed
 from plait.fusion.verify.lone_run import LoneRun
 from plait.fusion.verify.traces import IN_NONE, FailureTrace, ModuleTrace, slice_of_trial
 from plait.verification import (
@@ -41,6 +40,7 @@ from plait.verification import (
     perturb,
     same_random_numbers,
 )
+from plait.verification.borrowed import borrowed
 
 log = logging.getLogger(__name__)
 

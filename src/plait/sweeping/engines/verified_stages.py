@@ -15,7 +15,7 @@ from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import Verdict
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
-from plait.pipeline.gradient_sync import find_stages
+from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.stages import Checked
 from plait.profiler.failures import TraceError
@@ -58,18 +58,8 @@ def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify:
         raise
     except InputError as failure:
         raise JobError(f"parallel.plan: {failure}") from None
-    check_ties(checked.traced, layout)
+    check_untied(checked.traced, layout, "which arrays in stages cannot sum")
     return StagesOfTrials(checked, layout, values)
-
-
-def check_ties(traced: TracedModel, layout: PipelineLayout) -> None:
-    """Refuse weights that several stages use."""
-    for name, stages in find_stages(traced, layout).items():
-        if len(stages) > 1:
-            raise JobError(
-                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
-                f"stages cannot sum; use a plan that keeps its layers in one stage, or --replicas"
-            )
 
 
 def verify_stages(
