@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.verification.attributes import same_plain, shifted
-from plait.verification.compare import Difference, Noise, dense, find_differences, measure_noise, perturb
+from plait.verification.compare import (
+    Difference,
+    Noise,
+    dense,
+    find_differences,
+    measure_noise,
+    perturb_in_place,
+)
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
 
@@ -152,9 +159,7 @@ class Replay:
         self._plain.load(self._before)
         parameters = self._plain.parameters()
         if seed is not None:
-            with torch.no_grad():
-                for parameter, moved in zip(parameters.values(), perturb(list(parameters.values()), seed)):
-                    parameter.copy_(moved)
+            perturb_in_place(parameters.values(), seed)
         with unchanged_random_numbers():
             loss = self._plain.step(self._parts)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
-from plait.fusion import FusedModule, fuse
-from plait.fusion.verify import FEW_SCENES, TF32_EPS, Verdict, verify_fused
+from plait.fusion import FusedModule
+from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, Verdict, verify_fused
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
 from plait.sweeping.engines.microbatches import Piece, rounds_of
@@ -29,18 +29,18 @@ def verify_entries(
 
     Two batches of each trial's own data are used, `share` of each: a worker's place and how many there are.
     """
-    return verify_rehearsed(ArrayRehearsal(entries, first_batches(entries, share)), known)
+    return verify_candidate(ArrayCandidate(entries, first_batches(entries, share)), known)
 
 
-def verify_rehearsed(rehearsal: ArrayRehearsal, known: Verdict | None) -> Verdict:
+def verify_candidate(candidate: ArrayCandidate, known: Verdict | None) -> Verdict:
     """What must run trial by trial, beginning with what is `known` of trials of this kind.
 
     Of a kind that is known each trial takes one step and is evaluated once, else twice.
     """
     if known is None:
-        return verify_fused(rehearsal)
-    rehearsal.loss_alone = known.loss_alone
-    verdict = verify_fused(rehearsal, known.unfused, FEW_SCENES)
+        return verify_fused(candidate)
+    candidate.loss_alone = known.loss_alone
+    verdict = verify_fused(candidate, known.unfused, FEW_PHASES)
     return replace(verdict, has_python_state=known.has_python_state or verdict.has_python_state)
 
 
@@ -58,10 +58,8 @@ def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[
     return [[streams[key][number] for key in keys] for number in range(2)]
 
 
-class ArrayRehearsal:
+class ArrayCandidate(Candidate):
     """The trials of an array on the first microbatches of two steps."""
-
-    in_stages = False
 
     def __init__(
         self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]], microbatches: int = 0
@@ -71,34 +69,25 @@ class ArrayRehearsal:
         self._loss = fused_loss([entry.settings for entry in entries])
         self._count = microbatches or entries[0].settings.accumulate
         self._pieces = [_first_pieces(step, self._count) for step in batches]
-        self.models = [entry.parts.model for entry in entries]
-        self.seeds = [mix(entry.settings.seed) for entry in entries]
-        self.ages = [entry.age for entry in entries]
+        super().__init__(
+            [entry.parts.model for entry in entries],
+            [mix(entry.settings.seed) for entry in entries],
+            [entry.age for entry in entries],
+            coarsest_rounding(entries[0]),
+        )
         self.loss_alone = False
 
-    def some(self, trials: Sequence[int]) -> ArrayRehearsal:
+    def some(self, trials: Sequence[int]) -> ArrayCandidate:
         """The same for some of the trials."""
         if len(trials) == len(self._entries):
             return self
         entries = [self._entries[trial] for trial in trials]
         return self._like(entries, [[step[trial] for trial in trials] for step in self._batches])
 
-    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> ArrayRehearsal:
-        made = ArrayRehearsal(entries, batches, self._count)
+    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> ArrayCandidate:
+        made = ArrayCandidate(entries, batches, self._count)
         made.loss_alone = self.loss_alone
         return made
-
-    def prepare(self, trial: int) -> None:
-        """A model begins with the weights it has."""
-
-    @property
-    def step(self) -> float:
-        """The rounding of the coarsest numbers that are computed with."""
-        return coarsest_rounding(self._entries[0])
-
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
-        """The trials in one module."""
-        return [fuse(models, self.seeds, self.ages, unfused, verify=False)]
 
     def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """The outputs of all trials, trials first, and their losses."""

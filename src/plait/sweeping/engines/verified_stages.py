@@ -23,10 +23,10 @@ from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.fused import TrialInit, stacked
 from plait.sweeping.engines.traced_constants import Values, check_values, plain_values
 from plait.sweeping.engines.verified_arrays import (
-    ArrayRehearsal,
+    ArrayCandidate,
     first_batches,
     padded_rows,
-    verify_rehearsed,
+    verify_candidate,
 )
 from plait.training.engines.pipeline_setup import prepare_pipeline
 
@@ -66,7 +66,7 @@ def verify_stages(
     entries: Sequence[TrialInit], stages: StagesOfTrials, known: Verdict | None = None
 ) -> Verdict:
     """What must run trial by trial for these trials to train together, in stages, as they do alone."""
-    return verify_rehearsed(StagedRehearsal(entries, stages, first_batches(entries, (0, 1))), known)
+    return verify_candidate(StagedCandidate(entries, stages, first_batches(entries, (0, 1))), known)
 
 
 def of_stage(verdict: Verdict, module: nn.Module) -> Verdict:
@@ -75,7 +75,7 @@ def of_stage(verdict: Verdict, module: nn.Module) -> Verdict:
     return replace(verdict, unfused={name: why for name, why in verdict.unfused.items() if name in names})
 
 
-class StagedRehearsal(ArrayRehearsal):
+class StagedCandidate(ArrayCandidate):
     """The trials of an array in stages, all of them in this process, on the first microbatches of two steps.
 
     Later stages go on with the draws of those before, as a model alone does; in training each has streams of
@@ -95,8 +95,8 @@ class StagedRehearsal(ArrayRehearsal):
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
         self._cut: list[StageModule] = []
 
-    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> StagedRehearsal:
-        made = StagedRehearsal(entries, self._stages, batches)
+    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> StagedCandidate:
+        made = StagedCandidate(entries, self._stages, batches)
         made.loss_alone = self.loss_alone
         return made
 

@@ -1,4 +1,4 @@
-"""How models of one's own run, together and alone: on batches that are given, or on those of a first call."""
+"""How trials run, together and alone: on batches that are given, or on the arguments of a first call."""
 
 from __future__ import annotations
 
@@ -13,23 +13,60 @@ from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.shared import Shared
-from plait.fusion.verify.check import TF32_EPS
+
+# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is configured otherwise.
+TF32_EPS = 2.0**-10
 
 
 class NothingToCompareError(FusionError):
     """What a model returns holds nothing that can be seen."""
 
 
-class BatchRehearsal:
+class Candidate:
+    """Trials to be fused, and how they run on their batches, 0 and 1: together and alone.
+
+    `models` are the plain models, as whoever makes them made them; they stay as they are. `rounding` is that
+    of the coarsest numbers which are computed with. `in_stages` says that trials are cut, so that the fused
+    form opens some of the modules, and `loss_alone` that losses are computed trial by trial; verification
+    sets it where they must be.
+    """
+
+    in_stages = False
+    loss_alone = True
+
+    def __init__(
+        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], rounding: float
+    ) -> None:
+        self.models, self.seeds, self.ages, self.rounding = models, seeds, ages, rounding
+
+    def some(self, trials: Sequence[int]) -> Candidate:
+        """The same for some of the trials."""
+        raise NotImplementedError
+
+    def prepare(self, trial: int) -> None:
+        """Give the model of a trial, which is borrowed, the weights it begins with, where not its own."""
+
+    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        """These models fused as they are to be trained: in one module, or in one for each stage."""
+        check_models(models)
+        return [FusedModule(list(models), list(self.seeds), list(self.ages), unfused)]
+
+    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
+        """The outputs of all trials, trials first, and their losses."""
+        raise NotImplementedError
+
+    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
+        """What one trial's plain model gives for its own batch, and its loss."""
+        raise NotImplementedError
+
+
+class BatchCandidate(Candidate):
     """Trials of `fuse` on batches that plain models take: a tensor, a tuple of them, or named ones.
 
     The first batch is the same for all trials; in the second each trial has one of its own: where the batches
     are not of one shape, a copy with numbers that are a little smaller. The loss is a weighting of all that a
     model returns.
     """
-
-    in_stages = False
-    loss_alone = True
 
     def __init__(
         self,
@@ -41,7 +78,8 @@ class BatchRehearsal:
     ) -> None:
         self._numbers = list(range(len(models)) if trials is None else trials)
         self._every = (models, seeds, ages, batches)
-        self.models, self.seeds, self.ages = (_at_numbers(x, self._numbers) for x in (models, seeds, ages))
+        own, drawing, behind = (_at_numbers(x, self._numbers) for x in (models, seeds, ages))
+        super().__init__(own, drawing, behind, _rounding_of(models[0]))
         self._batches = [_arguments(batch) for batch in batches]
         if not self._batches:
             raise FusionError("fuse: verify found no batches, expected one or more that the models take")
@@ -51,17 +89,8 @@ class BatchRehearsal:
         ]
         self._are_alike = all(one == shapes[0] for one in shapes)
 
-    def some(self, trials: Sequence[int]) -> BatchRehearsal:
-        """The same for some of the trials."""
-        return BatchRehearsal(*self._every, _at_numbers(self._numbers, trials))
-
-    def prepare(self, trial: int) -> None:
-        """A model begins with its own weights."""
-
-    @property
-    def step(self) -> float:
-        """The rounding of the coarsest numbers that are computed with."""
-        return _rounding_of(self.models[0])
+    def some(self, trials: Sequence[int]) -> BatchCandidate:
+        return BatchCandidate(*self._every, _at_numbers(self._numbers, trials))
 
     def _batch(self, trial: int, batch: int) -> Any:
         number = self._numbers[trial]
@@ -74,11 +103,6 @@ class BatchRehearsal:
             return x * shrunk if shrunk != 1.0 and x.is_floating_point() else x.clone()
 
         return pytree.tree_map_only(Tensor, own, self._batches[place])
-
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
-        """The trials in one module."""
-        check_models(models)
-        return [FusedModule(list(models), list(self.seeds), list(self.ages), unfused)]
 
     def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
         """What the models return, and its weighting."""
@@ -101,15 +125,12 @@ class BatchRehearsal:
         return outputs, _total(outputs)
 
 
-class CallRehearsal:
+class CallCandidate(Candidate):
     """Trials on the arguments of a fused module's call, with the weights that it has now.
 
     Both batches are those arguments: others might be none that the models take. The loss is a weighting of
     all that the call returns.
     """
-
-    in_stages = False
-    loss_alone = True
 
     def __init__(
         self,
@@ -123,19 +144,12 @@ class CallRehearsal:
         self._fused, self._every, self._function = fused, models, function
         self._given = (args, kwargs)
         self._numbers = list(range(fused.trials)) if trials is None else list(trials)
-        self.models = _at_numbers(models, self._numbers)
-        self.seeds = _at_numbers(fused.seeds.tolist(), self._numbers)
-        self.ages = _at_numbers(fused.ages.tolist(), self._numbers)
+        seeds, ages = (_at_numbers(x.tolist(), self._numbers) for x in (fused.seeds, fused.ages))
+        super().__init__(_at_numbers(models, self._numbers), seeds, ages, _rounding_of(fused.module))
 
-    def some(self, trials: Sequence[int]) -> CallRehearsal:
-        """The same for some of the trials."""
+    def some(self, trials: Sequence[int]) -> CallCandidate:
         numbers = _at_numbers(self._numbers, trials)
-        return CallRehearsal(self._fused, self._every, self._function, *self._given, numbers)
-
-    @property
-    def step(self) -> float:
-        """The rounding of the coarsest numbers that are computed with."""
-        return _rounding_of(self._fused.module)
+        return CallCandidate(self._fused, self._every, self._function, *self._given, numbers)
 
     def prepare(self, trial: int) -> None:
         """Give a model what its trial has in the fused module: weights, buffers, modes, what is frozen."""

@@ -1,0 +1,124 @@
+"""What each module is given and returns, and in which one an error was raised: where two models differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from torch.utils import _pytree as pytree
+
+from plait.verification.compare import find_differences, measure_noise
+
+# The path of no module: where a loss or backward failed.
+IN_NONE = "\0"
+# A tensor of a candidate as plain tensors: the one that gradients are of, and what takes one trial's part.
+Unwrap = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+class FailureTrace:
+    """Within, notes in which module of `models` an error was raised."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._paths = _paths(models)
+        self._running: list[str] = []
+        self._handles: list[Any] = []
+        self.failed_in: str | None = None
+
+    def __enter__(self) -> None:
+        self._running = []
+        self._handles = [
+            torch_modules.register_module_forward_pre_hook(self._enter),
+            torch_modules.register_module_forward_hook(self._leave),
+        ]
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if kind is not None:
+            # Without one, it was raised by the loss or by backward.
+            self.failed_in = self._running[-1] if self._running else IN_NONE
+
+    def _enter(self, part: nn.Module, _: object) -> None:
+        if id(part) in self._paths:
+            self._running.append(self._paths[id(part)])
+
+    def _leave(self, part: nn.Module, *_: object) -> None:
+        if id(part) in self._paths and self._running:
+            self._running.pop()
+
+
+class ModuleTrace:
+    """Within, notes the tensors that each module of `models` is given and returns, as the modules end.
+
+    `gradients` are those of what they return.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], unwrap: Unwrap = lambda leaf: (leaf, lambda own: own)
+    ) -> None:
+        self._paths = _paths(models)
+        self._unwrap = unwrap
+        self._calls: Counter[str] = Counter()
+        # By path, number of the call, and which input or output.
+        self.values: dict[str, Tensor | None] = {}
+        self.gradients: dict[str, Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        self._handle = torch_modules.register_module_forward_hook(self._note, with_kwargs=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _note(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        path = self._paths.get(id(part))
+        if path is None:
+            return
+        call = self._calls[path]
+        self._calls[path] += 1
+        for number, leaf in enumerate(_tensors((args, kwargs))):
+            tensor, pick = self._unwrap(leaf)
+            self.values[f"{path}\0{call}\0input {number}"] = pick(tensor).detach().clone()
+        for number, leaf in enumerate(_tensors(output)):
+            key = f"{path}\0{call}\0output {number}"
+            tensor, pick = self._unwrap(leaf)
+            self.values[key] = pick(tensor).detach().clone()
+            if tensor.is_floating_point():
+                self.gradients[key] = None
+            if tensor.requires_grad:
+                tensor.register_hook(lambda g, key=key, pick=pick: self._note_gradient(key, pick(g)))
+
+    def _note_gradient(self, key: str, gradient: Tensor) -> None:
+        before, own = self.gradients.get(key), gradient.detach().clone()
+        self.gradients[key] = own if before is None else before + own
+
+    def called(self) -> set[str]:
+        return set(self._calls)
+
+
+def differing_keys(
+    expected: ModuleTrace, moved: Sequence[ModuleTrace], found: ModuleTrace, kind: str
+) -> list[str]:
+    """Where `found` differs in its `values` or its `gradients`, in order, of modules that both have called.
+
+    `moved` are traces from weights that are rounded otherwise.
+    """
+    wanted = {key: value for key, value in getattr(expected, kind).items() if path_of(key) in found.called()}
+    noise = measure_noise(wanted, lambda seed: getattr(moved[seed], kind))
+    own = {key: value for key, value in getattr(found, kind).items() if key in wanted}
+    return [difference.name for difference in find_differences(wanted, own, noise)]
+
+
+def path_of(key: str) -> str:
+    """The path of the module that a key of a trace is about."""
+    return key.partition("\0")[0]
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _paths(models: Sequence[nn.Module]) -> dict[int, str]:
+    return {id(part): path for model in models for path, part in model.named_modules()}
