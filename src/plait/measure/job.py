@@ -30,7 +30,7 @@ from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cutting.cut import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.stages import Example, find_parting
+from plait.pipeline.verify.stages import Example, find_mismatch
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
@@ -223,9 +223,9 @@ def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Se
         contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
     batches = [to_device(content, device, dtype) for content in contents]
     loss = build_loss(settings.loss, settings.loss_args)
-    parting = find_parting(traced, stages, Example(batches, loss, Choices(quick=False)))
-    if parting is not None:
-        raise StageError(f"the stages do not compute what the model computes: {parting}")
+    mismatch = find_mismatch(traced, stages, Example(batches, loss, Choices(quick=False)))
+    if mismatch is not None:
+        raise StageError(f"the stages do not compute what the model computes: {mismatch}")
 
 
 _ALL_THE_SAME = "measure its layers all the same with --set verify=off"
@@ -280,12 +280,12 @@ def _first_objection(model: nn.Module, example: Example, whole: frozenset[str]) 
         words, path = concerns[0].words, concerns[0].path
     else:
         try:
-            parting = find_parting(traced, [[layer.id for layer in traced.layers]], example)
+            mismatch = find_mismatch(traced, [[layer.id for layer in traced.layers]], example)
         except InputError as failure:
             raise StageError(f"{failure} ({_ALL_THE_SAME})") from failure
-        if parting is None:
+        if mismatch is None:
             return "", None
-        words, path = f"its layers do not compute what the model computes: {parting}", parting.path or ""
+        words, path = f"its layers do not compute what the model computes: {mismatch}", mismatch.module or ""
     return words, path if path and path not in whole else None
 
 

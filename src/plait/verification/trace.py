@@ -51,17 +51,17 @@ class FailureTrace:
 
 
 class ModuleTrace:
-    """Within, notes the tensors that each module of `models` is given and returns, as the modules end.
+    """Within, notes the tensors that each module inside of `models` is given and returns, as the modules end.
 
-    `gradients` are those of what they return.
+    `calls` counts how often each is called, by path; `gradients` are those of what they return.
     """
 
     def __init__(
         self, models: Sequence[nn.Module], unwrap: Unwrap = lambda leaf: (leaf, lambda own: own)
     ) -> None:
-        self._paths = _paths(models)
+        self._paths = {key: path for key, path in _paths(models).items() if path}
         self._unwrap = unwrap
-        self._calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         # By path, number of the call, and which input or output.
         self.values: dict[str, Tensor | None] = {}
         self.gradients: dict[str, Tensor | None] = {}
@@ -76,8 +76,8 @@ class ModuleTrace:
         path = self._paths.get(id(part))
         if path is None:
             return
-        call = self._calls[path]
-        self._calls[path] += 1
+        call = self.calls[path]
+        self.calls[path] += 1
         for number, leaf in enumerate(_tensors((args, kwargs))):
             tensor, pick = self._unwrap(leaf)
             self.values[f"{path}\0{call}\0input {number}"] = pick(tensor).detach().clone()
@@ -94,9 +94,6 @@ class ModuleTrace:
         before, own = self.gradients.get(key), gradient.detach().clone()
         self.gradients[key] = own if before is None else before + own
 
-    def called(self) -> set[str]:
-        return set(self._calls)
-
 
 def differing_keys(
     expected: ModuleTrace, moved: Sequence[ModuleTrace], found: ModuleTrace, kind: str
@@ -105,7 +102,7 @@ def differing_keys(
 
     `moved` are traces from weights that are rounded otherwise.
     """
-    wanted = {key: value for key, value in getattr(expected, kind).items() if path_of(key) in found.called()}
+    wanted = {key: value for key, value in getattr(expected, kind).items() if path_of(key) in found.calls}
     noise = measure_noise(wanted, lambda seed: getattr(moved[seed], kind))
     own = {key: value for key, value in getattr(found, kind).items() if key in wanted}
     return [difference.name for difference in find_differences(wanted, own, noise)]

@@ -17,7 +17,7 @@ from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.verify.stages import Checked
+from plait.pipeline.verify.stages import VerifiedStages
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.fused import TrialInit, stacked
@@ -38,7 +38,7 @@ class StagesOfTrials:
     `checked.fine` are the stages in the layers of the plan, from which other workers come to the same.
     """
 
-    checked: Checked
+    checked: VerifiedStages
     layout: PipelineLayout
     values: Values
 
