@@ -19,11 +19,11 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.shared import Shared
 from plait.fusion.verify import (
-    BatchCandidate,
-    CallCandidate,
     Candidate,
+    FirstCallCandidate,
     NothingToCompareError,
     log_verdict,
+    on_batches,
     verify_fused,
 )
 
@@ -70,7 +70,7 @@ def fuse(
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
     if not isinstance(verify, bool):
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        reasons = _verified(BatchCandidate(models, seeds, ages, batches), reasons)
+        reasons = _verified(on_batches(models, seeds, ages, batches), reasons)
     made = FusedModule(models, seeds, ages, reasons)
     made.first_call = FirstCall(models) if verify is True else None
     return made
@@ -111,7 +111,7 @@ class FirstCall:
             return
         # Tensors made in inference mode, or without gradients, are compared with gradients all the same.
         with torch.inference_mode(False), torch.enable_grad():
-            candidate = CallCandidate(fused, self._models, function, *_plain((args, kwargs)))
+            candidate = FirstCallCandidate(fused, self._models, function, _plain((args, kwargs)))
             try:
                 found = _verified(candidate, fused.unfused)
             except NothingToCompareError as failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,36 +19,13 @@ IN_NONE = "\0"
 Unwrap = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
-class FailureTrace:
-    """Within, notes in which module of `models` an error was raised."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._paths = _paths(models)
-        self._running: list[str] = []
-        self._handles: list[Any] = []
-        self.failed_in: str | None = None
-
-    def __enter__(self) -> None:
-        self._running = []
-        self._handles = [
-            torch_modules.register_module_forward_pre_hook(self._enter),
-            torch_modules.register_module_forward_hook(self._leave),
-        ]
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if kind is not None:
-            # Without one, it was raised by the loss or by backward.
-            self.failed_in = self._running[-1] if self._running else IN_NONE
-
-    def _enter(self, part: nn.Module, _: object) -> None:
-        if id(part) in self._paths:
-            self._running.append(self._paths[id(part)])
-
-    def _leave(self, part: nn.Module, *_: object) -> None:
-        if id(part) in self._paths and self._running:
-            self._running.pop()
+def failed_in(failure: BaseException, models: Sequence[nn.Module]) -> str:
+    """The path of the innermost module of `models` whose call has raised an error; or IN_NONE."""
+    paths, found = _paths(models), IN_NONE
+    for frame, _ in traceback.walk_tb(failure.__traceback__):
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found = paths.get(id(frame.f_locals["self"]), found)
+    return found
 
 
 class ModuleTrace:

@@ -8,11 +8,11 @@ which they differ is located; whoever has built the candidate mends it there, an
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -113,18 +113,10 @@ class Reference:
             for number, phase in enumerate(self.phases[: last + 1]):
                 # Casts of weights are kept while autocast is on, and these are other weights now.
                 torch.clear_autocast_cache()
-                with same_random_numbers(self._seed + number):
-                    step = observe_step(
-                        self.model, self._watched(phase, trace if number == last else None), phase.training
-                    )
+                watched = trace if trace is not None and number == last else nullcontext()
+                with same_random_numbers(self._seed + number), watched:
+                    step = observe_step(self.model, partial(self.forward, phase), phase.training)
                 yield step
-
-    def _watched(self, phase: Phase, trace: ModuleTrace | None) -> Callable[[], tuple[Any, Tensor | None]]:
-        def forward() -> tuple[Any, Tensor | None]:
-            with trace or nullcontext():
-                return self.forward(phase)
-
-        return forward
 
     def observe(self, phase: int, seed: int | None = None) -> Observation:
         """What the model does in one phase, after those before it."""
@@ -156,7 +148,7 @@ def first_differences(
             if find_differences(wanted, reference.observe(phase), Noise({})):
                 # Its noise would hide whatever is wrong.
                 raise NotRepeatableError(phase, differences[0])
-            noise[phase] = measure_noise(wanted, functools.partial(reference.observe, phase))
+            noise[phase] = measure_noise(wanted, partial(reference.observe, phase))
             differences = find_differences(wanted, own, noise[phase])
         if differences:
             return phase, differences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class NothingToCompareError(FusionError):
 
 
 class Candidate:
-    """Trials to be fused, and how they run on their batches, 0 and 1: together and alone.
+    """Trials to be fused, and how some of them run on their batches, 0 and 1: together and alone.
 
     `models` are the plain models, as whoever makes them made them; they stay as they are. `rounding` is that
     of the coarsest numbers which are computed with. `in_stages` says that trials are cut, so that the fused
@@ -39,33 +40,31 @@ class Candidate:
     ) -> None:
         self.models, self.seeds, self.ages, self.rounding = models, seeds, ages, rounding
 
-    def some(self, trials: Sequence[int]) -> Candidate:
-        """The same for some of the trials."""
-        raise NotImplementedError
-
     def prepare(self, trial: int) -> None:
         """Give the model of a trial, which is borrowed, the weights it begins with, where not its own."""
 
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
-        """These models fused as they are to be trained: in one module, or in one for each stage."""
-        check_models(models)
-        return [FusedModule(list(models), list(self.seeds), list(self.ages), unfused)]
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        """Some trials fused as they are to be trained: in one module, or in one for each stage."""
+        check_models([self.models[trial] for trial in trials])
+        return [self._module(trials, unfused)]
 
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """The outputs of all trials, trials first, and their losses."""
+    def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
+        seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
+        return FusedModule([self.models[trial] for trial in trials], seeds, ages, unfused)
+
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        """The outputs of all trials that are fused, trials first, and their losses."""
         raise NotImplementedError
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
         """What one trial's plain model gives for its own batch, and its loss."""
         raise NotImplementedError
 
 
-class BatchCandidate(Candidate):
-    """Trials of `fuse` on batches that plain models take: a tensor, a tuple of them, or named ones.
+class CallCandidate(Candidate):
+    """Trials on two calls of their fused module, given by the arguments.
 
-    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
-    are not of one shape, a copy with numbers that are a little smaller. The loss is a weighting of all that a
-    model returns.
+    The loss is a weighting of all that a call returns.
     """
 
     def __init__(
@@ -73,63 +72,41 @@ class BatchCandidate(Candidate):
         models: Sequence[nn.Module],
         seeds: Sequence[int],
         ages: Sequence[int],
-        batches: Sequence[Any],
-        trials: Sequence[int] | None = None,
+        rounding: float,
+        calls: Sequence[tuple[Any, Any]],
+        function: Callable[..., Any] = lambda model, *args, **kwargs: model(*args, **kwargs),
     ) -> None:
-        self._numbers = list(range(len(models)) if trials is None else trials)
-        self._every = (models, seeds, ages, batches)
-        own, drawing, behind = (_at_numbers(x, self._numbers) for x in (models, seeds, ages))
-        super().__init__(own, drawing, behind, _rounding_of(models[0]))
-        self._batches = [_arguments(batch) for batch in batches]
-        if not self._batches:
-            raise FusionError("fuse: verify found no batches, expected one or more that the models take")
-        shapes = [
-            [(x.shape, x.dtype) for x in pytree.tree_leaves(b) if isinstance(x, Tensor)]
-            for b in self._batches
-        ]
-        self._are_alike = all(one == shapes[0] for one in shapes)
+        super().__init__(models, seeds, ages, rounding)
+        self._calls, self._function = calls, function
 
-    def some(self, trials: Sequence[int]) -> BatchCandidate:
-        return BatchCandidate(*self._every, _at_numbers(self._numbers, trials))
-
-    def _batch(self, trial: int, batch: int) -> Any:
-        number = self._numbers[trial]
-        place = batch % len(self._batches)
-        if batch == 1 and self._are_alike:
-            place = (number + 1) % len(self._batches)
-        shrunk = 1.0 - 0.01 * number if batch == 1 and not self._are_alike else 1.0
-
-        def own(x: Tensor) -> Tensor:
-            return x * shrunk if shrunk != 1.0 and x.is_floating_point() else x.clone()
-
-        return pytree.tree_map_only(Tensor, own, self._batches[place])
-
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """What the models return, and its weighting."""
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
-        each = [self._batch(trial, batch) for trial in range(whole.trials)]
-        if batch == 1:
-            flat = [pytree.tree_flatten(one) for one in each]
-            parts = zip(*(leaves for leaves, _ in flat))
-            leaves = [torch.stack(x) if isinstance(x[0], Tensor) else x[0] for x in parts]
-            args, kwargs = pytree.tree_unflatten(leaves, flat[0][1])
-        else:
-            args, kwargs = pytree.tree_map_only(Tensor, Shared, each[0])
-        outputs = whole(*args, **kwargs)
-        return outputs, _total_of_each(outputs, whole.trials)
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model returns for its own batch, and its weighting."""
-        args, kwargs = self._batch(trial, batch)
-        outputs = model(*args, **kwargs)
+        def given(x: Any) -> Any:
+            if isinstance(x, Shared):
+                return Shared(_leaf(x.tensor))
+            return _leaf(x, torch.tensor(trials, device=x.device)) if isinstance(x, Tensor) else x
+
+        args, kwargs = pytree.tree_map(given, self._calls[batch])
+        outputs = whole.call(self._function, *args, **kwargs)
+        each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
+        return outputs, torch.stack([_total(own) for own in each])
+
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
+        def given(x: Any) -> Any:
+            if isinstance(x, Shared):
+                return _leaf(x.tensor)
+            return _leaf(x, trial) if isinstance(x, Tensor) else x
+
+        args, kwargs = pytree.tree_map(given, self._calls[batch])
+        outputs = self._function(self.models[trial], *args, **kwargs)
         return outputs, _total(outputs)
 
 
-class CallCandidate(Candidate):
+class FirstCallCandidate(CallCandidate):
     """Trials on the arguments of a fused module's call, with the weights that it has now.
 
-    Both batches are those arguments: others might be none that the models take. The loss is a weighting of
-    all that the call returns.
+    Both batches are those arguments: others might be none that the models take.
     """
 
     def __init__(
@@ -137,57 +114,53 @@ class CallCandidate(Candidate):
         fused: FusedModule,
         models: Sequence[nn.Module],
         function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        trials: Sequence[int] | None = None,
+        arguments: tuple[Any, Any],
     ) -> None:
-        self._fused, self._every, self._function = fused, models, function
-        self._given = (args, kwargs)
-        self._numbers = list(range(fused.trials)) if trials is None else list(trials)
-        seeds, ages = (_at_numbers(x.tolist(), self._numbers) for x in (fused.seeds, fused.ages))
-        super().__init__(_at_numbers(models, self._numbers), seeds, ages, _rounding_of(fused.module))
-
-    def some(self, trials: Sequence[int]) -> CallCandidate:
-        numbers = _at_numbers(self._numbers, trials)
-        return CallCandidate(self._fused, self._every, self._function, *self._given, numbers)
+        seeds, ages, rounding = fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module)
+        super().__init__(models, seeds, ages, rounding, [arguments] * 2, function)
+        self._fused = fused
 
     def prepare(self, trial: int) -> None:
-        """Give a model what its trial has in the fused module: weights, buffers, modes, what is frozen."""
-        _follow(self.models[trial], self._fused.module, lambda x: x.detach()[self._numbers[trial]].clone())
+        _follow(self.models[trial], self._fused.module, lambda x: x.detach()[trial].clone())
 
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
-        """The trials in a module of their own."""
-        made = FusedModule(list(models), list(self.seeds), list(self.ages), unfused)
-        index = torch.tensor(self._numbers, device=self._fused.seeds.device)
-        made.to(self._fused.seeds.device)
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        device = self._fused.seeds.device
+        made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
         _follow(made.module, self._fused.module, lambda x: x.detach()[index])
         return [made]
 
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """What the call returns for all trials, and its weighting."""
-        (whole,) = fused
-        index = torch.tensor(self._numbers)
 
-        def given(x: Any) -> Any:
-            if isinstance(x, Shared):
-                return Shared(x.tensor.detach().clone())
-            return x.detach()[index.to(x.device)] if isinstance(x, Tensor) else x
+def on_batches(
+    models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]
+) -> Candidate:
+    """Trials on batches that plain models take: a tensor, a tuple of them, or named ones.
 
-        args, kwargs = pytree.tree_map(given, self._given)
-        outputs = whole.call(self._function, *args, **kwargs)
-        return outputs, _total_of_each(outputs, whole.trials)
+    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
+    are not of one shape, a copy with numbers that are a little smaller.
+    """
+    if not batches:
+        raise FusionError("fuse: verify found no batches, expected one or more that the models take")
+    given = [_arguments(batch) for batch in batches]
+    tensors = [[x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)] for batch in given]
+    are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model returns, and its weighting."""
+    def own(trial: int) -> list[Any]:
+        chosen = given[((trial if are_alike else 0) + 1) % len(given)]
+        factor = 1.0 if are_alike else 1.0 - 0.01 * trial
+        leaves = pytree.tree_leaves(chosen)
+        return [x * factor if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
 
-        def given(x: Any) -> Any:
-            if isinstance(x, Shared):
-                return x.tensor.detach().clone()
-            return x.detach()[self._numbers[trial]].clone() if isinstance(x, Tensor) else x
+    each = zip(*(own(trial) for trial in range(len(models))))
+    stacked = [torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in each]
+    second = pytree.tree_unflatten(stacked, pytree.tree_structure(given[1 % len(given)]))
+    calls = [pytree.tree_map_only(Tensor, Shared, given[0]), second]
+    return CallCandidate(models, seeds, ages, _rounding_of(models[0]), calls)
 
-        args, kwargs = pytree.tree_map(given, self._given)
-        outputs = self._function(model, *args, **kwargs)
-        return outputs, _total(outputs)
+
+def _leaf(tensor: Tensor, index: Any = None) -> Tensor:
+    """A tensor, or a part of it, in memory of its own."""
+    part = tensor.detach() if index is None else tensor.detach()[index]
+    return part.clone().requires_grad_(tensor.requires_grad)
 
 
 def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
@@ -212,19 +185,6 @@ def _rounding_of(model: nn.Module) -> float:
         return torch.finfo(torch.get_autocast_dtype(device)).eps
     on_gpu = any(p.is_cuda and p.dtype == torch.float32 for p in model.parameters())
     return TF32_EPS if on_gpu else 0.0
-
-
-def _at_numbers(values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-    return [values[number] for number in numbers]
-
-
-def _total_of_each(outputs: Any, trials: int) -> Tensor:
-    """The weighting of what each trial returned."""
-    return torch.stack([_total(_at(outputs, trial)) for trial in range(trials)])
-
-
-def _at(outputs: Any, trial: int) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x[trial], outputs)
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -42,7 +42,7 @@ from plait.verification import (
     first_names,
     same_random_numbers,
 )
-from plait.verification.trace import IN_NONE, FailureTrace, ModuleTrace, path_of
+from plait.verification.trace import IN_NONE, ModuleTrace, failed_in, path_of
 from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,
@@ -121,7 +121,7 @@ def verify_fused(
 def _verify(
     candidate: Candidate, unfused: dict[str, str], phases: Sequence[Phase], trials: list[int]
 ) -> Verdict:
-    check = _Check(candidate.some(trials), unfused, phases, trials)
+    check = _Check(candidate, unfused, phases, trials)
     try:
         return check.verdict()
     except torch.OutOfMemoryError:
@@ -136,7 +136,6 @@ def _verify(
     first = _verify(candidate, unfused, phases, trials[:half])
     if first.refused is not None:
         return first
-    candidate.loss_alone = candidate.loss_alone or first.loss_alone
     return _verify(candidate, dict(first.unfused), phases, trials[half:])
 
 
@@ -150,16 +149,16 @@ def log_verdict(verdict: Verdict, known: Mapping[str, str]) -> None:
 
 
 class _Check:
-    """One array of trials and the same trials alone; `numbers` are how messages call them."""
+    """One array of trials and the same trials alone."""
 
     def __init__(
-        self, candidate: Candidate, unfused: dict[str, str], phases: Sequence[Phase], numbers: Sequence[int]
+        self, candidate: Candidate, unfused: dict[str, str], phases: Sequence[Phase], trials: Sequence[int]
     ) -> None:
         self.candidate = candidate
         self.unfused = unfused
         self.has_python_state = False
         self.phases = phases
-        self._numbers = numbers
+        self._trials, self._first = trials, candidate.models[trials[0]]
         self._blamed: list[type] = []
         # The modules that the fused form calls, by name: in stages some of the plain model's are opened.
         self._called: dict[str, nn.Module] = {}
@@ -174,9 +173,8 @@ class _Check:
             left = verify(self._find, self._mend, _ATTEMPTS + 2)
             refused = None if left is None else left.why
         except _FailsAlone as failure:
-            number = self._numbers[failure.trial]
-            refused = f"trial {number} fails by itself on these batches: {failure}"
-            failed = {number: str(failure)}
+            refused = f"trial {failure.trial} fails by itself on these batches: {failure}"
+            failed = {failure.trial: str(failure)}
         except NotRepeatableError:
             refused = _NOT_TWICE
         state, alone = self.has_python_state, self.candidate.loss_alone
@@ -185,34 +183,33 @@ class _Check:
     def _find(self) -> Mismatch | None:
         """The first trial that is not what it is alone, and the first phase in which it is not."""
         # Of the first trial before anything is fused: a model that fails alone is no one's else fault.
-        alone = list(_LoneTrial(self, 0).run())
+        first = self._trials[0]
+        alone = list(_LoneTrial(self, first).run())
         if all(phase.training for phase in self.phases[:2]):
             self.has_python_state = changes_in_python(alone)
         try:
             fused = self._fuse()
         except FusionError as failure:
-            return Mismatch(_first_line(failure), "")
+            return Mismatch(_first_line(failure), "", trial=first)
         steps: list[FusedStep] = []
         failed: Mismatch | None = None
-        trace = FailureTrace([one.module for one in fused])
         for phase in range(len(alone)):
             try:
-                with trace:
-                    steps.append(self._together(fused, phase))
+                steps.append(self._together(fused, phase))
             except torch.OutOfMemoryError:
                 raise
             except Exception as failure:  # the user's code can fail in any way on fused tensors
-                why = _first_line(failure)
-                in_loss = trace.failed_in == IN_NONE and not self.candidate.loss_alone
+                why, module = _first_line(failure), failed_in(failure, [one.module for one in fused])
+                in_loss = module == IN_NONE and not self.candidate.loss_alone
                 wrong = [Difference(_LOSS, torch.inf, 0.0, why)] if in_loss else []
-                failed = Mismatch(why, trace.failed_in, phase, 0, wrong)
+                failed = Mismatch(why, module, phase, first, wrong)
                 break
         del fused
         # Where a step failed, one trial is enough to see whether the steps before it were right.
-        for trial in range(1 if failed is not None else len(self.candidate.models)):
+        for place, trial in enumerate(self._trials[:1] if failed is not None else self._trials):
             reference = _LoneTrial(self, trial)
-            expected = alone if trial == 0 else list(reference.run(until=len(steps) - 1))
-            own = (step.of_trial(trial, reference.model) for step in steps)
+            expected = alone if place == 0 else list(reference.run(until=len(steps) - 1))
+            own = (step.of_trial(place, reference.model) for step in steps)
             if (apart := first_differences(reference, expected, own, self._noise)) is not None:
                 return self._as_mismatch(trial, *apart)
             alone = []
@@ -220,7 +217,7 @@ class _Check:
 
     def _as_mismatch(self, trial: int, phase: int, differences: Sequence[Difference]) -> Mismatch:
         mode = self.phases[phase].mode
-        why = f"trial {self._numbers[trial]} parts from the trial alone in {mode}: {differences[0]}"
+        why = f"trial {trial} parts from the trial alone in {mode}: {differences[0]}"
         return Mismatch(why, None, phase, trial, differences)
 
     def _mend(self, mismatch: Mismatch) -> bool:
@@ -228,7 +225,7 @@ class _Check:
         self._mends += 1
         if self._mends == 1:
             # It may be one of the trials that cannot take a step, and no module of all of them.
-            for trial in range(1, len(self.candidate.models)):
+            for trial in self._trials[1:]:
                 list(_LoneTrial(self, trial).run(until=0))
             self._limit_s = max(_SEARCH_S, _SEARCH_TIMES * self._searched_s)
         only_loss = _is_of_loss(mismatch)
@@ -251,7 +248,7 @@ class _Check:
 
     def _to_unfuse(self, blamed: str) -> list[str]:
         """The module to run trial by trial next: the one to blame, or what is around it."""
-        parts = {"": self.candidate.models[0], **self._called}
+        parts = {"": self._first, **self._called}
         name = blamed
         while name and (is_within(name, self.unfused) or name not in parts):
             name = name.rpartition(".")[0]
@@ -268,14 +265,12 @@ class _Check:
         ]
 
     def _fuse(self) -> Sequence[FusedModule]:
-        models = self.candidate.models
-        fused = self.candidate.fuse(models, self.unfused)
-        names = first_names(models[0])
+        fused, names = self.candidate.fuse(self._trials, self.unfused), first_names(self._first)
         for one in fused:
             for name, parameter in one.module.named_parameters():
-                for trial in range(one.trials):
-                    _set_apart(parameter, parameter.data[trial], names.get(name, name), trial)
-        plain = dict(models[0].named_modules())
+                for place, trial in enumerate(self._trials):
+                    _set_apart(parameter, parameter.data[place], names.get(name, name), trial)
+        plain = dict(self._first.named_modules())
         self._called = {
             path: plain[path]
             for one in fused
@@ -308,22 +303,22 @@ class _Check:
         torch.clear_autocast_cache()
         with same_random_numbers(7), torch.set_grad_enabled(training):
             with trace or nullcontext():
-                outputs, losses = self.candidate.together(fused, batch)
+                outputs, losses = self.candidate.together(fused, self._trials, batch)
             if training and losses.requires_grad:
                 losses.sum().backward()
-        return FusedStep(fused, outputs, losses, training, first_names(self.candidate.models[0]))
+        return FusedStep(fused, outputs, losses, training, first_names(self._first))
 
     def _locate(self, mismatch: Mismatch) -> str:
         """The first module whose outcome differs from that of the module alone."""
-        trial, phase = mismatch.trial, mismatch.phase
+        place, phase = self._trials.index(mismatch.trial), mismatch.phase
         forward = [d for d in mismatch.differences if d.name.startswith(("output", BUFFER, ATTRIBUTE))]
         fused = self._fuse()
-        together = ModuleTrace([one.module for one in fused], lambda leaf: _of_trial(leaf, trial))
+        together = ModuleTrace([one.module for one in fused], lambda leaf: _of_trial(leaf, place))
         try:
             for earlier in range(phase + 1):
                 self._together(fused, earlier, together if earlier == phase else None)
             kinds = ("values", "gradients") if forward else ("gradients",)
-            located = locate(_LoneTrial(self, trial), phase, together, kinds)
+            located = locate(_LoneTrial(self, mismatch.trial), phase, together, kinds)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # some hook of the trace does what the model does not like: the whole is to blame
@@ -356,7 +351,7 @@ class _LoneTrial(Reference):
         if phase.training != self.model.training:
             self.model.train(phase.training)
         with self._lone.forward():
-            return self._check.candidate.alone(self.model, self._trial, phase.batch)
+            return self._check.candidate.alone(self._trial, phase.batch)
 
     def visible(self, observed: Observation) -> Observation:
         return self._check.observable(observed)
@@ -402,10 +397,10 @@ def _set_apart(parameter: Tensor, values: Tensor, name: str, trial: int) -> None
         values.add_(drawn * values.abs().mean().clamp(min=1e-3), alpha=APART)
 
 
-def _of_trial(leaf: Tensor, trial: int) -> tuple[Tensor, Any]:
+def _of_trial(leaf: Tensor, place: int) -> tuple[Tensor, Any]:
     """A tensor as that of all trials, and what takes one trial's of it."""
     if isinstance(leaf, TrialTensor):
-        return leaf.stacked, lambda stacked: stacked[trial]
+        return leaf.stacked, lambda stacked: stacked[place]
     return leaf, lambda own: own
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
@@ -17,7 +17,7 @@ from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, Verdict, verify_fused
 from plait.sweeping.engines.batch_streams import BatchStream
 from plait.sweeping.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
-from plait.sweeping.engines.microbatches import Piece, rounds_of
+from plait.sweeping.engines.microbatches import rounds_of
 from plait.training.components import AUTOCAST, Components
 from plait.verification import same_random_numbers
 
@@ -65,10 +65,8 @@ class ArrayCandidate(Candidate):
         self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]], microbatches: int = 0
     ) -> None:
         self._entries = entries
-        self._batches = batches
-        self._loss = fused_loss([entry.settings for entry in entries])
-        self._count = microbatches or entries[0].settings.accumulate
-        self._pieces = [_first_pieces(step, self._count) for step in batches]
+        count = microbatches or entries[0].settings.accumulate
+        self._pieces = [rounds_of(step, count)[0][0] for step in batches]
         super().__init__(
             [entry.parts.model for entry in entries],
             [mix(entry.settings.seed) for entry in entries],
@@ -77,45 +75,35 @@ class ArrayCandidate(Candidate):
         )
         self.loss_alone = False
 
-    def some(self, trials: Sequence[int]) -> ArrayCandidate:
-        """The same for some of the trials."""
-        if len(trials) == len(self._entries):
-            return self
-        entries = [self._entries[trial] for trial in trials]
-        return self._like(entries, [[step[trial] for trial in trials] for step in self._batches])
-
-    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> ArrayCandidate:
-        made = ArrayCandidate(entries, batches, self._count)
-        made.loss_alone = self.loss_alone
-        return made
-
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """The outputs of all trials, trials first, and their losses."""
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
-        contents, counts = self._contents(batch)
+        contents, counts = self._contents(trials, batch)
         parts = self._entries[0].parts
         inputs, target = together(parts, contents, max(counts))
         with padded_rows(whole, counts), parts.autocast():
             outputs = forward(whole, inputs)
-            losses = self._losses(whole, outputs, target, counts)
+            losses = self._losses(whole, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
-    def _contents(self, batch: int) -> tuple[list[Any], list[int]]:
+    def _contents(self, trials: Sequence[int], batch: int) -> tuple[list[Any], list[int]]:
         """What each trial gets, and of how many rows."""
-        pieces = self._pieces[batch]
+        pieces = [self._pieces[batch][trial] for trial in trials]
         return [content for content, _ in pieces], [count for _, count in pieces]
 
-    def _losses(self, fused: FusedModule, outputs: Any, target: Any, counts: Sequence[int]) -> Tensor:
+    def _losses(
+        self, fused: FusedModule, trials: Sequence[int], outputs: Any, target: Any, counts: Sequence[int]
+    ) -> Tensor:
+        entries = [self._entries[trial] for trial in trials]
         if self.loss_alone:
-            return losses_alone(self._entries, outputs, target, counts)
-        return losses_of(fused, self._entries, self._loss, outputs, target, counts)
+            return losses_alone(entries, outputs, target, counts)
+        loss = fused_loss([entry.settings for entry in entries])
+        return losses_of(fused, entries, loss, outputs, target, counts)
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model gives for its own batch, and its loss."""
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
         parts: Components = self._entries[trial].parts
         inputs, target = to_device(self._pieces[batch][trial][0], parts.device, parts.dtype)
         with parts.autocast():
-            outputs = forward(model, inputs)
+            outputs = forward(parts.model, inputs)
             return self._comparable(outputs, batch), parts.loss(outputs, target)
 
     def _comparable(self, outputs: Any, batch: int) -> Any:
@@ -134,7 +122,3 @@ def coarsest_rounding(entry: TrialInit) -> float:
 def padded_rows(fused: FusedModule, counts: Sequence[int]) -> AbstractContextManager[None]:
     """Within, each trial has so many rows of its own; padding after them where they differ."""
     return fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
-
-
-def _first_pieces(batches: Sequence[Batch], accumulate: int) -> list[Piece]:
-    return rounds_of(batches, accumulate)[0][0]

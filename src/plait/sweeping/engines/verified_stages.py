@@ -95,26 +95,20 @@ class StagedCandidate(ArrayCandidate):
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
         self._cut: list[StageModule] = []
 
-    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> StagedCandidate:
-        made = StagedCandidate(entries, self._stages, batches)
-        made.loss_alone = self.loss_alone
-        return made
-
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
-        """The trials in one module for each stage."""
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> list[FusedModule]:
         for entry in self._entries:
             check_values(self._traced, self._stages.values, plain_values(entry.parts.model))
         fused, self._cut = [], []
         for layers in self._stages.layout.stages:
-            own = [cut(replace(self._traced, model=model), layers) for model in models]
+            own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
             kept = of_stage(Verdict(unfused), own[0].module).unfused
-            fused.append(fuse([stage.module for stage in own], self.seeds, self.ages, kept, verify=False))
+            seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
+            fused.append(fuse([stage.module for stage in own], seeds, ages, kept, verify=False))
             self._cut.append(own[0])
         return fused
 
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """The outputs of all trials, trials first, and their losses."""
-        contents, counts = self._contents(batch)
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        contents, counts = self._contents(trials, batch)
         inputs, target = stacked(self._entries[0].parts, contents, max(counts))
         training = fused[0].training
         traced = self._traced if training else self._evaluated
@@ -127,7 +121,7 @@ class StagedCandidate(ArrayCandidate):
             draws, one.draws_before = one.draws, 0
         outputs = traced.rebuild_output([values[name] for name in traced.outputs])
         with padded_rows(fused[-1], counts), self._entries[0].parts.autocast():
-            losses = self._losses(fused[-1], outputs, target, counts)
+            losses = self._losses(fused[-1], trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
     def _run(
@@ -146,11 +140,10 @@ class StagedCandidate(ArrayCandidate):
             outcome = fused(*(received[value.name] for value in own))
         return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model gives for its own batch, and its loss."""
-        if not model.training and self._traced.no_evaluation is not None:
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
+        if not self.models[trial].training and self._traced.no_evaluation is not None:
             raise TraceError(self._traced.no_evaluation)  # then it is never evaluated in stages
-        return super().alone(model, trial, batch)
+        return super().alone(trial, batch)
 
 
 def _received(tensor: Tensor, name: str, route: StageEdge) -> Tensor:
