@@ -21,9 +21,9 @@ from plait.schema.settings import (
     OptimizerSettings,
 )
 from plait.sweeping import loop
-from plait.sweeping.engines.fused import TrialTensors
 from plait.sweeping.running_trial import RunningTrial, save_trial
 from plait.sweeping.settings import SweepSettings
+from plait.training.checkpoint import EngineState
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 
@@ -177,9 +177,9 @@ def test_patience_counts_evaluations_at_rungs_too(kind: str, tmp_path: Path):
 def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved = []
 
-    def noted(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bool:
+    def noted(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
         saved.append((trial.number, trial.step))
-        return save_trial(folder, trial, tensors)
+        return save_trial(folder, trial, state)
 
     monkeypatch.setattr(loop, "save_trial", noted)
     job = job_of("norm_net", steps=12, checkpoint=CheckpointSettings(every_steps=6))

@@ -25,20 +25,22 @@ from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
-from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
-from plait.sweeping.engines.fused import TrialInit
 from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
 from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import ALONE, GroupClient, WorkerGroup
+from plait.sweeping.worker_group import GroupClient
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.batch_streams import BatchStream, find_stream, open_stream
 from plait.training.checkpoint import Checkpoint
 from plait.training.early_stopping import EarlyStopping
+from plait.training.fused.fused_components import TrialInit
 from plait.training.loop import take_steps
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.sanity import try_evaluation
+from plait.training.trial import Trial
+from plait.training.worker_group import ALONE, WorkerGroup
 from plait.workloads.metrics import find_modes
 
 # How long a worker that could take more trials waits before it asks again.
@@ -75,8 +77,7 @@ class SweepTraining:
         self._sets = sets
         self._device = device
         self._builder = ArrayBuilder(worker, settings, self._coordinator, device, workers, fresh)
-        self._engine = ArrayEngine(self._builder)
-        self._streams: BatchStreams | None = None
+        self._engine = ArrayEngine(self._builder, self._stream_of)
         self._leaving: list[int] = []
         self._may_get_more = True
         self._asked = 0.0
@@ -145,16 +146,25 @@ class SweepTraining:
         return due
 
     def advance(self, steps: int) -> None:
-        start = time.perf_counter()
-        for number in range(1, steps + 1):
-            self._engine.step()
-            self._step_s = (time.perf_counter() - start) / number
-            if self._workers.from_first(self._is_interrupted):
-                break
+        started, trials = time.perf_counter(), self._engine.trials
+        try:
+            result = self._engine.train(steps)
+        except Exception:
+            for trial in trials:
+                trial.step += self._engine.done
+            raise
+        self._step_s = (time.perf_counter() - started) / max(1, result.steps)
+        for trial, position in zip(trials, result.positions):
+            trial.step, trial.position, trial.moved = trial.step + result.steps, position, result.steps > 0
 
-    def _is_interrupted(self) -> bool:
-        is_changed = self._members is not None and self._members.is_changed
-        return self._worker.stop_requested() or is_changed
+    def _stream_of(self, trial: Trial) -> BatchStream:
+        """The batches of a trial: those that another one reads already at the same place, or others."""
+        found = find_stream(trial.settings, trial.position, [each.stream for each in self._engine.trials])
+        if found is not None:
+            return found
+        pin, workers = self._device.type == "cuda", self._workers
+        train_set = self._sets.of(trial.settings)[0]
+        return open_stream(train_set, trial.settings, trial.position, workers.share, pin, workers.loads)
 
     def evaluate_and_save(self) -> None:
         """Do what is due for each trial: points of its curve, evaluation, checkpoint, report."""
@@ -178,8 +188,6 @@ class SweepTraining:
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
         self._try_evaluation(settings, sets)
-        pin, workers = self._device.type == "cuda", self._workers
-        self._streams = BatchStreams(sets[0], pin, *workers.share, loads=workers.loads)
         try:
             self._builder.choose_width(group, settings, sets, found["share"])
         except Exception as failure:  # a user's model can fail in any way
@@ -242,13 +250,12 @@ class SweepTraining:
         )
         self._may_get_more = answer["more"]
         self._held.update(assignment["trial"] for assignment in answer["trials"])
-        used = [trial.stream for trial in self._engine.trials]
         taken = []
         for assignment in answer["trials"]:
             number, why, failed = assignment["trial"], None, None
             state = self._workers.checkpoint_of_first(partial(newest, self._folder, number))
             try:
-                joining = self._prepare(assignment, state, used)
+                joining = self._prepare(assignment, state)
             except Exception as failure:  # a user's model can fail in any way
                 if (why := why_failed(failure)) is None:
                     raise
@@ -257,24 +264,19 @@ class SweepTraining:
                 self._report_failed(number, why, failed)
                 continue
             taken.append(joining)
-            used.append(joining.trial.stream)
         return taken
 
-    def _prepare(
-        self, assignment: Mapping[str, Any], state: Checkpoint | None, used: list[BatchStream]
-    ) -> Joining:
+    def _prepare(self, assignment: Mapping[str, Any], state: Checkpoint | None) -> Joining:
         """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
         settings = with_values(self._settings.train, assignment["values"])
         position = Position() if state is None else Position(**state.progress["position"])
         entry = make_entry(settings, state, self._device, self._sets)
-        assert self._streams is not None
         trial = RunningTrial(
             number=assignment["trial"],
             settings=settings,
             steps=assignment["steps"],
             until=assignment["until"],
-            lr_factor=build_lr_factor(settings.lr_schedule, assignment["steps"]),
-            stream=self._streams.find(settings, position, used),
+            schedule=build_lr_factor(settings.lr_schedule, assignment["steps"]),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
             weights=entry.parts.weights,
@@ -469,10 +471,8 @@ class SweepTraining:
         return bool(self._coordinator.ask(ask="wanted", trial=trial.number, **result)["wanted"])
 
     def _save(self, place: int) -> bool:
-        state = self._engine.state(place)
-        saved: bool = self._workers.from_first(
-            lambda: save_trial(self._folder, self._engine.trials[place], state)
-        )
+        state, trial = self._engine.state(place), self._engine.trials[place]
+        saved: bool = self._workers.from_first(lambda: state and save_trial(self._folder, trial, state))
         return saved
 
     def _give_back(self) -> None:

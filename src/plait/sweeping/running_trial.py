@@ -12,10 +12,8 @@ from typing import Any
 from plait.core.codec import encode
 from plait.core.files import write_atomic
 from plait.launch.run_dir import RunDir
-from plait.sweeping.engines.batch_streams import BatchStream
-from plait.sweeping.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
-from plait.training.optimizers.lr_schedule import LrFactor
+from plait.training.checkpoint import EngineState
 from plait.training.trial import Trial
 
 # How many points a learning curve has at most, unless the job says otherwise.
@@ -38,8 +36,6 @@ class RunningTrial(Trial):
 
     steps: int
     until: int
-    lr_factor: LrFactor
-    stream: BatchStream
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
     loss_sum: float = 0.0
@@ -121,29 +117,31 @@ class RunningTrial(Trial):
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
         self.train_loss = progress["train_loss"]
 
-    def saved(self, tensors: TrialTensors) -> dict[str, Any]:
+    def saved(self, state: EngineState) -> dict[str, Any]:
         """What a checkpoint says besides tensors: as for a run of its own, and the loss not reported yet."""
         return {
-            **self.progress(tensors.loss_scale, workers=1),
-            "age": tensors.age,
+            **self.progress(state.loss_scale, workers=1),
+            # Trials that are not fused draw random numbers by their step.
+            "age": state.age or self.step,
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,
             "train_loss": self.train_loss,
         }
 
 
-def save_trial(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bool:
+def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
     """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go.
 
     False where its state holds values that are no numbers: then the checkpoint before stays.
     """
-    find_broken = checkpoints.find_broken
-    if find_broken(tensors.model, trial.weights) or find_broken(tensors.optimizer):
+    if state.find_broken(trial.weights) is not None:
         return False
     own = trial_folder(folder, trial.number)
     write_atomic(own.settings, json.dumps(encode(trial.settings), indent=1))
-    state = checkpoints.Checkpoint(trial.step, tensors.model, tensors.optimizer, trial.saved(tensors))
-    save_state(folder, trial.number, state)
+    progress = trial.saved(state)
+    save_state(
+        folder, trial.number, checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress)
+    )
     return True
 
 

@@ -27,10 +27,11 @@ from plait.sweeping.loop import SweepTraining
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
-from plait.sweeping.worker_group import ALONE, WorkerGroup, check_worker_groups, make_worker_group
+from plait.sweeping.worker_group import check_worker_groups, make_worker_group
 from plait.training import components
-from plait.training.data_checks import look_at_data
+from plait.training.checks.data_reads import look_at_data
 from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.worker_group import ALONE, WorkerGroup
 
 WAIT_S = 0.05
 

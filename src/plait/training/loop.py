@@ -35,12 +35,13 @@ from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
 from plait.training.change.member_switch import MemberSwitch
 from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
+from plait.training.checkpoint import EngineState
+from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.same_data import look_again
 from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.components import UNKNOWN_STEPS, emulated, total_steps
 from plait.training.early_stopping import EarlyStopping, gain
-from plait.training.engine import Engine, EngineState, elastic_engine
-from plait.training.loss_parts import describe_parts
+from plait.training.engine import Engine, elastic_engine
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
 from plait.training.start import RunStart
@@ -110,7 +111,8 @@ class Loop(RunStart):
         self._make_engine = make_engine
         self._steps = 0
         over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
-        self._until_data_ends = over_stream and engine.sees_end_of_data
+        # Whole models are trained on a stream until that ends, whatever length it claims.
+        self._until_data_ends = over_stream and run.settings.pipeline is None
         # The step after which what was due is done, and what workers asked for in the steps up to it.
         self._checked_step: int | None = None
         # The step of the last checkpoint that this worker wrote, and of the last that it did not write.
@@ -194,7 +196,7 @@ class Loop(RunStart):
         """Get ready to go on until `steps` steps are done."""
         run, metrics = self.run, self.run.metrics
         self._steps = steps
-        run.schedule = build_lr_factor(run.settings.lr_schedule, self._schedule_steps(steps))
+        run.trial.schedule = build_lr_factor(run.settings.lr_schedule, self._schedule_steps(steps))
         metrics.batch_size = run.batch_size
         self._tell_of_parts()
         run.total_steps = None if steps == UNKNOWN_STEPS else steps
@@ -215,7 +217,7 @@ class Loop(RunStart):
         """Warn where a batch that is trained in parts has another loss than as a whole."""
         run = self.run
         asked = run.worker.rank == 0 and run.settings.verify.start != "off"
-        if asked and self.engine.parts_of_a_batch > 1 and (words := describe_parts(run.settings, run.parts)):
+        if asked and (words := describe_parts(run.settings, run.parts, run.worker.world_size)):
             run.metrics.warn(words)
 
     def _warn_of_skipping(self) -> None:
@@ -246,7 +248,7 @@ class Loop(RunStart):
         run = self.run
         trained = self.engine.train(steps)
         run.trial.step += trained.steps
-        run.trial.position = trained.position
+        (run.trial.position,) = trained.positions
         self._stopped, self._change_asked = trained.stopped, trained.change_asked
         if trained.ended:
             self._until_data_ends, self._steps = False, run.trial.step
@@ -464,7 +466,7 @@ class Loop(RunStart):
         run, started = self.run, time.perf_counter()
         assert run.parts.test_set is not None
         try:
-            metrics = self.engine.evaluate()
+            (metrics,) = self.engine.evaluate()
         except Exception as failure:
             failure.add_note(
                 f"This was the evaluation after step {run.trial.step}, of which there is a checkpoint below "

@@ -15,11 +15,11 @@ from plait.data.requirements import check_same_data, check_same_order, fingerpri
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.checkpoint import Checkpoint
+from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import check_kept
 from plait.training.checks.same_data import check_data
 from plait.training.checks.stateful_loss import check_loss
-from plait.training.engine import EngineState, Starting
+from plait.training.engine import Starting
 from plait.training.run import Run
 
 
@@ -151,4 +151,5 @@ class RunStart:
             state = checkpoints.broadcast(own)
             if worker.rank != 0:
                 self._load_checkpoint(state)
-        self.engine.broadcast_start()
+        if self.run.parts.pieces is None:
+            self.run.broadcast_weights()

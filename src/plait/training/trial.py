@@ -10,8 +10,10 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
+from plait.training.batch_streams import BatchStream
 from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.early_stopping import EarlyStopping
+from plait.training.optimizers.lr_schedule import LrFactor
 
 
 @dataclass
@@ -30,6 +32,9 @@ class Trial:
     best: dict[str, Any] | None = None
     # Whether the newest checkpoint was written before an evaluation that has not ended yet.
     owes_evaluation: bool = False
+    # The learning rate's schedule, and the batches to come, once they are read.
+    schedule: LrFactor = field(default=lambda step: 1.0)
+    stream: BatchStream | None = None
     batch: BatchSize = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,6 +45,10 @@ class Trial:
         self.step, self.position, self.best = 0, Position(), None
         self.early_stopping = EarlyStopping(self.early_stopping.rule, self.early_stopping.modes)
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
+
+    def lr_factor(self, step: int) -> float:
+        """The factor on the learning rate at a step: the schedule's times that of the batch size."""
+        return self.schedule(self.batch.schedule_at(step)) * self.batch.lr_factor
 
     def is_time(self, every: int | None) -> bool:
         """Whether what is done every so many steps is due after this one."""
