@@ -24,8 +24,8 @@ from plait.training import components
 from plait.training.change.members import join_members
 from plait.training.engine import Engine
 from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
 from plait.training.worker import whole_model_engine
 from plait.workloads import data
 from support.changes import StepTable
@@ -124,7 +124,7 @@ def train_elastic(
     table = Announcements(worker.memberships, versions)
     if settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
-        result = Loop(run, PipelineEngine(run), [table]).train(resume=False)
+        result = RunLoop(run, PipelineEngine(run), [table]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
         if is_half_told:
@@ -132,7 +132,7 @@ def train_elastic(
         engine: Engine = whole_model_engine(run)
         if is_half_told:
             engine = half_told(engine, rank)
-        result = Loop(run, engine, [table, requests]).train(resume=False)
+        result = RunLoop(run, engine, [table, requests]).train(resume=False)
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},

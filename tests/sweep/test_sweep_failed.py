@@ -18,6 +18,7 @@ from plait.launch.run_dir import RunDir
 from plait.report.sweep import as_csv
 from plait.schema.results import SweepResult
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, VerifySettings
+from plait.sweeping import sweep_loop
 from plait.sweeping.settings import SweepSettings
 from plait.training.engines.train_step import TrainStep
 from support.sweeping import sweep_here, sweep_of, trial_alone
@@ -117,17 +118,16 @@ def test_searches_do_without_a_trial_that_failed(search: str, tmp_path: Path):
 
 def fail_trial(patch: pytest.MonkeyPatch, rate: float) -> None:
     """Let trials with this learning rate fail when they are built a second time, in the middle of a sweep."""
-    from plait.sweeping import loop
 
-    prepare, seen = loop.SweepTraining._prepare, []
+    prepare, seen = sweep_loop.SweepLoop._prepare, []
 
-    def failing(self: Any, assignment: Any, state: Any, used: Any) -> Any:
+    def failing(self: Any, assignment: Any, state: Any) -> Any:
         if assignment["values"]["optimizer.lr"] == rate:
             seen.append(rate)
             raise ValueError("no more")
-        return prepare(self, assignment, state, used)
+        return prepare(self, assignment, state)
 
-    patch.setattr(loop.SweepTraining, "_prepare", failing)
+    patch.setattr(sweep_loop.SweepLoop, "_prepare", failing)
 
 
 @pytest.mark.parametrize("least", [2, 1])

@@ -9,7 +9,7 @@ from plait.data.sampler import Position
 from plait.fusion.verify.lone_run import drawing_as
 from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.loop import make_entry
+from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.training.batch_streams import next_batches, open_stream
 from plait.training.engines.train_step import TrainStep, step_alone

@@ -22,9 +22,9 @@ from plait.schema.settings import (
     OptimizerSettings,
 )
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.loop import make_entry
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import check_worker_groups
 from plait.training import checkpoint as checkpoints

@@ -35,19 +35,11 @@ class RunningTrial(Trial):
     """A trial while it trains in an array. It reports when it has made `until` of its `steps`."""
 
     steps: int
-    until: int
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
-    # Whether it made a step since what was due was last looked at; one that just joined has not.
-    moved: bool = False
-
-    @property
-    def has_reached(self) -> bool:
-        """Whether it came to where trials are compared."""
-        return self.step >= self.until
 
     @property
     def is_loss_due(self) -> bool:
@@ -59,37 +51,13 @@ class RunningTrial(Trial):
         return self.settings.log_every_steps or max(1, self.steps // POINTS)
 
     @property
-    def is_evaluation_due(self) -> bool:
-        return self.is_time(self.settings.evaluate.every_steps)
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether it needs its results on the test split now."""
-        return self.is_evaluation_due or self.has_reached or self.stops_early
-
-    @property
-    def is_checkpoint_due(self) -> bool:
-        return self.is_time(self.settings.checkpoint.every_steps)
-
-    def steps_until_due(self) -> int:
-        """Steps until `is_due`; 0 where it has come to its end already."""
-        if self.has_reached or self.stops_early:
-            return 0
-        periods = (self._loss_every, self.settings.evaluate.every_steps, self.settings.checkpoint.every_steps)
-        return min(self.until - self.step, self.steps_until(*periods))
-
-    def is_time(self, every: int | None) -> bool:
-        return self.moved and super().is_time(every)
-
-    def is_due(self) -> bool:
-        """Whether anything is."""
-        regular = self.is_loss_due or self.is_evaluation_due or self.is_checkpoint_due
-        return self.has_reached or regular or self.stops_early
+    def periods(self) -> tuple[int | None, ...]:
+        return self._loss_every, *super().periods
 
     @property
     def stops_early(self) -> bool:
         """Whether it ends early; also one that was killed between its last checkpoint and that record."""
-        return self.early_stopping.should_stop() and self.step < self.steps
+        return super().stops_early and self.step < self.steps
 
     @property
     def has_diverged(self) -> bool:

@@ -36,12 +36,11 @@ from plait.training.checkpoint import EngineState
 from plait.training.fused.rounds import Piece, Round
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
+from plait.training.trial import UNKNOWN_STEPS
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 from plait.workloads.metrics import Metric, find_metric, find_modes, unknown_mode
 
-# More than any run takes.
-UNKNOWN_STEPS = 1 << 62
 # A worker that builds the whole model must have room for its weights, a copy on the way to the device, and
 # an optimizer's state of a checkpoint.
 WHOLE_COPIES = 4

@@ -33,11 +33,11 @@ from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
-from plait.training.loop import Loop
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
 from plait.training.sanity import try_evaluation
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
@@ -99,7 +99,7 @@ class DivergedError(PlaitError):
         )
 
 
-def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Loop:
+def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
     """The loop with the engine that the settings ask for; all workers make one together."""
     check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships is not None)
     chosen = None
@@ -115,7 +115,9 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
         return _with_stages(run)
     engines = WholeModelEngines(run)
     changes = worker.world_size > 1 and may_change_sync(settings)
-    return Loop(run, engines.make(keep_world=changes), make_sources(run), engines.make if changes else None)
+    return RunLoop(
+        run, engines.make(keep_world=changes), make_sources(run), engines.make if changes else None
+    )
 
 
 def may_change_sync(settings: TrainSettings) -> bool:
@@ -188,7 +190,7 @@ def make_sources(run: Run) -> list[ChangeSource]:
     return [Replanning(run, source)]
 
 
-def _with_stages(run: Run) -> Loop:
+def _with_stages(run: Run) -> RunLoop:
     """The loop of a worker that holds stages of the model."""
     # Slow to import, with all that tracing needs.
     from plait.training.engines.pipeline import PipelineEngine, check_pipeline
@@ -196,6 +198,6 @@ def _with_stages(run: Run) -> Loop:
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
-        return Loop(run, PipelineEngine(run), make_sources(run))
+        return RunLoop(run, PipelineEngine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
-    return Loop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))
+    return RunLoop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))

@@ -47,7 +47,7 @@ from plait.training.change.members import NO_STATE, Mark, loss_of
 from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.components import UNKNOWN_STEPS, with_fresh_model
+from plait.training.components import with_fresh_model
 from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
 from plait.training.engines.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
 from plait.training.engines.pipeline_setup import (
@@ -64,6 +64,7 @@ from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stages import StageMonitor
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
+from plait.training.trial import UNKNOWN_STEPS
 
 
 def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayout:
@@ -520,7 +521,7 @@ class PipelineEngine:
             commit.finish(write=is_behind)
             if is_behind:
                 # Should another worker be lost before this one has the progress of the others.
-                run.trial.step, run.trial.position = run.trial.step + 1, self._next_position
+                run.trial.advance(1, self._next_position)
             self._held = self._own_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 

@@ -261,10 +261,10 @@ class WholeModelEngine:
         self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
     ) -> None:
         """Let trials leave and enter; `trials` are those that are there then."""
-        step, self._step = self._step, None
-        if step is not None:
+        if self._step is not None:
             # What sums gradients holds autograd to the shapes there are now.
-            step.close()
+            self._step.close()
+            self._step = None
         if isinstance(self.components, FusedComponents):
             self.components.change(leaving, entering)
         else:
