@@ -36,9 +36,9 @@ from plait.schema.settings import (
     VerifySettings,
 )
 from plait.training import components
-from plait.training.engines.data_parallel import DataParallelEngine
-from plait.training.loop import Loop, take_steps
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
+from plait.training.worker import whole_model_engine
 
 GOALS = {1: 1.03, 2: 1.05}
 JOBS = {
@@ -130,14 +130,14 @@ class Ours:
         parts = components.build(settings, torch.device("cpu"))
         worker: Any = LoneWorker(rank, world_size)
         run = Run(worker, settings, parts, RunDir(folder))
-        self.loop = Loop(run, DataParallelEngine(run))
+        self.loop = RunLoop(run, whole_model_engine(run))
         self.loop.start(resume=False)
 
     def run(self, steps: int) -> float:
         loop = self.loop
         loop.begin(loop.run.trial.step + steps)
         started = time.perf_counter()
-        take_steps(loop)
+        loop.take_steps()
         return (time.perf_counter() - started) / steps
 
 

@@ -33,10 +33,9 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
-from plait.training.engines.data_parallel import DataParallelEngine
-from plait.training.loop import Loop
 from plait.training.run import Run
-from plait.training.worker import make_loop
+from plait.training.run_loop import RunLoop
+from plait.training.worker import make_loop, whole_model_engine
 from support.changes import StepTable
 from support.training import PlainWorker, digits_job, largest_difference
 from support.world import run_ranks
@@ -105,7 +104,7 @@ def trained(settings: TrainSettings, folder: Path, table: dict[int, Any]) -> Run
     """A run in this process, changed after the steps of the table."""
     parts = components.build(settings, torch.device("cpu"))
     run = Run(PlainWorker(), settings, parts, RunDir(folder))
-    Loop(run, DataParallelEngine(run), [StepTable(table)]).train(resume=False)
+    RunLoop(run, whole_model_engine(run), [StepTable(table)]).train(resume=False)
     return run
 
 

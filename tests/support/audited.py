@@ -255,7 +255,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "a seed for each worker": ("plait.training.engines.train_step.seed_all", lambda seed: None),
     "later parts are lost": ("plait.sync.allreduce.buckets.AllReduce._take", take_first),
     "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
-    "a model that was used": ("plait.training.start.check_loss", use_model),
+    "a model that was used": ("plait.training.run_loop.check_loss", use_model),
     "stages clip for themselves": ("plait.pipeline.gradient_sync.GradientReducer.clip", clip_each),
 }
 

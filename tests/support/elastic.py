@@ -22,10 +22,11 @@ from plait.launch.worker import LaunchedWorker
 from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.change.members import join_members
-from plait.training.engines.data_parallel import DataParallelEngine
+from plait.training.engine import Engine
 from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
+from plait.training.worker import whole_model_engine
 from plait.workloads import data
 from support.changes import StepTable
 from support.meeting import SECRET
@@ -104,12 +105,12 @@ def train_elastic(
     versions: Versions,
     victim: int | None = None,
     after_loss: Membership | None = None,
-    half_told: bool = False,
+    is_half_told: bool = False,
 ) -> dict[str, Any]:
     """Train as the worker of that number; its result, weights and what it said to its agent.
 
-    Where there is a `victim`, its `MortalNet` kills it. With `half_told`, worker 0 asks for a change and dies
-    when worker 1 knows of it and others do not.
+    Where there is a `victim`, its `MortalNet` kills it. With `is_half_told`, worker 0 asks for a change and
+    dies when worker 1 knows of it and others do not.
     """
     torch.set_num_threads(1)
     dist.destroy_process_group()
@@ -123,13 +124,15 @@ def train_elastic(
     table = Announcements(worker.memberships, versions)
     if settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
-        result = Loop(run, PipelineEngine(run), [table]).train(resume=False)
+        result = RunLoop(run, PipelineEngine(run), [table]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
-        if half_told:
+        if is_half_told:
             requests = StepTable({3: BatchSizeChange(30)} if rank == 0 else {3: None})
-        engine = HalfTold(run) if half_told else DataParallelEngine(run)
-        result = Loop(run, engine, [table, requests]).train(resume=False)
+        engine: Engine = whole_model_engine(run)
+        if is_half_told:
+            engine = half_told(engine, rank)
+        result = RunLoop(run, engine, [table, requests]).train(resume=False)
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},
@@ -151,16 +154,20 @@ def run_elastic(
         store.close()
 
 
-class HalfTold(DataParallelEngine):
-    """Its first worker dies before all others know what it has decided."""
+def half_told(engine: Engine, worker: int) -> Engine:
+    """An engine whose first worker dies before all others know what it has decided."""
+    ask_first = engine.ask_first
 
-    def ask_first(self, ask: Callable[[], Any]) -> Any:
-        answer = super().ask_first(ask)
-        if answer["requests"] and self._run.worker.id == 0:
+    def ask_and_die(ask: Callable[[], Any]) -> Any:
+        answer = ask_first(ask)
+        if answer["requests"] and worker == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if answer["requests"] and self._run.worker.id == 2:
+        if answer["requests"] and worker == 2:
             raise PeerError("worker 0 is lost", LostPeer.GONE, 0)
         return answer
+
+    engine.ask_first = ask_and_die  # type: ignore[method-assign]
+    return engine
 
 
 class MortalNet(nn.Module):

@@ -18,8 +18,9 @@ from plait.launch.run_dir import RunDir
 from plait.report.sweep import as_csv
 from plait.schema.results import SweepResult
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, VerifySettings
-from plait.sweeping.engines.fused import FusedArray
+from plait.sweeping import sweep_loop
 from plait.sweeping.settings import SweepSettings
+from plait.training.engines.train_step import TrainStep
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 
@@ -117,31 +118,30 @@ def test_searches_do_without_a_trial_that_failed(search: str, tmp_path: Path):
 
 def fail_trial(patch: pytest.MonkeyPatch, rate: float) -> None:
     """Let trials with this learning rate fail when they are built a second time, in the middle of a sweep."""
-    from plait.sweeping import loop
 
-    prepare, seen = loop.SweepTraining._prepare, []
+    prepare, seen = sweep_loop.SweepLoop._prepare, []
 
-    def failing(self: Any, assignment: Any, state: Any, used: Any) -> Any:
+    def failing(self: Any, assignment: Any, state: Any) -> Any:
         if assignment["values"]["optimizer.lr"] == rate:
             seen.append(rate)
             raise ValueError("no more")
-        return prepare(self, assignment, state, used)
+        return prepare(self, assignment, state)
 
-    patch.setattr(loop.SweepTraining, "_prepare", failing)
+    patch.setattr(sweep_loop.SweepLoop, "_prepare", failing)
 
 
 @pytest.mark.parametrize("least", [2, 1])
 def test_arrays_that_memory_is_too_short_for_are_made_narrower_and_a_trial_too_large_fails(
     least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    step = FusedArray.step
+    step = TrainStep.step
 
-    def short(array: FusedArray, *args: Any) -> Any:
-        if array.trials > least:
+    def short(own: TrainStep, batches: Any, factors: Any) -> Any:
+        if len(batches) > least:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(array, *args)
+        return step(own, batches, factors)
 
-    monkeypatch.setattr(FusedArray, "step", short)
+    monkeypatch.setattr(TrainStep, "step", short)
     settings = sweep_of("optimizer.lr=0.01,0.02,0.05,0.1", job=job("Net"), width=4)
     found = sweep_here(settings, tmp_path / "sweep")
     assert_others_as_alone(settings, found, tmp_path)
@@ -151,16 +151,14 @@ def test_arrays_that_memory_is_too_short_for_are_made_narrower_and_a_trial_too_l
 
 
 def test_a_trial_that_is_too_large_by_itself_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from plait.sweeping.engines.unfused import UnfusedArray
+    step = TrainStep.step
 
-    step = UnfusedArray.step
-
-    def short(array: UnfusedArray, *args: Any) -> Any:
-        if array._entry.settings.optimizer.options["lr"] == 0.02:
+    def short(own: TrainStep, *args: Any) -> Any:
+        if own._settings.optimizer.options["lr"] == 0.02:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-        return step(array, *args)
+        return step(own, *args)
 
-    monkeypatch.setattr(UnfusedArray, "step", short)
+    monkeypatch.setattr(TrainStep, "step", short)
     settings = sweep_of("optimizer.lr=0.01,0.02,0.05", job=job("Net"), width=1)
     found = sweep_here(settings, tmp_path)
     assert [row["state"] for row in found["trials"]] == ["finished", "finished", "failed"]

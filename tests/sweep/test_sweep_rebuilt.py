@@ -9,11 +9,11 @@ from plait.data.sampler import Position
 from plait.fusion.verify.lone_run import drawing_as
 from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.batch_streams import BatchStream
-from plait.sweeping.engines.fused import FusedArray, rebuild_trial
-from plait.sweeping.engines.unfused import UnfusedArray
-from plait.sweeping.loop import make_entry
+from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.training.batch_streams import next_batches, open_stream
+from plait.training.engines.train_step import TrainStep, step_alone
+from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from support.training import digits_job
 
 NO_DECAY = GroupSettings("*.bias", {"weight_decay": 0.0})
@@ -31,21 +31,21 @@ def test_a_rebuilt_trial_takes_the_arrays_next_step(name: str):
     job: TrainSettings = digits_job(steps=9, **{**base, **JOBS[name]})
     each = [with_values(job, {"optimizer.lr": 0.01 * (1 + n), "seed": n}) for n in range(3)]
     sets, device = DataSets(), torch.device("cpu")
-    array = FusedArray([make_entry(settings, None, device, sets) for settings in each])
-    streams = [BatchStream(sets.of(settings)[0], settings, Position(), False) for settings in each]
+    array = FusedComponents([make_entry(settings, None, device, sets) for settings in each])
+    step = TrainStep(array, each[0])
+    streams = [open_stream(sets.of(settings)[0], settings, Position()) for settings in each]
     for _ in range(3):
-        array.step([stream.next() for stream in streams], [1.0, 0.5, 0.25])
-    batches = [stream.next() for stream in streams]
+        step.step(next_batches(streams), [1.0, 0.5, 0.25])
+    batches = next_batches(streams)
     rebuilt = rebuild_trial(array, 1)
     before = {key: value.clone() for key, value in array.fused.state_dict().items()}
-    lone = UnfusedArray([rebuilt])
     fused = array.fused
     with drawing_as(rebuilt.parts.model, int(fused.seeds[1]), int(fused.ages[1]), fused.unfused):
-        loss = lone.step([batches[1]], [0.7])
+        loss = step_alone(rebuilt, batches[1], 0.7)
     assert all(torch.equal(value, before[key]) for key, value in array.fused.state_dict().items())
-    losses = array.step(batches, [0.9, 0.7, 0.8])
-    torch.testing.assert_close(losses[1], loss[0], rtol=1e-10, atol=1e-10)
-    found, wanted = array.tensors(1), lone.tensors(0)
+    losses, _ = step.step(batches, [0.9, 0.7, 0.8])
+    torch.testing.assert_close(losses[1], loss, rtol=1e-10, atol=1e-10)
+    found, wanted = array.state(1), rebuilt.parts.state()
     for own, other in ((found.model, wanted.model), (found.optimizer, wanted.optimizer)):
         assert own.keys() == other.keys()
         for key, value in own.items():

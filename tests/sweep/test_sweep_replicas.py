@@ -22,14 +22,15 @@ from plait.schema.settings import (
     OptimizerSettings,
 )
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.fused import FusedArray
-from plait.sweeping.engines.microbatches import rounds_of
-from plait.sweeping.loop import make_entry
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import WorkerGroup, check_worker_groups
+from plait.sweeping.worker_group import check_worker_groups
 from plait.training import checkpoint as checkpoints
+from plait.training.engines.train_step import TrainStep
+from plait.training.fused.fused_components import FusedComponents
+from plait.training.fused.rounds import rounds_of
 from support.sweeping import (
     killed_sweep,
     same_table,
@@ -151,10 +152,8 @@ def test_a_killed_group_goes_on_with_nothing_lost_and_the_same_dropout(
 
 def test_workers_of_a_group_draw_other_random_numbers_and_the_first_those_of_a_lone_worker():
     entries = [make_entry(digits_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)]
-    alone = FusedArray(entries).fused.seeds.tolist()
-    # Groups of None are the world's, which nobody asks for before the first step.
-    groups = [WorkerGroup([0, 1], rank) for rank in (0, 1)]
-    first, second = (FusedArray(entries, workers).fused.seeds.tolist() for workers in groups)
+    alone = FusedComponents(entries).fused.seeds.tolist()
+    first, second = (FusedComponents(entries, place).fused.seeds.tolist() for place in (0, 1))
     assert first == alone
     assert not set(second) & set(alone)
 
@@ -185,9 +184,10 @@ def test_a_trial_without_rows_is_untouched_by_a_neighbour_whose_samples_are_not_
     own = (torch.ones(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))
     others = (torch.full((6, 1, 8, 8), torch.nan), torch.zeros(6, dtype=torch.long))
     few, many = Batch(own, 2, 2, 0, Position()), Batch(others, 6, 6, 0, Position())
-    alone, beside = FusedArray([entry()]), FusedArray([entry(), entry()])
-    assert beside.step([few, many], [1.0, 1.0])[0] == pytest.approx(alone.step([few], [1.0])[0].item())
-    assert largest_difference(beside.tensors(0).model, alone.tensors(0).model) < 1e-10
+    alone, beside = FusedComponents([entry()]), FusedComponents([entry(), entry()])
+    losses, _ = TrainStep(beside, job).step([few, many], [1.0, 1.0])
+    assert losses[0] == pytest.approx(TrainStep(alone, job).step([few], [1.0])[0].item())
+    assert largest_difference(beside.state(0).model, alone.state(0).model) < 1e-10
     # A share may be empty.
     (pieces, weights), *_ = rounds_of([Batch(None, 0, 2, 0, Position()), many], 3)
     assert weights[0] == 0.0

@@ -31,14 +31,14 @@ from plait.schema.settings import (
 )
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.pipelined import PipelinedArray
-from plait.sweeping.engines.stages import GroupPipeline
-from plait.sweeping.loop import make_entry
 from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import WorkerGroup, check_worker_groups
+from plait.sweeping.worker_group import check_worker_groups
 from plait.training import checkpoint as checkpoints
+from plait.training.worker_group import GroupPipeline, WorkerGroup
 from support.meeting import rendezvous_of
 from support.plans import planned
 from support.sweeping import (
@@ -246,7 +246,7 @@ def test_width_one_is_advised_only_where_it_helps(
     def refuse(*_: Any, **options: Any) -> Any:
         raise FusionError("cannot be fused")
 
-    monkeypatch.setattr("plait.sweeping.worker.SweepTraining", refuse)
+    monkeypatch.setattr("plait.sweeping.worker.SweepLoop", refuse)
     job = planned((1,), Schedule.FLUSH)
     settings = sweep_of("seed=0,1", job=job if in_a_stage else replace(job, pipeline=None))
     with pytest.raises(FusionError) as failure:
@@ -263,7 +263,7 @@ def make_stage(settings: SweepSettings) -> PipelinedArray:
     workers, pipeline = WorkerGroup([0, 1], 0, nobody, nobody), GroupPipeline(0, plan, nobody, meeting)
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
     entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
-    return PipelinedArray(entries, workers, pipeline)
+    return PipelinedArray(nobody, [], entries, nobody, nobody, workers, pipeline)
 
 
 def keeps(kind: str) -> SweepSettings:

@@ -20,9 +20,9 @@ from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
-from plait.sweeping.loop import make_entry
 from plait.sweeping.search.space import combinations
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.verification.verify import Mismatch
 from support.plans import planned

@@ -20,9 +20,9 @@ from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
-from plait.training.engines.data_parallel import DataParallelEngine
-from plait.training.loop import Loop
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
+from plait.training.worker import whole_model_engine
 from support.changes import StepTable
 from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
@@ -68,7 +68,7 @@ def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     run = Run(PlainWorker(), JOB, parts, RunDir(folder))
     names = ["ring", "native", "clique", "star:2", "binary-tree", "native"]
     changes = StepTable({step: TopologyChange(name) for step, name in enumerate(names, 1)})
-    Loop(run, DataParallelEngine(run), [changes]).train(resume=False)
+    RunLoop(run, whole_model_engine(run), [changes]).train(resume=False)
     return {key: value.tolist() for key, value in parts.model.state_dict().items()}
 
 

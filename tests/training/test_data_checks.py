@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from plait.core.errors import DataError
 from plait.data.batches import DataSource
 from plait.data.fingerprint import repeated_samples, take_fingerprints
-from plait.training.data_checks import look_at_data
+from plait.training.checks.data_reads import look_at_data
 from support.training import PlainWorker
 from support.world import run_ranks
 

@@ -215,7 +215,7 @@ def choose_in_a_world(
 
 @pytest.mark.parametrize(
     ("step_s", "sync", "engine"),
-    [((0.1, 0.1), "all-reduce", "DataParallelEngine"), ((0.1, 0.4), "partial-reduce", "DecentralizedEngine")],
+    [((0.1, 0.1), "all-reduce", "WholeModelEngine"), ((0.1, 0.4), "partial-reduce", "DecentralizedEngine")],
 )
 def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(
     step_s: tuple[float, float], sync: str, engine: str, tmp_path: Path

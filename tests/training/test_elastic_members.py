@@ -88,7 +88,7 @@ def test_a_change_that_only_some_workers_know_of_is_taken_back_when_the_first_di
         [(0, (0, 1, 2))],
         victim=0,
         after_loss=membership(2, (1, 2), lost=(0,)),
-        half_told=True,
+        is_half_told=True,
     )
     _, alone = train_here(settings, tmp_path / "alone")
     for rank in (1, 2):

@@ -13,7 +13,7 @@ from torch import nn
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import DataSettings
 from plait.training import components
-from plait.training.loss_parts import describe_parts
+from plait.training.checks.loss_parts import describe_parts
 from support.plans import planned
 from support.training import digits_job, train_here, train_rank
 from support.world import run_ranks

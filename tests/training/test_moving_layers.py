@@ -28,8 +28,8 @@ from plait.training import components
 from plait.training.change.layers import find_complete, find_moves
 from plait.training.change.step_commit import StepCommit
 from plait.training.engines.pipeline import PipelineEngine
-from plait.training.loop import Loop
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
 from support.changes import StepTable
 from support.plans import planned
 from support.training import PlainWorker, largest_difference, train_here
@@ -78,7 +78,7 @@ def train_under(rank: int, settings: TrainSettings, folder: Path, change: Change
     torch.set_num_threads(1)
     parts = components.build(settings, torch.device("cpu"))
     run = Run(PlainWorker(), settings, parts, RunDir(folder))
-    Loop(run, PipelineEngine(run), [StepTable({7: change})]).train(resume=False)
+    RunLoop(run, PipelineEngine(run), [StepTable({7: change})]).train(resume=False)
     return run.settings.topology.name
 
 

@@ -25,9 +25,9 @@ from plait.schema.settings import (
 )
 from plait.sweeping.array_builder import check_replicated
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.loop import make_entry
-from plait.sweeping.worker_group import WorkerGroup
+from plait.sweeping.sweep_loop import make_entry
 from plait.training import components
+from plait.training.worker_group import WorkerGroup
 from plait.workloads.data import build
 from plait.workloads.language.awd_lstm import (
     AwdLstm,

@@ -32,6 +32,7 @@ from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.run import Run
+from plait.training.worker_group import group_of_world
 from plait_bench.harness import Bench, Row, at_most, in_world, number, picture, spread
 
 # Both come from the same norms, so both together cost what each does.
@@ -86,7 +87,7 @@ def time_steps(worker: Worker, model: str, rounds: int, share: int) -> list[Row]
     parts = components.build(settings, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         run_ = Run(worker, settings, parts, RunDir(Path(folder)))
-        step, monitor = TrainStep(worker, settings, parts), StepMonitor(run_, shared=True)
+        step, monitor = TrainStep(parts, settings, group_of_world(worker)), StepMonitor(run_, shared=True)
         taken = _of_all(_take_steps(step, monitor, _batch(run_, share), rounds))
         run_.metrics.end(0, "finished", {}, None)
     step.close()
@@ -125,7 +126,7 @@ def _take_steps(
             step.watch(None if kind == "none" else monitor)
             started = time.perf_counter(), time.process_time()
             monitor.step += 1
-            step.step(batch, 1.0)
+            step.step([batch], [1.0])
             seconds = time.perf_counter() - started[0], time.process_time() - started[1]
             taken[kind] += [seconds] if round_ else []
     return taken

@@ -42,6 +42,7 @@ from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
+from plait.training.worker_group import group_of_world
 from plait.verification import same_random_numbers
 from plait.workloads.losses import build_loss
 
@@ -366,13 +367,14 @@ def time_data_parallel(
     parts = components.build(replace(settings, pipeline=None), device)
     size = settings.data.batch_size
     count = len(share(range(size), worker.rank, worker.world_size))
-    step, content, seconds = TrainStep(worker, settings, parts), None, list[float]()
+    step = TrainStep(parts, settings, group_of_world(worker), rank=worker.rank)
+    content, seconds = None, list[float]()
     while len(seconds) < _STEPS[0] or (sum(seconds[1:]) < least_s and len(seconds) < _STEPS[1]):
         dist.barrier()
         started = time.perf_counter()
         if content is None or (settings.data.loaders == 0 and not parts.train_set.is_stream):
             content = parts.train_set.first_batch(count, settings.seed)
-        step.step(Batch(content, count, size, 0, Position()), 1.0)
+        step.step([Batch(content, count, size, 0, Position())], [1.0])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)

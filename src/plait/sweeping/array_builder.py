@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import FailsAloneError, choose_width, try_two
 from plait.sweeping.engines.audited_step import ADVICE
-from plait.sweeping.engines.fused import Array, FusedArray, TrialInit
-from plait.sweeping.engines.unfused import UnfusedArray
 from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.reasons import (
     NotFusedError,
@@ -34,15 +32,23 @@ from plait.sweeping.reasons import (
     why_optimizer,
 )
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.worker_group import WorkerGroup
 from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
+from plait.training.batch_streams import BatchStream
 from plait.training.components import DataPair
+from plait.training.engines.whole_model import OnStep, StepAudit, WholeModelEngine
+from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.trial import Trial
+from plait.training.worker_group import WorkerGroup
 from plait.verification.compare import Difference
 
 if TYPE_CHECKING:
+    from plait.sweeping.engines.pipelined import PipelinedArray
     from plait.sweeping.engines.verified_stages import StagesOfTrials
+
+# What trains an array.
+ArrayTrainer = Union["WholeModelEngine", "PipelinedArray"]
 
 log = logging.getLogger(__name__)
 
@@ -162,21 +168,34 @@ class ArrayBuilder:
         can_separate = self.workers.is_alone and self.width(group) > 1
         return fused_work() if can_separate else nullcontext()
 
-    def make(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> Array:
-        """An array of the trials `numbers`, verified; NotFusedError where they must train one by one."""
-        workers = self.workers
+    def make(
+        self,
+        group: str,
+        entries: Sequence[TrialInit],
+        trials: list[Trial],
+        feed: Callable[[Trial], BatchStream],
+        on_step: OnStep,
+        audit: StepAudit,
+    ) -> ArrayTrainer:
+        """What trains an array of these trials, verified; NotFusedError where they must train one by one."""
+        workers, numbers = self.workers, [trial.number for trial in trials]
         if workers.pipeline is not None:
             # Slow to import, with all that tracing needs.
             from plait.sweeping.engines.pipelined import PipelinedArray
 
             stages, found = self._verify_in_stages(group, entries, numbers, workers.pipeline.layout)
-            return PipelinedArray(entries, workers, workers.pipeline, stages, found)
+            return PipelinedArray(
+                self._worker, trials, entries, feed, on_step, workers, workers.pipeline, stages, found
+            )
         check_replicated(entries[0], workers)
-        if self.width(group) == 1:
-            return UnfusedArray(entries, workers)
-        verdict = self._verify(group, entries, numbers)
-        with self.fused_work(group):
-            return FusedArray(entries, workers, verdict=verdict)
+        made: components.Components | FusedComponents = entries[0].parts
+        if self.width(group) > 1:
+            verdict = self._verify(group, entries, numbers)
+            with self.fused_work(group):
+                made = FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
+        engine = WholeModelEngine(self._worker, trials, made, feed, on_step, audit=audit, group=workers)
+        engine.open()
+        return engine
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]

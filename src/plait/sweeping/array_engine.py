@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch
 from plait.fusion.errors import FusionError
-from plait.sweeping.array_builder import ArrayBuilder
+from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
 from plait.sweeping.engines.audited_step import AuditedTrial, most_at_once
-from plait.sweeping.engines.batch_streams import next_batches, with_replacements
-from plait.sweeping.engines.fused import Array, FusedArray, TrialInit, TrialTensors, rebuild_trial
-from plait.sweeping.engines.unfused import UnfusedArray
 from plait.sweeping.reasons import (
     NotFusedError,
     TooWideError,
@@ -25,6 +22,13 @@ from plait.sweeping.reasons import (
     why_failed,
 )
 from plait.sweeping.running_trial import RunningTrial
+from plait.training.batch_streams import BatchStream, with_replacements
+from plait.training.checkpoint import EngineState
+from plait.training.engine import IntervalResult
+from plait.training.engines.train_step import TrainStep, step_alone
+from plait.training.engines.whole_model import WholeModelEngine
+from plait.training.fused.fused_components import FusedComponents, TrialInit, rebuild_trial
+from plait.training.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class TrialsChange:
-    """Let the trials at these places leave, and others join."""
+    """Let the trials in these slots leave, and others join."""
 
     leaving: tuple[int, ...]
     joining: tuple[Joining, ...]
@@ -54,26 +58,85 @@ class Admission:
     failed: Mapping[int, str] = field(default_factory=dict)
 
 
-class ArrayEngine:
-    """Trains the trials of one array at a time, all of one group; without trials there is no array."""
+class TrialAudits:
+    """Audits steps of fused trials: each in its first step in an array, and then one in turn."""
 
     def __init__(self, builder: ArrayBuilder) -> None:
         self._builder = builder
+        self.array: FusedComponents | None = None
+        self.trials: Sequence[RunningTrial] = ()
+        # Steps of this worker with any trials, and at which of them each trial was audited last.
+        self._steps = 0
+        self._last: dict[int, int] = {}
+        self._under_way: dict[int, AuditedTrial] = {}
+        self._done = 0
+
+    def forget(self, number: int) -> None:
+        """The trial is new in an array."""
+        self._last.pop(number, None)
+
+    def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
+        """Keep the trials as they are now that take the next step alone, too."""
+        self._under_way, self._done = {}, done
+        array, known = self.array, self._last
+        newcomers = [slot for slot, trial in enumerate(self.trials) if trial.number not in known]
+        is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
+        if array is None or not is_due:
+            return
+        if not self._builder.workers.is_alone:
+            self._builder.say_once("audit: the steps of trials that several workers train are not audited")
+            return
+        if array.verdict.has_python_state:
+            self._say_kept_in_python()
+            return
+        in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
+        slots = newcomers[: most_at_once(array)] or in_turn[:1]
+        self._under_way = {slot: AuditedTrial(array, slot, batches[slot], factors[slot]) for slot in slots}
+
+    def end(self, step: TrainStep, losses: Tensor) -> bool:
+        for slot, alone in self._under_way.items():
+            trial = self.trials[slot]
+            self._last[trial.number] = self._steps
+            largest, found = alone.compare(losses[slot])
+            if alone.goes_by_python:
+                self._say_kept_in_python()
+            else:
+                number = trial.step + self._done + 1
+                self._builder.note_audit(trial.number, number, alone.seconds, largest, found)
+        self._steps += 1
+        return False
+
+    def _say_kept_in_python(self) -> None:
+        self._builder.say_once(
+            "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
+            "keep such state in buffers"
+        )
+
+
+class ArrayEngine:
+    """Trains the trials of one array at a time, all of one group; without trials there is no array.
+
+    The batches of a trial come from `feed`.
+    """
+
+    def __init__(self, builder: ArrayBuilder, feed: Callable[[Trial], BatchStream]) -> None:
+        self._builder = builder
+        self._feed = feed
         self.trials: list[RunningTrial] = []
         self.group = ""
         # Why trials that wait do not join the array there is, though it has room; and why some never do.
         self.closed = self._apart = ""
-        self._array: Array | None = None
+        self._engine: ArrayTrainer | None = None
         # Losses since they were last given to the trials they belong to.
         self._losses: Tensor | None = None
         self._losses_of = 0
-        # Steps of this worker with any trials, and at which of them each trial was audited last.
-        self._steps = 0
-        self._audited: dict[int, int] = {}
+        # Steps of the interval under way.
+        self.done = 0
+        self._audits = TrialAudits(builder)
 
     @property
     def is_fused(self) -> bool:
-        return self._array is not None and self._array.is_fused and len(self.trials) > 1
+        return len(self.trials) > 1
 
     @property
     def why(self) -> str:
@@ -85,59 +148,34 @@ class ArrayEngine:
         """How many more trials could join."""
         return 0 if self.closed else self._builder.width(self.group) - len(self.trials)
 
-    def step(self) -> None:
-        """Take a step with every trial."""
-        assert self._array is not None
-        batches = next_batches([trial.stream for trial in self.trials])
-        factors = [trial.lr_factor(trial.step) for trial in self.trials]
-        audited = self._begin_audits(batches, factors)
+    def train(self, steps: int) -> IntervalResult:
+        """Take steps with every trial; `done` says how many where one fails."""
+        self.done = 0
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
-                losses = self._array.step(batches, factors)
+                return self._trainer.train(steps)
         except NotFusedError as failure:
-            self._blame(failure, batches, factors)
+            self._blame(failure)
             raise
-        for place, alone in audited.items():
-            self._end_audit(self.trials[place], alone, losses[place])
-        self._steps += 1
+
+    def _on_step(self, done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
         # Added up on the device: nobody waits for its values here.
         self._losses = losses if self._losses is None else self._losses + losses
         self._losses_of += 1
-        for trial, batch in zip(self.trials, batches):
-            trial.step += 1
-            trial.moved = True
-            trial.position = batch.after
+        self.done = done
 
-    def _begin_audits(self, batches: Sequence[Batch], factors: Sequence[float]) -> dict[int, AuditedTrial]:
-        """By place the trials by themselves, as they are now, that take the next step alone, too."""
-        array = self._array
-        newcomers = [place for place, trial in enumerate(self.trials) if trial.number not in self._audited]
-        is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
-        if array is None or not array.is_fused or not is_due:
-            return {}
-        if not isinstance(array, FusedArray) or not self._builder.workers.is_alone:
-            self._builder.say_once("audit: the steps of trials that several workers train are not audited")
-            return {}
-        if array.has_python_state:
-            self._say_kept_in_python()
-            return {}
-        in_turn = sorted(range(len(self.trials)), key=lambda n: self._audited.get(self.trials[n].number, -1))
-        places = newcomers[: most_at_once(array)] or in_turn[:1]
-        return {place: AuditedTrial(array, place, batches[place], factors[place]) for place in places}
+    @property
+    def _trainer(self) -> ArrayTrainer:
+        assert self._engine is not None
+        return self._engine
 
-    def _end_audit(self, trial: RunningTrial, alone: AuditedTrial, loss: Tensor) -> None:
-        self._audited[trial.number] = self._steps
-        largest, found = alone.compare(loss)
-        if alone.goes_by_python:
-            self._say_kept_in_python()
-        else:
-            self._builder.note_audit(trial.number, trial.step + 1, alone.seconds, largest, found)
-
-    def _say_kept_in_python(self) -> None:
-        self._builder.say_once(
-            "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
-            "keep such state in buffers"
-        )
+    @property
+    def _fused(self) -> FusedComponents | None:
+        """The trials, where this worker holds all of them, fused."""
+        if not isinstance(self._engine, WholeModelEngine):
+            return None
+        found = self._engine.components
+        return found if isinstance(found, FusedComponents) else None
 
     @contextmanager
     def _one_trials_failure(self) -> Iterator[None]:
@@ -152,17 +190,17 @@ class ArrayEngine:
                 raise
             raise TrialsFailedError({self.trials[0].number: why}) from failure
 
-    def _blame(self, failure: NotFusedError, batches: Sequence[Batch], factors: Sequence[float]) -> None:
+    def _blame(self, failure: NotFusedError) -> None:
         """Raise TrialsFailedError where it is single trials that cannot take this step, fused or not."""
-        array = self._array
+        array = self._fused
         if isinstance(failure.__cause__, FusionError) or isinstance(failure, TooWideError):
             return
-        if not isinstance(array, FusedArray):
+        if array is None or not isinstance(self._engine, WholeModelEngine):
             return
         reasons = {}
-        for place, (trial, batch, factor) in enumerate(zip(self.trials, batches, factors)):
+        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.under_way)):
             try:
-                UnfusedArray([rebuild_trial(array, place)]).step([batch], [factor])
+                step_alone(rebuild_trial(array, slot), batch, factor)
             except Exception as own:  # a user's model can fail in any way
                 if (why := why_failed(own)) is not None:
                     reasons[trial.number] = why
@@ -176,25 +214,23 @@ class ArrayEngine:
                 trial.add_losses(loss, self._losses_of)
         self._losses, self._losses_of = None, 0
 
-    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
-        """Mean loss and metric over the test split, of the trials at `places`."""
-        assert self._array is not None
+    def evaluate(self, slots: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric over the test split, of the trials in `slots`."""
         with self._one_trials_failure(), self._builder.fused_work(self.group):
-            return self._array.evaluate(places)
+            return self._trainer.evaluate(slots)
 
-    def state(self, place: int) -> TrialTensors:
-        """The tensors of the checkpoint of the trial at `place`."""
-        assert self._array is not None
+    def state(self, slot: int) -> EngineState | None:
+        """The state of the trial in `slot`, on the group's first worker."""
         with self._builder.fused_work(self.group):
-            return self._array.tensors(place)
+            return self._trainer.state(slot)
 
     def admit(self, joining: Sequence[Joining]) -> Admission:
         """Which of these trials may join the array that there is, or form a new one."""
-        if self._array is None or not joining:
+        if self._engine is None or not joining:
             return self._split(joining)
         try:
             entries = [each.entry for each in joining]
-            self._check_entering(self._array, entries)
+            self._check_entering(entries)
             with fused_work():
                 numbers = [each.trial.number for each in joining]
                 self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
@@ -213,12 +249,12 @@ class ArrayEngine:
             return Admission((), waiting=tuple(joining))
         return Admission(tuple(joining))
 
-    def _check_entering(self, array: Array, entries: Sequence[TrialInit]) -> None:
+    def _check_entering(self, entries: Sequence[TrialInit]) -> None:
         """Raise NotFusedError, on all workers, where one of them cannot let these trials join."""
         why = None
         try:
             with fused_work():
-                array.check_entering(entries)
+                self._trainer.check_entering(entries)
         except NotFusedError as failure:
             why = str(failure)
         if (why := self._builder.workers.any_of(why)) is not None:
@@ -237,10 +273,9 @@ class ArrayEngine:
             apart=tuple(joining[number] for number in apart),
         )
 
-    def noise(self, place: int) -> GradientAverages | None:
+    def noise(self, slot: int) -> GradientAverages | None:
         """What is known of the noise of a trial's gradients; None where it is not measured."""
-        assert self._array is not None
-        return self._array.noise(place)
+        return None if self._fused is None else self._fused.noise(slot)
 
     def apply(self, change: TrialsChange) -> None:
         """Let trials leave and admitted ones join; an array without trials is gone.
@@ -249,28 +284,28 @@ class ArrayEngine:
         """
         self.collect_losses()
         for each in change.joining:
-            self._audited.pop(each.trial.number, None)
-        if self._array is None:
-            self.trials = [each.trial for each in change.joining]
+            self._audits.forget(each.trial.number)
+        entering = [each.entry for each in change.joining]
+        joining = [each.trial for each in change.joining]
+        if self._engine is None:
+            self.trials = joining
             with self._one_trials_failure():
-                self._array = self._builder.make(
-                    self.group,
-                    [each.entry for each in change.joining],
-                    [trial.number for trial in self.trials],
+                self._engine = self._builder.make(
+                    self.group, entering, list(joining), self._feed, self._on_step, self._audits
                 )
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()
         elif change.leaving or change.joining:
+            there = with_replacements(self.trials, change.leaving, joining)
             with self._builder.fused_work(self.group):
-                self._array.change(change.leaving, [each.entry for each in change.joining])
-            self.trials = with_replacements(
-                self.trials, change.leaving, [each.trial for each in change.joining]
-            )
+                self._engine.change_trials(change.leaving, entering, list(there))
+            self.trials = there
+        self._audits.array, self._audits.trials = self._fused, self.trials
 
     def close(self) -> None:
         """End the array; its trials are with it no more."""
-        if self._array is not None:
-            self._array.close()
-        self._array, self.trials = None, []
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self.trials = None, []
         self.closed = self._apart = ""
         self._losses, self._losses_of = None, 0

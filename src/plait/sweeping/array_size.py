@@ -23,12 +23,12 @@ from plait.fusion.trials.array_size import MemoryNeed, measure_need
 from plait.fusion.verify import Verdict
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
-from plait.sweeping.engines.batch_streams import BatchStream
-from plait.sweeping.engines.fused import FusedArray, TrialInit
-from plait.sweeping.engines.unfused import UnfusedArray
 from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
 from plait.training import components
+from plait.training.batch_streams import open_stream
 from plait.training.components import DataPair
+from plait.training.engines.train_step import TrainStep, step_alone
+from plait.training.fused.fused_components import FusedComponents, TrialInit
 from plait.training.optimizers.eager import use_eager_optimizers
 
 # What a process beside the tensors of its models takes on a CPU.
@@ -94,7 +94,7 @@ def _measured(
 ) -> Any:
     """What a function of this module finds in another process; NotFusedError where it fails there."""
     # The last worker's share is the largest.
-    batch = BatchStream(sets[0], settings, Position(), False, replicas - 1, replicas).next()
+    batch = open_stream(sets[0], settings, Position(), (replicas - 1, replicas)).next()
     argument = {
         "settings": encode(settings),
         "device": str(device),
@@ -149,7 +149,7 @@ def _or_fails_alone(asked: _Asked, measure: Callable[[], dict[str, Any]]) -> dic
         if isinstance(failure.__cause__, FusionError):
             raise
         try:
-            UnfusedArray(_entries(asked, 1)).step([asked.batch], [1.0])
+            step_alone(_entries(asked, 1)[0], asked.batch, 1.0)
         except Exception as own:  # a user's model can fail in any way
             if (why := why_failed(own)) is not None:
                 return {"fails alone": why}
@@ -248,8 +248,8 @@ def _stepper(asked: _Asked, width: int) -> Callable[[], Any]:
 
 
 def _step_of(asked: _Asked, entries: Sequence[TrialInit]) -> Callable[[], Any]:
-    array, width = FusedArray(entries, verdict=asked.verdict), len(entries)
-    return lambda: array.step([asked.batch] * width, [1.0] * width)
+    step, width = TrainStep(FusedComponents(entries, verdict=asked.verdict), asked.settings), len(entries)
+    return lambda: step.step([asked.batch] * width, [1.0] * width)
 
 
 def _seconds(

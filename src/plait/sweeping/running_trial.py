@@ -12,10 +12,8 @@ from typing import Any
 from plait.core.codec import encode
 from plait.core.files import write_atomic
 from plait.launch.run_dir import RunDir
-from plait.sweeping.engines.batch_streams import BatchStream
-from plait.sweeping.engines.fused import TrialTensors
 from plait.training import checkpoint as checkpoints
-from plait.training.optimizers.lr_schedule import LrFactor
+from plait.training.checkpoint import EngineState
 from plait.training.trial import Trial
 
 # How many points a learning curve has at most, unless the job says otherwise.
@@ -37,21 +35,11 @@ class RunningTrial(Trial):
     """A trial while it trains in an array. It reports when it has made `until` of its `steps`."""
 
     steps: int
-    until: int
-    lr_factor: LrFactor
-    stream: BatchStream
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
-    # Whether it made a step since what was due was last looked at; one that just joined has not.
-    moved: bool = False
-
-    @property
-    def has_reached(self) -> bool:
-        """Whether it came to where trials are compared."""
-        return self.step >= self.until
 
     @property
     def is_loss_due(self) -> bool:
@@ -63,37 +51,13 @@ class RunningTrial(Trial):
         return self.settings.log_every_steps or max(1, self.steps // POINTS)
 
     @property
-    def is_evaluation_due(self) -> bool:
-        return self.is_time(self.settings.evaluate.every_steps)
-
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether it needs its results on the test split now."""
-        return self.is_evaluation_due or self.has_reached or self.stops_early
-
-    @property
-    def is_checkpoint_due(self) -> bool:
-        return self.is_time(self.settings.checkpoint.every_steps)
-
-    def steps_until_due(self) -> int:
-        """Steps until `is_due`; 0 where it has come to its end already."""
-        if self.has_reached or self.stops_early:
-            return 0
-        periods = (self._loss_every, self.settings.evaluate.every_steps, self.settings.checkpoint.every_steps)
-        return min(self.until - self.step, self.steps_until(*periods))
-
-    def is_time(self, every: int | None) -> bool:
-        return self.moved and super().is_time(every)
-
-    def is_due(self) -> bool:
-        """Whether anything is."""
-        regular = self.is_loss_due or self.is_evaluation_due or self.is_checkpoint_due
-        return self.has_reached or regular or self.stops_early
+    def periods(self) -> tuple[int | None, ...]:
+        return self._loss_every, *super().periods
 
     @property
     def stops_early(self) -> bool:
         """Whether it ends early; also one that was killed between its last checkpoint and that record."""
-        return self.early_stopping.should_stop() and self.step < self.steps
+        return super().stops_early and self.step < self.steps
 
     @property
     def has_diverged(self) -> bool:
@@ -121,29 +85,31 @@ class RunningTrial(Trial):
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
         self.train_loss = progress["train_loss"]
 
-    def saved(self, tensors: TrialTensors) -> dict[str, Any]:
+    def saved(self, state: EngineState) -> dict[str, Any]:
         """What a checkpoint says besides tensors: as for a run of its own, and the loss not reported yet."""
         return {
-            **self.progress(tensors.loss_scale, workers=1),
-            "age": tensors.age,
+            **self.progress(state.loss_scale, workers=1),
+            # Trials that are not fused draw random numbers by their step.
+            "age": state.age or self.step,
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,
             "train_loss": self.train_loss,
         }
 
 
-def save_trial(folder: RunDir, trial: RunningTrial, tensors: TrialTensors) -> bool:
+def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
     """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go.
 
     False where its state holds values that are no numbers: then the checkpoint before stays.
     """
-    find_broken = checkpoints.find_broken
-    if find_broken(tensors.model, trial.weights) or find_broken(tensors.optimizer):
+    if state.find_broken(trial.weights) is not None:
         return False
     own = trial_folder(folder, trial.number)
     write_atomic(own.settings, json.dumps(encode(trial.settings), indent=1))
-    state = checkpoints.Checkpoint(trial.step, tensors.model, tensors.optimizer, trial.saved(tensors))
-    save_state(folder, trial.number, state)
+    progress = trial.saved(state)
+    save_state(
+        folder, trial.number, checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress)
+    )
     return True
 
 

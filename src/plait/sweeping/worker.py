@@ -23,14 +23,15 @@ from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import Coordinator, check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.elastic.members import SweepMembers
-from plait.sweeping.loop import SweepTraining
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
-from plait.sweeping.worker_group import ALONE, WorkerGroup, check_worker_groups, make_worker_group
+from plait.sweeping.worker_group import check_worker_groups, make_worker_group
 from plait.training import components
-from plait.training.data_checks import look_at_data
+from plait.training.checks.data_reads import look_at_data
 from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.worker_group import ALONE, WorkerGroup
 
 WAIT_S = 0.05
 
@@ -106,7 +107,7 @@ def _take_part(
     """Train with the others of the group; rank 0 returns the result."""
     sets = DataSets(partial(look_at_data, worker))
     if not group.is_first:
-        SweepTraining(worker, settings, folder, None, sets, device, group).run()
+        SweepLoop(worker, settings, folder, None, sets, device, group).run()
         return {}
     groups = worker.world_size // settings.workers_per_array
     coordinator = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
@@ -115,7 +116,7 @@ def _take_part(
     if isinstance(client, LocalClient) and groups > 1:
         answers = AnswerThread(worker.store, QUESTIONS, client)
     try:
-        SweepTraining(worker, settings, folder, client, sets, device, group, fresh=fresh).run()
+        SweepLoop(worker, settings, folder, client, sets, device, group, fresh=fresh).run()
     except BaseException:
         if coordinator is not None:
             coordinator.flush()
@@ -151,7 +152,7 @@ def _take_part_while_needed(
 
     members = SweepMembers(worker, make_coordinator)
     members.join()
-    training = SweepTraining(worker, settings, folder, members, sets, device, members=members, fresh=fresh)
+    training = SweepLoop(worker, settings, folder, members, sets, device, members=members, fresh=fresh)
     while True:
         if training.run() != "left" and (result := members.result()) is not None:
             return result

@@ -91,6 +91,35 @@ class Written:
     broken: str | None = None
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """The tensors of a checkpoint, by parameter name; `sync` is what agreement keeps besides."""
+
+    model: Tensors
+    optimizer: Tensors
+    sync: Tensors = field(default_factory=dict)
+    # Where tensors were written to as they came, instead of in `model` and `optimizer`.
+    written: Written | None = None
+    # What the optimizer keeps and no checkpoint holds, in words.
+    unsaved: tuple[str, ...] = ()
+    # The state of the loss scaler, and the forwards behind the trial, where its random numbers go on.
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
+    age: int = 0
+
+    def find_broken(self, weights: Container[str]) -> str | None:
+        """The name of a tensor that no checkpoint should hold, if there is one; see `find_broken`."""
+        if self.written is not None:
+            return self.written.broken
+        others = {**self.optimizer, **self.sync}
+        return find_broken(self.model, weights) or find_broken(others)
+
+    def discard(self) -> None:
+        """Remove what was written aside and no checkpoint has taken."""
+        if self.written is not None:
+            self.written.model.unlink(missing_ok=True)
+            self.written.optimizer.unlink(missing_ok=True)
+
+
 def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
     """Refuse the state of another kind of optimizer."""
     found = progress.get("optimizer")

@@ -7,7 +7,7 @@ import logging
 import os
 import resource
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,20 +23,24 @@ from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource, seed_all
+from plait.data.calling import forward
+from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.launch.worker import Worker
+from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
-from plait.pipeline.named_state import has_extra_state, model_state
+from plait.pipeline.named_state import has_extra_state, is_known, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, TrainSettings
+from plait.training.checkpoint import EngineState
+from plait.training.fused.rounds import Piece, Round
 from plait.training.optimizers.build import build_optimizer, check_groups
-from plait.training.optimizers.lr_schedule import check_lr_schedule
+from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
+from plait.training.trial import UNKNOWN_STEPS
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 from plait.workloads.metrics import Metric, find_metric, find_modes, unknown_mode
 
-# More than any run takes.
-UNKNOWN_STEPS = 1 << 62
 # A worker that builds the whole model must have room for its weights, a copy on the way to the device, and
 # an optimizer's state of a checkpoint.
 WHOLE_COPIES = 4
@@ -74,10 +78,97 @@ class Components:
     # What the user is told when the run begins.
     notes: tuple[str, ...] = ()
 
+    # One trial, whose model has no trials axis: what it keeps in Python may change, and all of it is its own.
+    trials = 1
+    can_be_captured = has_partial_gradients = False
+
     @property
     def weights(self) -> frozenset[str]:
         """The names of the parameters that are trained."""
         return frozenset(name for parameter, name in self.names.items() if parameter.requires_grad)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.model.parameters())
+
+    def set_lr(self, factors: Sequence[float]) -> None:
+        """Set the factor on the learning rate, for the steps to come."""
+        set_lr(self.optimizer, self.base_lrs, factors[0])
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def seed_step(self, seed: int, step: int, rank: int) -> int:
+        """Let a step's random numbers depend on these alone; returns the seed of its update on all ranks."""
+        seed_all(mix(seed, step, rank))
+        return mix(seed, step)
+
+    def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
+        """The rounds of a step on a batch.
+
+        What hooks see is the gradient of this worker's mean, as under DistributedDataParallel; its share of
+        the batch comes in when gradients are summed.
+        """
+        (batch,) = batches
+        whole = batch.total if alone else batch.count
+        pieces = cut(batch.content, batch.count, accumulate) if batch.count else ()
+        return [([piece], [piece[1] / whole]) for piece in pieces]
+
+    def share(self, batches: Sequence[Batch]) -> float:
+        """What this worker's gradients count for in the sum."""
+        return batches[0].count / batches[0].total
+
+    def to_device(self, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+        """Inputs and target of a round."""
+        inputs, target = to_device(pieces[0][0], self.device, self.dtype)
+        return inputs, target
+
+    def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
+        inputs, target = content
+        with self.autocast():
+            return self.loss(forward(self.model, inputs), target)
+
+    def weighted(self, losses: Tensor, weights: Sequence[float]) -> Tensor:
+        return losses * weights[0]
+
+    def backward(self, losses: Tensor) -> None:
+        """Add the gradients of the loss, times the loss scale."""
+        self.scaler.scale(losses).backward()
+
+    def update(self, clip_norm: float | None = None, seed: int | None = None) -> None:
+        """Update the weights; an optimizer that draws random numbers draws them from `seed` on."""
+        if clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        if seed is not None and not is_known(self.optimizer):
+            seed_all(seed)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def drawing_alike(
+        self, batches: Sequence[Batch], accumulate: int, workers: int
+    ) -> AbstractContextManager[None]:
+        """Around a step of several workers, which all draw from generators that are seeded for each step."""
+        return contextlib.nullcontext()
+
+    def measure_part(self, weights: Sequence[float]) -> None:
+        """Monitors measure the gradients of one trial."""
+
+    def measure_whole(self, batches: Sequence[Batch]) -> None:
+        """Monitors measure the gradients of one trial."""
+
+    def state(self, slot: int = 0) -> EngineState:
+        """The state of a model that this worker holds as a whole."""
+        return EngineState(
+            named_state.model_state(self.model),
+            named_state.optimizer_state(self.optimizer, self.names),
+            unsaved=tuple(named_state.unsaved_state(self.optimizer)),
+            loss_scale=self.scaler.state_dict(),
+        )
+
+    def of_trial(self, slot: int) -> Components:
+        """What the trial is evaluated with."""
+        return self
 
 
 def check(settings: TrainSettings) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
-
-import torch
 
 from plait.adapt.changes import (
     BatchSizeChange,
@@ -22,19 +20,16 @@ from plait.comm.collectives import broadcast_value
 from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
 from plait.launch.worker import Worker
-from plait.pipeline import named_state
-from plait.pipeline.named_state import Tensors
 from plait.training.change.members import Mark
-from plait.training.checkpoint import Checkpoint, Written, find_broken
-from plait.training.components import Components
+from plait.training.checkpoint import Checkpoint, EngineState
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What came of an interval of steps, the same on all workers."""
+class IntervalResult:
+    """What came of an interval of steps, the same on all workers: its steps, and where trials are then."""
 
     steps: int
-    position: Position
+    positions: tuple[Position, ...]
     # Whether a worker was asked to stop, and whether the data has ended.
     stopped: bool = False
     ended: bool = False
@@ -42,32 +37,6 @@ class Trained:
     change_asked: bool = False
     # The loss of a worker that ended the interval; the step it was lost in is not counted, and not taken.
     lost: PeerError | None = None
-
-
-@dataclass(frozen=True)
-class EngineState:
-    """The tensors of a checkpoint, by parameter name; `sync` is what agreement keeps besides."""
-
-    model: Tensors
-    optimizer: Tensors
-    sync: Tensors = field(default_factory=dict)
-    # Where tensors were written to as they came, instead of in `model` and `optimizer`.
-    written: Written | None = None
-    # What the optimizer keeps and no checkpoint holds, in words.
-    unsaved: tuple[str, ...] = ()
-
-    def find_broken(self, weights: Container[str]) -> str | None:
-        """The name of a tensor that no checkpoint should hold, if there is one; see `find_broken`."""
-        if self.written is not None:
-            return self.written.broken
-        others = {**self.optimizer, **self.sync}
-        return find_broken(self.model, weights) or find_broken(others)
-
-    def discard(self) -> None:
-        """Remove what was written aside and no checkpoint has taken."""
-        if self.written is not None:
-            self.written.model.unlink(missing_ok=True)
-            self.written.optimizer.unlink(missing_ok=True)
 
 
 class Starting(Protocol):
@@ -82,9 +51,6 @@ class Starting(Protocol):
     def start_state(self) -> EngineState:
         """What the other workers need of this one to begin where it does."""
 
-    def broadcast_start(self) -> None:
-        """Give all workers the first one's weights."""
-
 
 class Engine(Starting, Protocol):
     """How intervals of steps are computed, on this worker together with the others.
@@ -92,24 +58,17 @@ class Engine(Starting, Protocol):
     All workers call each method together, in the same order.
     """
 
-    # Whether it trains on a stream until that ends, whatever length it claims.
-    sees_end_of_data: bool
-
-    @property
-    def parts_of_a_batch(self) -> int:
-        """In how many parts, each with a loss of its own, a batch is trained."""
-
     def open(self) -> None:
         """Link up with the other workers, and get ready to take steps."""
 
-    def train(self, steps: int) -> Trained:
+    def train(self, steps: int) -> IntervalResult:
         """Take that many steps, or fewer if someone is asked to stop or the data ends."""
 
-    def evaluate(self) -> dict[str, float]:
-        """Mean loss and metric over the test split, the same on all workers."""
+    def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
+        """Mean loss and metric of the trials in `slots` over the test split, the same on all workers."""
 
-    def state(self) -> EngineState | None:
-        """The state of all workers, on the one that writes checkpoints."""
+    def state(self, slot: int = 0) -> EngineState | None:
+        """The state of the trial in `slot`, on the worker that writes checkpoints."""
 
     def finish(self, save: Callable[[], None]) -> None:
         """Have the last checkpoint saved by `save`, whoever is lost meanwhile."""
@@ -171,11 +130,3 @@ def cannot_apply(change: Change, engine: str) -> JobError:
     }
     why = f"{engine} {reasons[type(change)]}"
     return JobError(f"adapt: cannot apply {change}: {why}; leave the policy that asks for it out")
-
-
-def whole_state(parts: Components, sync: Mapping[str, torch.Tensor] | None = None) -> EngineState:
-    """The state of a model that this worker holds as a whole."""
-    model = named_state.model_state(parts.model)
-    optimizer = named_state.optimizer_state(parts.optimizer, parts.names)
-    unsaved = tuple(named_state.unsaved_state(parts.optimizer))
-    return EngineState(model, optimizer, dict(sync or {}), unsaved=unsaved)

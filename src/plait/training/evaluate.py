@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from plait.data.loader import Batch, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
-from plait.training.components import Components
 from plait.training.optimizers.build import set_mode
 from plait.workloads.metrics import Metric
+
+if TYPE_CHECKING:
+    from plait.training.components import Components
 
 
 @contextlib.contextmanager

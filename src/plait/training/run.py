@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -32,12 +32,12 @@ class Run:
 
     def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
         self.worker = worker
-        self.trial = Trial(settings, EarlyStopping(settings.early_stop, parts.modes))
+        # One; its engine has the same list.
+        self.trials = [Trial(settings, EarlyStopping(settings.early_stop, parts.modes))]
         self.parts = parts
         self.folder = folder
         self.metrics = MetricsLogger(worker, settings, parts, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
-        self.schedule: Callable[[int], float] = lambda step: 1.0
         self.signals = SignalHistory(self.metrics.signals)
         # What is known of the gradients' noise, by whichever engine's monitor.
         self.noise = GradientAverages()
@@ -47,6 +47,14 @@ class Run:
         self.opened_s = 0.0
         self._keeps_record = worker.rank == 0
         self._own_events: EventLog | None = None
+
+    @property
+    def trial(self) -> Trial:
+        return self.trials[0]
+
+    @trial.setter
+    def trial(self, trial: Trial) -> None:
+        self.trials[0] = trial
 
     @property
     def settings(self) -> TrainSettings:
@@ -62,13 +70,9 @@ class Run:
         """Samples of a step over all workers, from now on."""
         return self.trial.batch.size
 
-    def lr_factor(self, step: int) -> float:
-        """The factor on the learning rate at a step: the schedule's times that of the batch size."""
-        return self.schedule(self.trial.batch.schedule_at(step)) * self.trial.batch.lr_factor
-
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
-        return self.parts.base_lrs[0] * self.lr_factor(step)
+        return self.parts.base_lrs[0] * self.trial.lr_factor(step)
 
     def set_topology(self, name: str) -> None:
         """Sum gradients over the topology of that name from now on, also among other workers."""

@@ -17,9 +17,9 @@ from plait.core.errors import JobError
 from plait.data.calling import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
+from plait.training.checks.loss_parts import rows_of
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, output_of, sums_of
-from plait.training.loss_parts import rows_of
 from plait.verification import unchanged_random_numbers
 from plait.verification.python_state import Name, PythonState, changed, unchanged_state
 from plait.workloads.metrics import NAMED

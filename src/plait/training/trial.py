@@ -10,8 +10,22 @@ from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError
 from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
+from plait.training.batch_streams import BatchStream
 from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.early_stopping import EarlyStopping
+from plait.training.optimizers.lr_schedule import LrFactor
+
+# More than any run takes.
+UNKNOWN_STEPS = 1 << 62
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done for a trial after a step; `end` where it has come to its end, or stops early."""
+
+    evaluation: bool
+    checkpoint: bool
+    end: bool
 
 
 @dataclass
@@ -30,6 +44,13 @@ class Trial:
     best: dict[str, Any] | None = None
     # Whether the newest checkpoint was written before an evaluation that has not ended yet.
     owes_evaluation: bool = False
+    # The step after which it ends, or, in some sweeps, is compared with others.
+    until: int = UNKNOWN_STEPS
+    # Whether what is due after its last step has yet to be done.
+    moved: bool = False
+    # The learning rate's schedule, and the batches to come, once they are read.
+    schedule: LrFactor = field(default=lambda step: 1.0)
+    stream: BatchStream | None = None
     batch: BatchSize = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,17 +58,52 @@ class Trial:
 
     def begin_anew(self) -> None:
         """Go back to the first step, before a checkpoint is read."""
-        self.step, self.position, self.best = 0, Position(), None
+        self.step, self.position, self.best, self.moved = 0, Position(), None, False
         self.early_stopping = EarlyStopping(self.early_stopping.rule, self.early_stopping.modes)
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
 
-    def is_time(self, every: int | None) -> bool:
-        """Whether what is done every so many steps is due after this one."""
-        return every is not None and self.step % every == 0
+    def lr_factor(self, step: int) -> float:
+        """The factor on the learning rate at a step: the schedule's times that of the batch size."""
+        return self.schedule(self.batch.schedule_at(step)) * self.batch.lr_factor
 
-    def steps_until(self, *periods: int | None) -> int:
-        """Steps until one of these periods is over."""
-        return min(every - self.step % every for every in periods if every)
+    @property
+    def has_reached(self) -> bool:
+        """Whether it came to its end, or to where trials are compared."""
+        return self.step >= self.until
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether evaluations ask for its end."""
+        return self.early_stopping.should_stop()
+
+    def advance(self, steps: int, position: Position) -> None:
+        """Some steps were taken, which brought it to `position`; the loop alone calls this."""
+        self.step, self.position, self.moved = self.step + steps, position, self.moved or steps > 0
+
+    def is_time(self, every: int | None) -> bool:
+        """Whether what is done every so many steps is due now."""
+        return self.moved and every is not None and self.step % every == 0
+
+    @property
+    def periods(self) -> tuple[int | None, ...]:
+        """After how many steps something is due, again and again."""
+        return self.settings.evaluate.every_steps, self.settings.checkpoint.every_steps
+
+    def steps_until_due(self) -> int:
+        """Steps until `due` says more; 0 where it has come to its end already."""
+        if self.has_reached or self.stops_early:
+            return 0
+        left = [every - self.step % every for every in self.periods if every]
+        return min(self.until - self.step, *left)
+
+    def due(self) -> Due | None:
+        """What is to be done now; None where nothing is."""
+        ends = self.has_reached or self.stops_early
+        if not ends and not any(self.is_time(every) for every in self.periods):
+            return None
+        settings = self.settings
+        evaluation = self.is_time(settings.evaluate.every_steps)
+        return Due(evaluation, self.is_time(settings.checkpoint.every_steps), ends)
 
     def progress(self, loss_scale: Mapping[str, Any], workers: int) -> dict[str, Any]:
         """What a checkpoint says besides its tensors."""

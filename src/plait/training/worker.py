@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
 from plait.adapt.policies.registry import make_policy
@@ -16,6 +17,7 @@ from plait.adapt.policy_source import PolicySource
 from plait.core.codec import decode
 from plait.core.errors import PlaitError
 from plait.core.logs import show_logs
+from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -23,15 +25,19 @@ from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import FAULT_TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.audit.whole_model import ReplicaAudit
+from plait.training.batch_streams import BatchStream
 from plait.training.change.members import join_members
+from plait.training.checks.data_reads import look_at_data
 from plait.training.components import Components
-from plait.training.data_checks import look_at_data
 from plait.training.engine import Engine
-from plait.training.engines.data_parallel import DataParallelEngine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
-from plait.training.loop import Loop
+from plait.training.engines.whole_model import WholeModelEngine
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.run import Run
+from plait.training.run_loop import RunLoop
 from plait.training.sanity import try_evaluation
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
@@ -93,7 +99,7 @@ class DivergedError(PlaitError):
         )
 
 
-def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> Loop:
+def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
     """The loop with the engine that the settings ask for; all workers make one together."""
     check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships is not None)
     chosen = None
@@ -109,7 +115,9 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
         return _with_stages(run)
     engines = WholeModelEngines(run)
     changes = worker.world_size > 1 and may_change_sync(settings)
-    return Loop(run, engines.make(keep_world=changes), make_sources(run), engines.make if changes else None)
+    return RunLoop(
+        run, engines.make(keep_world=changes), make_sources(run), engines.make if changes else None
+    )
 
 
 def may_change_sync(settings: TrainSettings) -> bool:
@@ -140,8 +148,27 @@ class WholeModelEngines:
         name = f"/{self._made}" if self._made else ""
         self._made += 1
         if run.worker.world_size == 1 or run.settings.sync.kind == "all-reduce":
-            return DataParallelEngine(run)
+            return whole_model_engine(run)
         return DecentralizedEngine(run, WholeModel(run, run.worker.hosts, name), name, keep_world=keep_world)
+
+
+def whole_model_engine(run: Run) -> WholeModelEngine:
+    """The engine of a run whose workers each hold the whole model, and sum gradients."""
+
+    def on_step(done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
+        step, (batch,) = run.trial.step + done, batches
+        run.metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.total)
+
+    return WholeModelEngine(
+        run.worker,
+        run.trials,
+        run.parts,
+        feed=lambda trial: BatchStream(run.own_batches(), trial.position),
+        on_step=on_step,
+        on_event=run.metrics.note,
+        audit=ReplicaAudit(run),
+        make_monitor=lambda shared: StepMonitor(run, shared) if is_monitored(run.settings) else None,
+    )
 
 
 def make_sources(run: Run) -> list[ChangeSource]:
@@ -163,7 +190,7 @@ def make_sources(run: Run) -> list[ChangeSource]:
     return [Replanning(run, source)]
 
 
-def _with_stages(run: Run) -> Loop:
+def _with_stages(run: Run) -> RunLoop:
     """The loop of a worker that holds stages of the model."""
     # Slow to import, with all that tracing needs.
     from plait.training.engines.pipeline import PipelineEngine, check_pipeline
@@ -171,6 +198,6 @@ def _with_stages(run: Run) -> Loop:
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
-        return Loop(run, PipelineEngine(run), make_sources(run))
+        return RunLoop(run, PipelineEngine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
-    return Loop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))
+    return RunLoop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from plait.data.loader import Batch
 from plait.fusion.verify.lone_run import drawing_as
-from plait.sweeping.engines.fused import FusedArray, TrialTensors, rebuild_trial
-from plait.sweeping.engines.unfused import UnfusedArray
 from plait.sweeping.engines.verified_arrays import coarsest_rounding
+from plait.training.checkpoint import EngineState
+from plait.training.engines.train_step import step_alone
+from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.verification.audit import largest_difference
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
@@ -29,32 +30,32 @@ ADVICE = (
 _AT_ONCE = 1 << 26
 
 
-def most_at_once(array: FusedArray) -> int:
+def most_at_once(array: FusedComponents) -> int:
     """How many of the array's trials may be audited at one step, by the memory that it takes."""
     own = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
     return max(1, _AT_ONCE // max(1, own))
 
 
 class AuditedTrial:
-    """The trial at `place` of an array, as it is before a step, which it then takes alone, too."""
+    """The trial in a slot of an array, as it is before a step, which it then takes alone, too."""
 
-    def __init__(self, array: FusedArray, place: int, batch: Batch, factor: float) -> None:
+    def __init__(self, array: FusedComponents, slot: int, batch: Batch, factor: float) -> None:
         started = time.perf_counter()
-        self._array, self._place, self._factor = array, place, factor
+        self._array, self._slot, self._factor = array, slot, factor
         # Whether forward goes by what it keeps in Python, which is not known of a trial after its first step.
         self.goes_by_python = False
         # A forward may write into what it is given.
         content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
         self._batch = replace(batch, content=content)
         with unchanged_random_numbers():
-            self._entry = rebuild_trial(array, place)
+            self._entry = rebuild_trial(array, slot)
         parts = self._entry.parts
         self._before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
         self._optimizer = copy.deepcopy(parts.optimizer.state_dict())
         self._scaler = copy.deepcopy(parts.scaler.state_dict())
         fused = array.fused
         # What its random numbers follow, before the step.
-        self._stream = int(fused.seeds[place]), int(fused.ages[place]), dict(fused.unfused)
+        self._stream = int(fused.seeds[slot]), int(fused.ages[slot]), dict(fused.unfused)
         self._python = state_of(parts.model)
         self.seconds = time.perf_counter() - started
 
@@ -68,7 +69,7 @@ class AuditedTrial:
         They mean nothing where it `goes_by_python`.
         """
         started = time.perf_counter()
-        found = self._observed(loss, self._array.tensors(self._place))
+        found = self._observed(loss, self._array.state(self._slot))
         with unchanged_random_numbers(), unchanged_state({"": self._entry.parts.model}):
             expected = self._take()
             differences = list(find_differences(expected, found, Noise({})))
@@ -99,14 +100,13 @@ class AuditedTrial:
                     weight.copy_(moved)
         parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
         parts.scaler.load_state_dict(self._scaler)
-        alone = UnfusedArray([entry])
         if not as_kept:  # else what a model draws or counts would pass for rounding
             self._python.restore()
         with drawing_as(parts.model, *self._stream):
-            loss = alone.step([self._batch], [self._factor])[0]
-        return self._observed(loss, alone.tensors(0))
+            loss = step_alone(entry, self._batch, self._factor)
+        return self._observed(loss, parts.state())
 
-    def _observed(self, loss: Tensor, state: TrialTensors) -> Observation:
+    def _observed(self, loss: Tensor, state: EngineState) -> Observation:
         # A model may compute its loss in a coarser type than its weights have.
         found: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
         found |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}

@@ -6,21 +6,21 @@ one worker makes of it with as many microbatches. Trials join and leave between 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import Verdict
+from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
 from plait.pipeline import named_state
 from plait.pipeline.cutting.cut import StageModule, cut
@@ -28,30 +28,40 @@ from plait.pipeline.layout import one_batch
 from plait.pipeline.named_state import further_names
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
-from plait.sweeping.engines.batch_streams import with_replacements
-from plait.sweeping.engines.fused import FusedArray, TrialInit, TrialTensors, at
-from plait.sweeping.engines.microbatches import Round, rounds_of
-from plait.sweeping.engines.stages import GroupPipeline
 from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
-from plait.sweeping.worker_group import WorkerGroup
+from plait.training.batch_streams import BatchStream, next_batches, with_replacements
+from plait.training.checkpoint import EngineState
+from plait.training.engine import IntervalResult
+from plait.training.engines.train_step import requests_of
+from plait.training.engines.whole_model import OnStep
 from plait.training.evaluate import in_order, means, sums_of
+from plait.training.fused.fused_components import FusedComponents, TrialInit, at
+from plait.training.fused.rounds import Round, rounds_of
 from plait.training.optimizers.build import build_optimizer
+from plait.training.trial import Trial
+from plait.training.worker_group import GroupPipeline, WorkerGroup
 
 
 class PipelinedArray:
     """The stage of an array that this worker holds; all workers of its group make one together."""
 
-    is_fused = True
-
     def __init__(
         self,
+        worker: Worker,
+        trials: list[Trial],
         entries: Sequence[TrialInit],
+        feed: Callable[[Trial], BatchStream],
+        on_step: OnStep,
         workers: WorkerGroup,
         pipeline: GroupPipeline,
         stages: StagesOfTrials | None = None,
         verdict: Verdict | None = None,
     ) -> None:
+        self._worker = worker
+        self.trials = trials
+        self._feed = feed
+        self._on_step = on_step
         self._workers = workers
         first = entries[0]
         stages = stages or prepare_trials(entries, pipeline.layout, verify=False)
@@ -63,7 +73,8 @@ class PipelinedArray:
         self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
         own = [self._stage_of(entry) for entry in entries]
-        self._own = FusedArray(own, stream=workers.place, verdict=of_stage(self._verdict, own[0].parts.model))
+        kept = of_stage(self._verdict, own[0].parts.model)
+        self._own = FusedComponents(own, stream=workers.place, verdict=kept)
         self._own.optimizer.sum_squares = lambda squares: workers.total(squares, squares.device)
         self._stage = FusedStage(self._own.fused)
         self._losses = torch.zeros(len(entries), dtype=torch.float64)
@@ -108,27 +119,43 @@ class PipelinedArray:
         names = {f"fused.module.{name}": first for name, first in stage.first_names.items()}
         return replace(stage, module=cast("Any", self._stage), first_names=names)
 
-    @property
-    def trials(self) -> int:
-        return self._own.trials
-
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials whose code differs from that of those that are there."""
         for entry in entering:
             check_values(self._traced, self._values, plain_values(entry.parts.model))
         self._own.check_entering([self._stage_of(entry) for entry in entering])
 
-    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
-        """Let trials leave and enter."""
+    def change_trials(
+        self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
+    ) -> None:
+        """Let trials leave and enter; `trials` are those that are there then."""
         self._rest = with_replacements(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
         self._own.change(leaving, [self._stage_of(entry) for entry in entering])
+        self.trials = trials
 
-    def step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
+    def train(self, steps: int) -> IntervalResult:
+        """Take steps with every trial, or fewer if a worker is asked for something else."""
+        trials = self.trials
+        done, positions = 0, tuple(trial.position for trial in trials)
+        while done < steps:
+            for trial in trials:
+                trial.stream = trial.stream or self._feed(trial)
+            batches = next_batches([trial.stream for trial in trials if trial.stream is not None])
+            factors = [trial.lr_factor(trial.step + done) for trial in trials]
+            losses = self._take_step(batches, factors)
+            done, positions = done + 1, tuple(batch.after for batch in batches)
+            self._on_step(done, losses, batches)
+            stop, change = self._workers.from_first(lambda: astuple(requests_of(self._worker)))
+            if stop or change:
+                return IntervalResult(done, positions, stopped=stop, change_asked=change)
+        return IntervalResult(done, positions)
+
+    def _take_step(self, batches: Sequence[Batch], factors: Sequence[float]) -> Tensor:
         """One step of every trial; only the first stage has more than the sizes of the batches."""
-        self._own.set_factors(factors)
+        self._own.set_lr(factors)
         rounds = rounds_of(batches, self._layout.microbatches)
         self._stage.begin(rounds)
-        self._losses = torch.zeros(self.trials, dtype=torch.float64, device=self._own.fused.seeds.device)
+        self._losses = torch.zeros(self._own.trials, dtype=torch.float64, device=self._own.fused.seeds.device)
         contents = self._contents(rounds) if self._workers.loads else iter(())
         rank = self._pipeline.rank
         self._pipeline.run(one_batch(self._layout, rank, len(rounds)), _Work(contents))
@@ -145,14 +172,14 @@ class PipelinedArray:
     def _loss(self, output: Any, target: Any) -> Tensor:
         """The sum of what each trial's microbatch adds to its loss."""
         with self._stage.padded():
-            losses = self._own.losses(output, target, self._stage.counts)
+            losses = self._own.losses_of(output, target, self._stage.counts)
         weighted = losses * torch.tensor(self._stage.weights, dtype=losses.dtype, device=losses.device)
         self._losses += weighted.detach()
         return weighted.sum()
 
-    def evaluate(self, places: Sequence[int]) -> list[dict[str, float]]:
+    def evaluate(self, places: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, which goes through all stages."""
-        parts, settings = self._own.parts_of(places[0]), self._own.settings_of(places[0])
+        parts, settings = self._own.of_trial(places[0]), self._own.settings_of(places[0])
         assert parts.test_set is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = list(in_order(len(parts.test_set), max(1, size // self._layout.microbatches)))
@@ -165,33 +192,30 @@ class PipelinedArray:
         def measure(output: Any, target: Any, microbatch: int) -> None:
             count = len(batches[microbatch].samples)
             for row, place in enumerate(places):
-                own = self._own.parts_of(place)
+                own = self._own.of_trial(place)
                 sums[row] += sums_of(own, at(output, place), at(target, place), count)
 
         self._pipeline.evaluate(len(batches), _Work(contents), measure)
         sums = self._workers.total(sums, parts.device)
-        return [means(self._own.parts_of(place), row) for place, row in zip(places, sums)]
+        return [means(self._own.of_trial(place), row) for place, row in zip(places, sums)]
 
     def _evaluated(self, batch: Batch) -> Any:
         """A batch of the test split for all trials."""
         check_sizes(self._traced.evaluation or self._traced, batch.content)
-        return self._own.stacked([batch.content] * self.trials, batch.count)
+        return self._own.stacked([batch.content] * self._own.trials, batch.count)
 
-    def noise(self, place: int) -> GradientAverages | None:
-        """Not measured: no worker holds all of a trial's gradient."""
-        return None
-
-    def tensors(self, place: int) -> TrialTensors:
+    def state(self, place: int = 0) -> EngineState | None:
         """The state of a trial, on the first worker; the others give it theirs."""
         model, optimizer = self._gather(place)
-        if self._workers.is_first:
-            model = {**self._rest[place], **model}
-            # Aliases of tied weights that no stage uses keep their initial value.
-            model |= {name: model[first] for name, first in self._further.items()}
-        return TrialTensors(model, optimizer, {}, int(self._own.fused.ages[place]))
+        if not self._workers.is_first:
+            return None
+        model = {**self._rest[place], **model}
+        # Aliases of tied weights that no stage uses keep their initial value.
+        model |= {name: model[first] for name, first in self._further.items()}
+        return EngineState(model, optimizer, age=int(self._own.fused.ages[place]))
 
     def _gather(self, place: int) -> tuple[named_state.Tensors, named_state.Tensors]:
-        own = self._own.tensors(place)
+        own = self._own.state(place)
         model = {self._further.get(name, name): value for name, value in own.model.items()}
         return self._workers.gather(model), self._workers.gather(self._by_first_names(own.optimizer))
 

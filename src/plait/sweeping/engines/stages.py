@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from plait.comm.channels import Channels
-from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, JobError
 from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
@@ -19,18 +17,9 @@ from plait.schema.plans.plan import Layout
 from plait.schema.settings import PipelineSettings, TrainSettings
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import is_fusable, with_values
+from plait.training.worker_group import GroupPipeline
 
 SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
-
-
-@dataclass(frozen=True)
-class GroupPipeline:
-    """How the workers of a group hold the stages of an array: one each, in order."""
-
-    rank: int
-    layout: PipelineLayout
-    channels: Channels
-    rendezvous: Rendezvous
 
 
 def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> GroupPipeline:

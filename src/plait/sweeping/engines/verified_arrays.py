@@ -15,10 +15,10 @@ from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, Verdict, verify_fused
-from plait.sweeping.engines.batch_streams import BatchStream
-from plait.sweeping.engines.fused import TrialInit, fused_loss, losses_alone, losses_of, together
-from plait.sweeping.engines.microbatches import rounds_of
+from plait.training.batch_streams import next_batches, open_stream
 from plait.training.components import AUTOCAST, Components
+from plait.training.fused.fused_components import TrialInit, fused_loss, losses_alone, losses_of, together
+from plait.training.fused.rounds import rounds_of
 from plait.verification import same_random_numbers
 
 
@@ -52,8 +52,8 @@ def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[
             settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
             key = (settings.seed, settings.data.batch_size)
             if key not in streams:
-                stream = BatchStream(entry.parts.train_set, settings, Position(), False, *share)
-                streams[key] = [stream.next(), stream.next()]
+                stream = open_stream(entry.parts.train_set, settings, Position(), share)
+                streams[key] = next_batches([stream]) + next_batches([stream])
     keys = [(entry.settings.seed, entry.settings.data.batch_size) for entry in entries]
     return [[streams[key][number] for key in keys] for number in range(2)]
 

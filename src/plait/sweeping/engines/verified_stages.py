@@ -20,7 +20,6 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.stages import VerifiedStages
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
-from plait.sweeping.engines.fused import TrialInit, stacked
 from plait.sweeping.engines.traced_constants import Values, check_values, plain_values
 from plait.sweeping.engines.verified_arrays import (
     ArrayCandidate,
@@ -29,6 +28,7 @@ from plait.sweeping.engines.verified_arrays import (
     verify_candidate,
 )
 from plait.training.engines.pipeline_setup import prepare_pipeline
+from plait.training.fused.fused_components import TrialInit, stacked
 
 
 @dataclass(frozen=True)

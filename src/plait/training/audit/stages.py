@@ -74,7 +74,7 @@ class AuditedStages:
             pipeline.optimizer,
             self._names,
             lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, pipeline.base_lrs, run.lr_factor(run.trial.step)),
+            lambda twin: set_lr(twin, pipeline.base_lrs, run.trial.lr_factor(run.trial.step)),
         )
         self._ready = time.perf_counter()
         self._seconds = self._ready - started
@@ -316,7 +316,7 @@ class AuditedStages:
         optimizer = build_plain_optimizer(run.settings.optimizer, trained, names)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
-        set_lr(optimizer, run.parts.base_lrs, run.lr_factor(run.trial.step))
+        set_lr(optimizer, run.parts.base_lrs, run.trial.lr_factor(run.trial.step))
         return optimizer
 
     def _update_differences(

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.comm.collectives import all_gather_values
+from plait.data.loader import Batch
+from plait.data.sampler import mix
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
+from plait.training.audit.schedule import is_audited
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
@@ -38,6 +41,9 @@ from plait.verification.observe import unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
 from plait.verification.replay import Part, PlainModel
 from plait.verification.twin import OptimizerTwin
+
+if TYPE_CHECKING:
+    from plait.training.engines.train_step import TrainStep
 
 ADVICE = (
     "what forward, hooks or the optimizer go by besides weights, buffers and the batch belongs into buffers; "
@@ -75,7 +81,7 @@ class AuditedStep:
             parts.optimizer,
             parts.names,
             lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, parts.base_lrs, run.lr_factor(self._step)),
+            lambda twin: set_lr(twin, parts.base_lrs, run.trial.lr_factor(self._step)),
         )
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
@@ -154,6 +160,30 @@ class AuditedStep:
 
     def _gather(self, value: Any) -> list[Any]:
         return all_gather_values(value) if self._together else [value]
+
+
+class ReplicaAudit:
+    """Audits steps of the workers of a run, which all take part."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._audited: AuditedStep | None = None
+
+    def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
+        run, number = self._run, self._run.trial.step + done
+        self._audited = None
+        if run.worker.world_size > 1 and is_audited(run.settings, number):
+            seed = mix(run.settings.seed, number, run.worker.rank)
+            self._audited = AuditedStep(run, number, seed, together=True)
+            step.recorded = self._audited.parts
+
+    def end(self, step: TrainStep, losses: Tensor) -> bool:
+        step.recorded = None
+        audited, self._audited = self._audited, None
+        if audited is not None:
+            step.pause_monitor()
+            audited.end(self._run.audits, losses[0])
+        return self._run.audits.difference is not None
 
 
 def unlike_replicas(tensors: Mapping[str, Tensor], rounded: Container[str] = ()) -> list[Difference]:

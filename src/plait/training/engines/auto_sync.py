@@ -39,7 +39,7 @@ def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
 
 def choose_sync(worker: Worker, settings: TrainSettings, parts: Components) -> SyncChosen:
     """The choice that all workers make together, from steps whose gradients are dropped."""
-    step = TrainStep(worker, settings, parts, alone=True)
+    step = TrainStep(parts, settings, rank=worker.rank)
     kept = [buffer.clone() for buffer in parts.model.buffers()]
     batch = _first_share(worker, settings, parts)
     # The first step warms up.

@@ -13,6 +13,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,14 +35,14 @@ from plait.training import checkpoint as checkpoints
 from plait.training.audit.averages import is_mean
 from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import ADVICE, AuditedStep
-from plait.training.checkpoint import Checkpoint
+from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
-from plait.training.engine import EngineState, Trained, cannot_apply, whole_state
+from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
 from plait.training.engines.averaging import averages_gradients, make_averaging, sources_of
-from plait.training.engines.data_parallel import load_whole
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import TrainStep
+from plait.training.engines.whole_model import load_whole
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue
 from plait.training.evaluate import means, sums_over_share
 from plait.training.monitoring.asked import is_monitored
@@ -129,11 +130,11 @@ class WholeModel:
         return (place,)
 
     def load(self, state: Checkpoint) -> None:
-        load_whole(self._run, state)
+        load_whole(self._run.parts, state)
         self._sync_state = state.sync
 
     def start_state(self) -> EngineState:
-        return whole_state(self._run.parts, self._sync_state)
+        return replace(self._run.parts.state(), sync=self._sync_state)
 
     def open(self) -> bool:
         run, parts = self._run, self._run.parts
@@ -142,7 +143,7 @@ class WholeModel:
             inputs, _ = loader.to_device(content, parts.device, parts.dtype)
             if words := describe_rows(parts.model, inputs, names):
                 raise JobError(f"model: {words}")
-        self._step = TrainStep(run.worker, run.settings, parts, alone=True, own_monitor=self.monitor)
+        self._step = TrainStep(parts, run.settings, rank=run.worker.rank, own_monitor=self.monitor)
         weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
         rest = rest_of_state(run.worker.store, self._prefix, weights, buffers, parts.optimizer, parts.scaler)
         self.averaging = make_averaging(
@@ -187,10 +188,10 @@ class WholeModel:
         """A step alone, taken a second time where that is due."""
         run = self._run
         if not is_audited(run.settings, step):
-            return self._step.step(batch, factor)[0]
+            return self._step.step([batch], [factor])[0][0]
         self._audit = AuditedStep(run, step, mix(run.settings.seed, step, share), together=False)
         self._step.recorded = self._audit.parts
-        loss, _ = self._step.step(batch, factor)
+        loss = self._step.step([batch], [factor])[0][0]
         self._step.recorded = None
         self._audit.end(run.audits, loss)
         self._audit = None
@@ -213,7 +214,7 @@ class WholeModel:
             for key, tensors in self.averaging.state().items()
             for weight, tensor in zip(parts.model.parameters(), tensors)
         }
-        return whole_state(parts, own)
+        return replace(parts.state(), sync=own)
 
     def close(self) -> None:
         self.averaging.close()
@@ -237,8 +238,6 @@ class DecentralizedEngine:
     loss of a worker ends the run.
     """
 
-    sees_end_of_data = False
-
     def __init__(self, run: Run, member: Member, name: str = "", keep_world: bool = False) -> None:
         self._run = run
         self._member = member
@@ -260,10 +259,6 @@ class DecentralizedEngine:
         self._difference_key = f"{self._prefix}/difference"
         self._sums_before: list[float] = []
 
-    @property
-    def parts_of_a_batch(self) -> int:
-        return self._run.worker.world_size * self._run.settings.accumulate
-
     def read(self, path: Path) -> Checkpoint:
         return checkpoints.load(path)
 
@@ -273,16 +268,13 @@ class DecentralizedEngine:
     def start_state(self) -> EngineState:
         return self._member.start_state()
 
-    def broadcast_start(self) -> None:
-        self._run.broadcast_weights()
-
     def open(self) -> None:
         needs_world = self._member.open()
         if self._member.averaging.tolerant and not self._keep_world:
             leave_world(needs_world)
             self._run.worker.tolerate_losses()
 
-    def train(self, steps: int) -> Trained:
+    def train(self, steps: int) -> IntervalResult:
         """Work on these steps, then come to the same state."""
         run, member, settings = self._run, self._member, self._run.settings
         batches = list(itertools.islice(run.order(), steps))
@@ -318,7 +310,8 @@ class DecentralizedEngine:
         if member.from_first(lambda: run.worker.store.check([self._difference_key])):
             # Where one worker has found a difference, all of them stop by it.
             run.audits.difference = run.worker.store.get(self._difference_key).decode()
-        return Trained(done, after or run.trial.position, stopped=member.from_first(queue.stopped))
+        position = after or run.trial.position
+        return IntervalResult(done, (position,), stopped=member.from_first(queue.stopped))
 
     def _synchronize(self) -> tuple[int, ...]:
         self._sums_before = self._member.weight_sums()
@@ -368,7 +361,7 @@ class DecentralizedEngine:
         return number
 
     def _update(self, step: int, item: WorkItem, batch: loader.Batch) -> torch.Tensor:
-        member, factor = self._member, self._run.lr_factor(step)
+        member, factor = self._member, self._run.trial.lr_factor(step)
         if member.monitor is None:
             return member.update(step, item.place, batch, factor)
         with member.monitor.updating(member.averaging):
@@ -417,7 +410,7 @@ class DecentralizedEngine:
         for batch in self._run.load(self._run.parts.train_set, order(), loaders=loaders):
             yield taken.popleft(), batch
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, shared among those who have just synchronized."""
         self._evaluations += 1
         member, own = self._member, None
@@ -425,7 +418,7 @@ class DecentralizedEngine:
             own = member.sums_over(self._members.index(member.place), len(self._members)).tolist()
         gathered = self._gather(f"evaluation/{self._evaluations}", own, self._members, "the evaluation")
         total = torch.tensor(list(gathered.values()), dtype=torch.float64).reshape(-1, 4).sum(0)
-        return means(self._run.parts, total)
+        return [means(self._run.parts, total)]
 
     def _gather(
         self, name: str, own: list[float] | None, members: tuple[int, ...], what: str
@@ -464,7 +457,7 @@ class DecentralizedEngine:
             time.sleep(LOOK_S if waiting else 0)
         return json.loads(store.compare_set(f"{key}/all", "", json.dumps(sorted(found.items()))))
 
-    def state(self) -> EngineState | None:
+    def state(self, slot: int = 0) -> EngineState | None:
         state = self._member.state() if self._writes() else None
         return state if self._member.is_first else None
 

@@ -46,10 +46,9 @@ from plait.training.change.layers import (
 from plait.training.change.members import NO_STATE, Mark, loss_of
 from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
-from plait.training.checkpoint import Checkpoint
-from plait.training.components import UNKNOWN_STEPS, with_fresh_model
-from plait.training.engine import EngineState, Trained, ask_rank_0, cannot_apply, whole_state
-from plait.training.engines.data_parallel import load_whole
+from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.components import with_fresh_model
+from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
 from plait.training.engines.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
 from plait.training.engines.pipeline_setup import (
     open_pipeline,
@@ -59,11 +58,13 @@ from plait.training.engines.pipeline_setup import (
 )
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
+from plait.training.engines.whole_model import load_whole
 from plait.training.evaluate import evaluated_weights, in_order, mean_of_all, sums_of
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stages import StageMonitor
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
+from plait.training.trial import UNKNOWN_STEPS
 
 
 def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayout:
@@ -137,8 +138,6 @@ class PipelineEngine:
     is, if it belongs there, and the others move.
     """
 
-    sees_end_of_data = False
-
     def __init__(self, run: Run) -> None:
         self._run = run
         elastic = run.worker.memberships is not None
@@ -165,10 +164,6 @@ class PipelineEngine:
         self._stages: Mapping[str, tuple[int, ...]] = {}
         self._last_loss = 0.0
 
-    @property
-    def parts_of_a_batch(self) -> int:
-        return self._layout.microbatches
-
     def read(self, path: Path) -> Checkpoint:
         if self._run.parts.pieces is None:
             return checkpoints.load(path)
@@ -180,17 +175,13 @@ class PipelineEngine:
         if self._run.parts.pieces is None:
             # Where layers are with other workers, they come from there.
             if state.model:
-                load_whole(self._run, state)
+                load_whole(self._run.parts, state)
         elif self._stored is not None:
             checkpoints.check_names(self._run.parts.model, self._stored.model)
 
     def start_state(self) -> EngineState:
         is_spread = self._run.parts.pieces is not None or self._held is not None
-        return EngineState({}, {}) if is_spread else whole_state(self._run.parts)
-
-    def broadcast_start(self) -> None:
-        if self._run.parts.pieces is None:
-            self._run.broadcast_weights()
+        return EngineState({}, {}) if is_spread else self._run.parts.state()
 
     def open(self) -> None:
         """Cut the model, with the state it has now, into its stages."""
@@ -256,7 +247,7 @@ class PipelineEngine:
         run.metrics.note(LayersMoved(run.trial.step, tuple(sorted(moved))))
         self._handed_over = set()
 
-    def train(self, steps: int) -> Trained:
+    def train(self, steps: int) -> IntervalResult:
         """Take the steps through the pipeline; it is empty at their end.
 
         A step that is audited is an interval of its own.
@@ -278,7 +269,7 @@ class PipelineEngine:
             commit.keep_gradients()
             self._next_position = batches[min(commit.written, len(batches) - 1)].after
             position = batches[commit.written - 1].after if commit.written else run.trial.position
-            trained = Trained(commit.written, position, lost=lost)
+            trained = IntervalResult(commit.written, (position,), lost=lost)
         else:
             if commit is not None:
                 commit.end_interval()
@@ -306,7 +297,7 @@ class PipelineEngine:
             if loss_of(self._run.worker, failure) is None:
                 raise
 
-    def _train(self, batches: list[GlobalBatch]) -> Trained:
+    def _train(self, batches: list[GlobalBatch]) -> IntervalResult:
         run, layout = self._run, self._layout
         usual, many = run.batch_size, layout.microbatches
         pieces = [cut_step(run.trial.step + i, batch, many, usual) for i, batch in enumerate(batches)]
@@ -325,7 +316,7 @@ class PipelineEngine:
         notes.finish(run.trial.step + done)
         self._record_operations(run.trial.step + done)
         position = batches[done - 1].after if done else run.trial.position
-        return Trained(done, position, stopped=notes.stopped, change_asked=notes.change_asked)
+        return IntervalResult(done, (position,), stopped=notes.stopped, change_asked=notes.change_asked)
 
     def _take_batches(self, pieces: list[list[Microbatch]], notes: DeferredStepReduce) -> int:
         """One batch after the other, each with its update; how many were taken."""
@@ -379,7 +370,7 @@ class PipelineEngine:
 
     def _set_lr(self, step: int, place: int) -> None:
         """Get ready for the update that ends with the microbatch at `place` of a step."""
-        set_lr(self._pipe.optimizer, self._pipe.base_lrs, self._run.lr_factor(step))
+        set_lr(self._pipe.optimizer, self._pipe.base_lrs, self._run.trial.lr_factor(step))
         if not is_known(self._pipe.optimizer):
             # Workers that hold the same weights draw the same.
             stage = self._layout.stages_of(self._run.worker.rank)[0]
@@ -399,7 +390,7 @@ class PipelineEngine:
 
         return record
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, sent through the pipeline."""
         run, layout, tests = self._run, self._layout, self._run.parts.test_set
         assert tests is not None
@@ -420,16 +411,16 @@ class PipelineEngine:
         local = layout.local(len(pieces), layout.pipeline_of(run.worker.rank))
         with evaluated_weights(self._pipe.optimizer):
             self._pipe.evaluate(local, work, measure)
-        return mean_of_all(run.parts, sums, run.worker.world_size)
+        return [mean_of_all(run.parts, sums, run.worker.world_size)]
 
-    def state(self) -> EngineState | None:
+    def state(self, slot: int = 0) -> EngineState | None:
         self._pipe.average_buffers()
         if self._run.parts.pieces is not None:
             return self._write_in_turn()
         gathered = self._pipe.gather_state()
         if self._run.worker.rank != 0:
             return None
-        whole = with_gathered(whole_state(self._run.parts), gathered, self._tied)
+        whole = with_gathered(self._run.parts.state(), gathered, self._tied)
         return replace(whole, unsaved=tuple(unsaved_state(self._pipe.optimizer)))
 
     def _write_in_turn(self) -> EngineState | None:
@@ -530,7 +521,7 @@ class PipelineEngine:
             commit.finish(write=is_behind)
             if is_behind:
                 # Should another worker be lost before this one has the progress of the others.
-                run.trial.step, run.trial.position = run.trial.step + 1, self._next_position
+                run.trial.advance(1, self._next_position)
             self._held = self._own_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 

@@ -14,24 +14,24 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import further_names
 from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging
-from plait.training.engine import EngineState, whole_state
-from plait.training.engines.data_parallel import WholeModelStart
+from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import report_verification, with_gathered
 from plait.training.engines.replica_layout import replica_layouts
+from plait.training.engines.whole_model import load_whole
 from plait.training.evaluate import in_order
 from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.run import Run
 
 
-class PipelineMember(WholeModelStart):
+class PipelineMember:
     """A member of decentralized training that is a pipeline of workers, of which this is one."""
 
     averaging: Averaging
 
     def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
-        super().__init__(run)
+        self._run = run
         self._hosts = hosts
         self._layout = layout
         self._pipelines = [replica.workers for replica in replica_layouts(layout)]
@@ -50,6 +50,12 @@ class PipelineMember(WholeModelStart):
 
     def workers_at(self, place: int) -> tuple[int, ...]:
         return self._pipelines[place]
+
+    def load(self, state: Checkpoint) -> None:
+        load_whole(self._run.parts, state)
+
+    def start_state(self) -> EngineState:
+        return self._run.parts.state()
 
     def open(self) -> bool:
         run = self._run
@@ -97,7 +103,7 @@ class PipelineMember(WholeModelStart):
         return self._replica.evaluate(counts, self._on_device(batch.content for batch in found))
 
     def state(self) -> EngineState:
-        return with_gathered(whole_state(self._run.parts), self._replica.gather_state(), self._tied)
+        return with_gathered(self._run.parts.state(), self._replica.gather_state(), self._tied)
 
     def close(self) -> None:
         self._replica.close()

@@ -32,9 +32,9 @@ from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
+from plait.training.checkpoint import EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, build_model
-from plait.training.engine import EngineState
 from plait.training.engines.stragglers import StragglerInjector
 from plait.training.metrics import MetricsLogger
 from plait.training.optimizers.build import build_optimizer

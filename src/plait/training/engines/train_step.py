@@ -1,4 +1,4 @@
-"""A step on a whole model: forward and backward on this worker's share of a batch, agreement, update.
+"""A step on whole models: forward and backward on this worker's share of a batch, agreement, update.
 
 N workers on a global batch take the same steps as one process on it. Each weights its loss by its share's
 size, and gradients are summed. BatchNorm uses the statistics of each worker's share, as in
@@ -9,7 +9,7 @@ the samples that each has seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import PeerError
-from plait.data.calling import forward
-from plait.data.loader import Batch, cut, seed_all, to_device
+from plait.data.loader import Batch
+from plait.fusion.trials.unfused import note_trials, trials_without_gradient
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
 from plait.pipeline.named_state import is_known
@@ -26,17 +26,22 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import whole_world
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
 from plait.training.checks.replicas import FirstStep
 from plait.training.components import Components
 from plait.training.engines.stragglers import StragglerInjector
+from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.fused.rounds import Round
+from plait.training.fused.step_graph import StepGraph
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
-from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.optimizers.traits import check_gradients_left, find_traits
+from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification.replay import Part
+
+# Of one trial, or of several that are fused.
+AnyComponents = Components | FusedComponents
 
 
 @dataclass(frozen=True)
@@ -47,54 +52,84 @@ class StepRequests:
     change: bool
 
 
+def requests_of(worker: Worker) -> StepRequests:
+    """What this worker is asked for now."""
+    memberships = worker.memberships
+    return StepRequests(worker.stop_requested(), memberships is not None and memberships.is_asked)
+
+
+def no_requests() -> StepRequests:
+    return StepRequests(False, False)
+
+
 class TrainStep:
-    """Takes steps on `parts` together with the other workers, or, with `alone`, on its own gradients."""
+    """Takes steps on `components`, of one trial or of several, together with the workers of `group`.
+
+    `requests` says what this worker is asked for, which all of the group learn. `rank` numbers it among those
+    that may be slowed down.
+    """
 
     def __init__(
         self,
-        worker: Worker,
+        components: AnyComponents,
         settings: TrainSettings,
-        parts: Components,
-        alone: bool = False,
+        group: WorkerGroup = ALONE,
+        requests: Callable[[], StepRequests] = no_requests,
+        rank: int = 0,
+        may_fail: bool = False,
         monitor: StepMonitor | None = None,
         own_monitor: ShareMonitor | None = None,
     ) -> None:
-        self._worker = worker
+        self._components = components
         self._settings = settings
-        self._parts = parts
-        together = worker.world_size > 1 and not alone
-        self._members = whole_world(worker.rendezvous) if together else None
-        self._sync = self._make_sync() if together else None
+        self._group = group
+        self._requests = requests
+        self._may_fail = may_fail
+        self._sync = None if group.is_alone else self._make_sync()
         self._monitor: StepMonitor | None = None
         # Of a worker alone, or at its own pace.
         self._alone: StepMonitor | ShareMonitor | None = None
         self.watch(monitor)
         self._alone = own_monitor or monitor
         self.chosen = self._start_topology()
-        self._slow = StragglerInjector(settings.slow, worker.rank, settings.seed)
-        self._frozen = FrozenAtStart(parts.model.named_parameters())
-        self._flags = _Flags(parts.device)
+        self._slow = StragglerInjector(settings.slow, rank, settings.seed)
+        self._frozen = FrozenAtStart(components.model.named_parameters())
+        self._flags = _Flags(components.device)
+        # On a GPU, what replays steps; their trials' numbers are in the graph.
+        self._graph: StepGraph | None = None
+        if components.device.type == "cuda" and group.is_alone and components.can_be_captured:
+            self._graph = StepGraph(self._whole_step, components.zero_grad)
         # Where a step is audited: what it is taken on.
         self.recorded: list[Part] | None = None
         # Before the first update workers see whether they hold the same.
-        self._is_first = True
+        self._is_first = group.members is not None
         self._last_inputs: Any = None
         # Samples of this worker since all agreed on running statistics.
         self._seen = 0
+        self._differs = False
         # What comes between the gradients of a worker alone and its update.
         self.before_update: Callable[[], None] | None = None
         # Where the random numbers of the next update start, for an optimizer that draws some.
         self.update_seed: int | None = None
 
     def _make_sync(self) -> AllReduce:
-        settings, named = self._settings.optimizer, dict(self._parts.model.named_parameters())
-        check_gradients_left(settings.kind, find_traits(settings, named))
-        parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
-        may_fail = self._worker.memberships is not None
-        # Some optimizers keep the gradients.
-        own_memory = not is_known(self._parts.optimizer)
+        components, group = self._components, self._group
+        notes = components.trials + 2 + notes_of(group.size)
+        own_memory = False
+        if isinstance(components, Components):
+            settings, named = self._settings.optimizer, dict(components.model.named_parameters())
+            check_gradients_left(settings.kind, find_traits(settings, named))
+            # Some optimizers keep the gradients.
+            own_memory = not is_known(components.optimizer)
+        if components.has_partial_gradients:
+            notes += len(components.parameters) * components.trials
         return AllReduce(
-            parameters, members=self._members, most_notes=notes, may_fail=may_fail, own_memory=own_memory
+            components.parameters,
+            group.sums,
+            members=group.members,
+            most_notes=notes,
+            may_fail=self._may_fail,
+            own_memory=own_memory,
         )
 
     def watch(self, monitor: StepMonitor | None) -> None:
@@ -107,10 +142,11 @@ class TrainStep:
 
     def _start_topology(self) -> TopologyChosen | None:
         """Sum as the settings ask; what was measured for it, if anything was."""
-        if self._sync is None or self._members is None:
+        members = self._group.members
+        if self._sync is None or members is None:
             return None
         topology, chosen = resolve_topology(
-            self._settings.topology, self._members, self._sync.gradient_bytes, self._parts.device
+            self._settings.topology, members, self._sync.gradient_bytes, self._components.device
         )
         if topology is not None:
             self._sync.switch(topology)
@@ -118,11 +154,17 @@ class TrainStep:
 
     def switch(self, topology: str) -> None:
         """Sum over the topology of that name from the next step on; all workers call it between two steps."""
-        if self._sync is not None and self._members is not None:
+        members = self._group.members
+        if self._sync is not None and members is not None:
             spec, size = read_topology_spec(topology), self._sync.gradient_bytes
-            self._sync.switch(resolve_topology(spec, self._members, size, self._parts.device)[0])
+            self._sync.switch(resolve_topology(spec, members, size, self._components.device)[0])
             if self._monitor is not None:
                 self._monitor.topology = topology
+
+    def pause_monitor(self) -> None:
+        """What comes now takes no time of a step."""
+        if self._monitor is not None:
+            self._monitor.pause()
 
     def fail(self, failure: PeerError) -> None:
         """Make threads that wait for gradients of other workers fail; may be called from any thread."""
@@ -134,111 +176,144 @@ class TrainStep:
         if self._sync is not None:
             self._sync.close()
 
-    def step(self, batch: Batch, lr_factor: float) -> tuple[Tensor, StepRequests]:
-        """Forward, backward, agree, update; the global batch's mean loss, and the workers' requests.
+    def step(self, batches: Sequence[Batch], lr_factors: Sequence[float]) -> tuple[Tensor, StepRequests]:
+        """Forward, backward, agree, update; each trial's mean loss over its batch, and the workers' requests.
 
         PeerError where another worker is lost: then nothing was updated.
         """
         self._frozen.check()
-        optimizer = self._parts.optimizer
-        set_lr(optimizer, self._parts.base_lrs, lr_factor)
+        components, accumulate = self._components, self._settings.accumulate
+        components.set_lr(lr_factors)
+        rounds = components.cut(batches, accumulate, alone=self._sync is None)
+        if self._graph is not None and len(rounds) == 1 and len({b.count for b in batches}) == 1:
+            return self._graph(components.to_device(rounds[0][0])), self._requests()
         if self._sync is None:
-            optimizer.zero_grad(set_to_none=True)
-            loss, requests = self._backward(batch), self._own_requests()
+            components.zero_grad()
+            losses, requests = self._backward(rounds, batches), self._requests()
             if self._alone is not None:
-                self._alone.end_alone(loss, self._parts.model.parameters(), batch.total)
+                self._alone.end_alone(losses[0], components.model.parameters(), batches[0].total)
         else:
             self._sync.begin()
-            first = FirstStep(self._parts.model) if self._is_first else None
-            loss, requests = self._agree(self._sync, self._backward(batch), batch)
+            first = FirstStep(components.model) if self._is_first else None
+            with components.drawing_alike(batches, accumulate, self._group.size):
+                losses, requests = self._agree(self._sync, self._backward(rounds, batches), batches)
+            self._differs = True
             if first is not None:
                 self._is_first = False
                 first.check(self._last_inputs)
                 self._last_inputs = None
+        components.measure_whole(batches)
         if self.before_update is not None:
             self.before_update()
-        self._update()
-        return loss, requests
+        components.update(self._settings.clip_norm, self.update_seed)
+        return losses, requests
 
-    def _own_requests(self) -> StepRequests:
-        memberships = self._worker.memberships
-        return StepRequests(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
+    def _whole_step(self, content: Any) -> Tensor:
+        """A step of fused trials on whole batches of one size."""
+        components = self._components
+        components.zero_grad()
+        losses = components.losses(content)
+        components.backward(losses)
+        components.update()
+        return losses.detach().to(torch.float64)
 
-    def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, StepRequests]:
-        """Sum gradients, the loss, the workers' requests, and the monitor's measurements."""
-        own, share = self._own_requests(), self._share(batch)
-        notes = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in (own.stop, own.change))])
+    def _agree(
+        self, sync: AllReduce, losses: Tensor, batches: Sequence[Batch]
+    ) -> tuple[Tensor, StepRequests]:
+        """Sum gradients, the losses, the workers' requests, and the monitor's measurements."""
+        own, trials, share = self._requests(), len(losses), self._share(batches)
+        numbers = [losses, losses.new_tensor([float(own.stop), float(own.change)])]
+        if self._components.has_partial_gradients:
+            numbers.append(self._gradients_there().flatten())
         if self._monitor is None:
-            notes = sync.agree(notes, share)
+            notes = sync.agree(torch.cat(numbers), share)
         else:
-            measured = self._monitor.begin_sum(share)
-            notes = sync.agree(torch.cat([notes, measured]), share, weigh_norm=1 / share if share else 0.0)
-            self._monitor.end_sum(sync, notes[0], notes[3:], batch.total)
+            numbers.append(self._monitor.begin_sum(share))
+            notes = sync.agree(torch.cat(numbers), share, weigh_norm=1 / share if share else 0.0)
+            self._monitor.end_sum(sync, notes[0], notes[3:], batches[0].total)
+        if self._components.has_partial_gradients:
+            self._note_gradients(notes[trials + 2 :])
         requests = self._flags.before()
-        self._flags.note(notes[1:3])
-        return notes[0], requests
+        self._flags.note(notes[trials : trials + 2])
+        return notes[:trials], requests
 
-    def _backward(self, batch: Batch) -> Tensor:
+    def _gradients_there(self) -> Tensor:
+        """By parameter and trial, whether this worker has a gradient."""
+        parameters, trials = self._components.parameters, self._components.trials
+        rows = torch.zeros(len(parameters), trials, dtype=torch.float64, device=self._components.device)
+        for row, parameter in zip(rows, parameters):
+            if parameter.grad is not None:
+                row += 1.0
+                row[list(trials_without_gradient(parameter, trials))] = 0.0
+        return rows
+
+    def _note_gradients(self, counts: Tensor) -> None:
+        """A trial has a gradient where it has one on any worker."""
+        parameters, trials = self._components.parameters, self._components.trials
+        for parameter, row in zip(parameters, counts.view(-1, trials).tolist()):
+            # What backward has sent by itself, of all trials, is not counted.
+            note_trials(parameter, [number for number, count in enumerate(row) if count])
+
+    def _backward(self, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
+        """Forward and backward of all rounds; this worker's part of the trials' losses."""
         with self._slow.slowed():
-            return self._backward_at_full_speed(batch)
+            return self._backward_at_full_speed(rounds, batches)
 
-    def _backward_at_full_speed(self, batch: Batch) -> Tensor:
-        parts = self._parts
-        total = torch.zeros((), dtype=torch.float64, device=parts.device)
-        # What hooks see is the gradient of this worker's mean, as under DistributedDataParallel; its share of
-        # the batch comes in when gradients are summed.
-        share = self._share(batch)
-        whole = batch.total if self._sync is None else batch.count
-        if batch.count == 0:
+    def _backward_at_full_speed(self, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
+        components, share = self._components, self._share(batches)
+        total = torch.zeros(components.trials, dtype=torch.float64, device=components.device)
+        if not rounds and isinstance(components, Components):
             # The scaler makes its scale on first use; the other workers have one by now.
-            parts.scaler.scale(total)
-            return total
-        self._seen += batch.count
-        pieces = list(cut(batch.content, batch.count, self._settings.accumulate))
-        for i, (content, count) in enumerate(pieces):
-            inputs, target = to_device(content, parts.device, parts.dtype)
+            components.scaler.scale(total)
+        self._seen += sum(batch.count for batch in batches)
+        for number, (pieces, weights) in enumerate(rounds):
+            is_last = number == len(rounds) - 1
+            content = components.to_device(pieces)
             if self.recorded is not None:
-                self.recorded.append(Part(inputs, target, count / whole, share=share).own())
-            self._last_inputs = inputs if self._is_first else None
-            with parts.autocast():
-                loss = parts.loss(forward(parts.model, inputs), target)
-            weighted = loss * (count / whole)
+                inputs, target = content
+                self.recorded.append(Part(inputs, target, weights[0], share=share).own())
+            self._last_inputs = content[0] if self._is_first else None
+            losses = components.losses(content, [count for _, count in pieces], weights)
+            weighted = losses if set(weights) == {1.0} else components.weighted(losses, weights)
             if self._sync is not None:
-                self._sync.before_backward(last=i == len(pieces) - 1, factor=share)
-            parts.scaler.scale(weighted).backward()
+                self._sync.before_backward(last=is_last, factor=share)
+            components.backward(weighted)
             total += weighted.detach().double() * share
-            if self._alone is not None and i < len(pieces) - 1:
-                self._alone.after_microbatch(parts.model.parameters(), count / batch.total)
+            if not is_last:
+                components.measure_part(weights)
+                if self._alone is not None:
+                    self._alone.after_microbatch(components.model.parameters(), weights[0])
         return total
 
-    def _share(self, batch: Batch) -> float:
-        return 1.0 if self._sync is None else batch.count / batch.total
+    def _share(self, batches: Sequence[Batch]) -> float:
+        return 1.0 if self._sync is None else self._components.share(batches)
 
     def time_backward(self, batch: Batch) -> float:
         """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""
         started = time.perf_counter()
-        self._backward(batch)
-        if self._parts.device.type == "cuda":
+        rounds = self._components.cut([batch], self._settings.accumulate, alone=self._sync is None)
+        self._backward(rounds, [batch])
+        if self._components.device.type == "cuda":
             torch.cuda.synchronize()
-        self._parts.optimizer.zero_grad(set_to_none=True)
+        self._components.zero_grad()
         return time.perf_counter() - started
 
-    def _update(self) -> None:
-        parts = self._parts
-        if self._settings.clip_norm is not None:
-            parts.scaler.unscale_(parts.optimizer)
-            torch.nn.utils.clip_grad_norm_(parts.model.parameters(), self._settings.clip_norm)
-        if self.update_seed is not None and not is_known(parts.optimizer):
-            seed_all(self.update_seed)
-        parts.scaler.step(parts.optimizer)
-        parts.scaler.update()
-
     def average_buffers(self) -> None:
-        """Give all workers the mean of their running statistics; all ranks call it together."""
-        if self._worker.world_size > 1:
-            merge_rows(self._parts.model)
-            average(list(self._parts.model.buffers()), samples=self._seen)
-            self._seen = 0
+        """Give all workers the mean of their running statistics, where they may differ; all call it."""
+        # A run may have begun with another group, whose steps this one does not know of.
+        is_run = self._group.members is not None
+        if self._group.is_alone or not (self._differs or is_run):
+            return
+        if is_run:
+            merge_rows(self._components.model)
+        average(list(self._components.model.buffers()), self._group.sums, samples=self._seen)
+        self._seen, self._differs = 0, False
+
+
+def step_alone(entry: TrialInit, batch: Batch, factor: float) -> Tensor:
+    """The loss of a step that a trial takes by itself."""
+    entry.parts.seed_step(entry.settings.seed, entry.age, 0)
+    return TrainStep(entry.parts, entry.settings).step([batch], [factor])[0][0]
 
 
 class _Flags:

@@ -1,4 +1,4 @@
-"""The microbatches of a step: which of them the trials of an array work on together."""
+"""The rounds of a step: a microbatch of each trial, which all of them work on together."""
 
 from __future__ import annotations
 

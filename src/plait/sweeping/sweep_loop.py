@@ -25,20 +25,23 @@ from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
-from plait.sweeping.engines.batch_streams import BatchStream, BatchStreams
-from plait.sweeping.engines.fused import TrialInit
 from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
 from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import ALONE, GroupClient, WorkerGroup
+from plait.sweeping.worker_group import GroupClient
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.batch_streams import BatchStream, find_stream, open_stream
 from plait.training.checkpoint import Checkpoint
 from plait.training.early_stopping import EarlyStopping
-from plait.training.loop import take_steps
+from plait.training.engine import IntervalResult
+from plait.training.fused.fused_components import TrialInit
+from plait.training.loop import Loop
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.sanity import try_evaluation
+from plait.training.trial import Due, Trial
+from plait.training.worker_group import ALONE, WorkerGroup
 from plait.workloads.metrics import find_modes
 
 # How long a worker that could take more trials waits before it asks again.
@@ -48,7 +51,7 @@ OFFER_S = 0.5
 log = logging.getLogger(__name__)
 
 
-class SweepTraining:
+class SweepLoop(Loop):
     """Trials on this worker's group, as the training loop drives them; all its workers run this in lockstep.
 
     Trials that have ended leave the array and others join between two steps; the coordinator decides which.
@@ -75,8 +78,7 @@ class SweepTraining:
         self._sets = sets
         self._device = device
         self._builder = ArrayBuilder(worker, settings, self._coordinator, device, workers, fresh)
-        self._engine = ArrayEngine(self._builder)
-        self._streams: BatchStreams | None = None
+        self.engine: ArrayEngine = ArrayEngine(self._builder, self._stream_of)
         self._leaving: list[int] = []
         self._may_get_more = True
         self._asked = 0.0
@@ -94,11 +96,15 @@ class SweepTraining:
         if members is not None:
             members.held = lambda: sorted(self._held)
 
+    @property
+    def trials(self) -> list[RunningTrial]:
+        return self.engine.trials
+
     def run(self) -> str:
         """Train until the end; `finished`, or `stopped` or `left` with every trial's state saved."""
         while True:
             try:
-                reason = take_steps(self)
+                reason = self.take_steps()
                 if reason != "finished":
                     self._give_back()
                 return reason
@@ -107,7 +113,7 @@ class SweepTraining:
             except TrialsFailedError as failure:
                 self._fail(failure)
             except SweepClosedError:
-                self._engine.close()
+                self.engine.close()
                 return "finished"
 
     def ended(self) -> str | None:
@@ -115,14 +121,14 @@ class SweepTraining:
             if self._members.is_leaving:
                 return "left"
             self._members.enter()
-            self._builder.forget_widths(self._engine.group)
+            self._builder.forget_widths(self.engine.group)
         if self._workers.from_first(self._worker.stop_requested):
             return "stopped"
         return "finished" if self._is_over else None
 
     def apply_changes(self) -> None:
         """Let trials that have ended leave, and others join; without any to train, wait a moment."""
-        if self._engine.trials:
+        if self.trials:
             self._refill()
             return
         if self._tried is not None:
@@ -132,54 +138,61 @@ class SweepTraining:
         if "group" in found:
             self._begin(found)
         self._is_over = bool(found.get("over", False))
-        if not self._engine.trials and not self._is_over:
+        if not self.trials and not self._is_over:
             time.sleep(POLL_S)
 
-    def steps_until_due(self) -> int:
-        trials = self._engine.trials
-        due = min((trial.steps_until_due() for trial in trials), default=0)
-        if trials and self._engine.free and self._may_get_more:
-            return min(1, due)
-        if self._members is not None:
-            return min(due, max(1, int(OFFER_S / max(self._step_s, 1e-6))))
-        return due
+    def steps_until_change(self) -> int | None:
+        """Trials may join as soon as there are some; where workers come and go, they share out trials."""
+        if self.engine.free and self._may_get_more:
+            return 1
+        return None if self._members is None else max(1, int(OFFER_S / max(self._step_s, 1e-6)))
 
     def advance(self, steps: int) -> None:
-        start = time.perf_counter()
-        for number in range(1, steps + 1):
-            self._engine.step()
-            self._step_s = (time.perf_counter() - start) / number
-            if self._workers.from_first(self._is_interrupted):
-                break
+        started = time.perf_counter()
+        try:
+            super().advance(steps)
+        except Exception:
+            for trial in self.trials:
+                trial.step += self.engine.done
+            raise
+        self._step_s = (time.perf_counter() - started) / max(1, self.engine.done)
 
-    def _is_interrupted(self) -> bool:
-        is_changed = self._members is not None and self._members.is_changed
-        return self._worker.stop_requested() or is_changed
+    def observe(self, result: IntervalResult) -> None:
+        """What the group is asked for is looked at before each interval."""
 
-    def evaluate_and_save(self) -> None:
-        """Do what is due for each trial: points of its curve, evaluation, checkpoint, report."""
-        trials = self._engine.trials
-        due = [place for place, trial in enumerate(trials) if trial.is_due()]
-        if due:
-            self._engine.collect_losses()
-            signals = self._signals([place for place in due if trials[place].is_loss_due])
-            points = [self._loss_point(trials[place]) for place in due]
-            self._record([point for point in points if point is not None], signals=signals)
-            diverged = [place for place in due if trials[place].has_diverged]
-            for place in diverged:
-                self._end(place, "diverged", {})
-            self._evaluate_and_report([place for place in due if place not in diverged])
-        for trial in trials:
-            trial.moved = False
+    def _stream_of(self, trial: Trial) -> BatchStream:
+        """The batches of a trial: those that another one reads already at the same place, or others."""
+        found = find_stream(trial.settings, trial.position, [each.stream for each in self.trials])
+        if found is not None:
+            return found
+        pin, workers = self._device.type == "cuda", self._workers
+        train_set = self._sets.of(trial.settings)[0]
+        return open_stream(train_set, trial.settings, trial.position, workers.share, pin, workers.loads)
+
+    def find_due(self) -> dict[int, Due]:
+        """What is due, of trials that have not diverged; the points of their curves are recorded."""
+        trials = self.trials
+        due = {slot: each for slot, trial in enumerate(trials) if (each := trial.due()) is not None}
+        if not due:
+            return {}
+        self.engine.collect_losses()
+        signals = self._signals([slot for slot in due if trials[slot].is_loss_due])
+        points = [self._loss_point(trials[slot]) for slot in due]
+        self._record([point for point in points if point is not None], signals=signals)
+        diverged = [slot for slot in due if trials[slot].has_diverged]
+        for slot in diverged:
+            self._end(slot, "diverged", {})
+        return {slot: each for slot, each in due.items() if slot not in diverged}
+
+    def before_evaluation(self, due: Mapping[int, Due]) -> None:
+        """An evaluation that fails costs its trial alone."""
 
     def _begin(self, found: Mapping[str, Any]) -> None:
         """Make an array of trials that wait."""
-        group = self._engine.group = found["group"]
+        group = self.engine.group = found["group"]
         settings = with_values(self._settings.train, found["values"])
         sets = self._sets.of(settings)
         self._try_evaluation(settings, sets)
-        pin, workers = self._device.type == "cuda", self._workers
-        self._streams = BatchStreams(sets[0], pin, *workers.share, loads=workers.loads)
         try:
             self._builder.choose_width(group, settings, sets, found["share"])
         except Exception as failure:  # a user's model can fail in any way
@@ -209,7 +222,7 @@ class SweepTraining:
         """Let trials that have ended leave, and ask for others in their places."""
         self._offer_trials()
         leaving, self._leaving = sorted(self._leaving), []
-        free = 0 if self._engine.closed else self._engine.free + len(leaving)
+        free = 0 if self.engine.closed else self.engine.free + len(leaving)
         may_ask = bool(free) and self._may_get_more
         if leaving or (may_ask and self._workers.from_first(self._is_time_to_ask)):
             self._change(leaving, self._take(free) if free else [])
@@ -221,7 +234,7 @@ class SweepTraining:
         if not leaving and not joining:
             return
         if joining:
-            admission = self._engine.admit(joining)
+            admission = self.engine.admit(joining)
             joining = admission.joining
             for number, why in admission.failed.items():
                 self._report_failed(number, why)
@@ -231,24 +244,23 @@ class SweepTraining:
                 apart = [each.trial.number for each in admission.apart]
                 self._coordinator.ask(ask="split", worker=self._worker.id, trials=apart)
                 self._held.difference_update(apart)
-        self._engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
+        self.engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
         self._report_array()
 
     def _take(self, count: int, begin: bool = False) -> list[Joining]:
         """Trials that the coordinator hands out, ready to join."""
         self._asked = time.monotonic()
         answer = self._coordinator.ask(
-            ask="take", worker=self._worker.id, group=self._engine.group, count=count, begin=begin
+            ask="take", worker=self._worker.id, group=self.engine.group, count=count, begin=begin
         )
         self._may_get_more = answer["more"]
         self._held.update(assignment["trial"] for assignment in answer["trials"])
-        used = [trial.stream for trial in self._engine.trials]
         taken = []
         for assignment in answer["trials"]:
             number, why, failed = assignment["trial"], None, None
             state = self._workers.checkpoint_of_first(partial(newest, self._folder, number))
             try:
-                joining = self._prepare(assignment, state, used)
+                joining = self._prepare(assignment, state)
             except Exception as failure:  # a user's model can fail in any way
                 if (why := why_failed(failure)) is None:
                     raise
@@ -257,24 +269,19 @@ class SweepTraining:
                 self._report_failed(number, why, failed)
                 continue
             taken.append(joining)
-            used.append(joining.trial.stream)
         return taken
 
-    def _prepare(
-        self, assignment: Mapping[str, Any], state: Checkpoint | None, used: list[BatchStream]
-    ) -> Joining:
+    def _prepare(self, assignment: Mapping[str, Any], state: Checkpoint | None) -> Joining:
         """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
         settings = with_values(self._settings.train, assignment["values"])
         position = Position() if state is None else Position(**state.progress["position"])
         entry = make_entry(settings, state, self._device, self._sets)
-        assert self._streams is not None
         trial = RunningTrial(
             number=assignment["trial"],
             settings=settings,
             steps=assignment["steps"],
             until=assignment["until"],
-            lr_factor=build_lr_factor(settings.lr_schedule, assignment["steps"]),
-            stream=self._streams.find(settings, position, used),
+            schedule=build_lr_factor(settings.lr_schedule, assignment["steps"]),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
             weights=entry.parts.weights,
@@ -286,9 +293,9 @@ class SweepTraining:
     def _separate(self, failure: NotFusedError) -> None:
         """Train the trials of this group one by one from now on, or fewer at once, from their checkpoints."""
         if isinstance(failure, TooWideError):
-            self._builder.narrow(self._engine.group, len(self._engine.trials), str(failure))
+            self._builder.narrow(self.engine.group, len(self.trials), str(failure))
         else:
-            self._builder.train_one_by_one(self._engine.group, str(failure))
+            self._builder.train_one_by_one(self.engine.group, str(failure))
         self._dissolve()
 
     def _fail(self, failure: TrialsFailedError) -> None:
@@ -308,7 +315,7 @@ class SweepTraining:
         if failure is not None and self._workers.is_first:
             frames = "".join(traceback.format_exception(failure))
             write_atomic(failure_file(self._folder, number), frames)
-        step = next((each.step for each in self._engine.trials if each.number == number), 0)
+        step = next((each.step for each in self.trials if each.number == number), 0)
         self._coordinator.ask(
             ask="stop",
             worker=self._worker.id,
@@ -326,7 +333,7 @@ class SweepTraining:
         for trial in sorted(self._held):
             self._hand_back(trial)
         self._leaving = []
-        self._engine.close()
+        self.engine.close()
         self._report_array()
 
     def _hand_back(self, trial: int) -> None:
@@ -338,23 +345,23 @@ class SweepTraining:
         """Where workers come and go, hand back trials for those that have none."""
         if self._members is None or time.monotonic() - self._offered < OFFER_S:
             return
-        if self._builder.has_python_state(self._engine.group):
+        if self._builder.has_python_state(self.engine.group):
             return
         self._offered = time.monotonic()
-        staying = [place for place in range(len(self._engine.trials)) if place not in self._leaving]
+        staying = [place for place in range(len(self.trials)) if place not in self._leaving]
         left_s = self._step_s * max((self._steps_left(place) for place in staying), default=0)
         answer = self._coordinator.ask(ask="spare", worker=self._worker.id, left_s=left_s)
         count = min(answer["count"], len(staying) - 1)
         if count > 0:
-            self._engine.collect_losses()
+            self.engine.collect_losses()
             for place in staying[-count:]:
                 self._save(place)
-                self._hand_back(self._engine.trials[place].number)
+                self._hand_back(self.trials[place].number)
             self._leaving += staying[-count:]
 
     def _steps_left(self, place: int) -> int:
         """Steps until the trial ends or, where trials are compared, has to wait for others."""
-        trial = self._engine.trials[place]
+        trial = self.trials[place]
         return (trial.until if self._waits else trial.steps) - trial.step
 
     @property
@@ -364,13 +371,13 @@ class SweepTraining:
 
     def _report_array(self) -> None:
         """Report the trials of the array, whether they are fused, and why not."""
-        numbers = [trial.number for trial in self._engine.trials]
+        numbers = [trial.number for trial in self.trials]
         self._coordinator.ask(
             ask="array",
             worker=self._worker.id,
             trials=numbers,
-            fused=self._engine.is_fused,
-            why=self._engine.why,
+            fused=self.engine.is_fused,
+            why=self.engine.why,
         )
 
     def _loss_point(self, trial: RunningTrial) -> tuple[int, int, float | None] | None:
@@ -382,7 +389,7 @@ class SweepTraining:
         """What is known of the gradients of the trials at `places`, where the job asks for it."""
         found = []
         for place in places:
-            noise, trial = self._engine.noise(place), self._engine.trials[place]
+            noise, trial = self.engine.noise(place), self.trials[place]
             if noise is not None and noise.steps:
                 numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
                 found.append((trial.number, trial.step, *numbers))
@@ -397,44 +404,37 @@ class SweepTraining:
         if losses or metrics:
             self._coordinator.ask(ask="note", losses=losses, metrics=list(metrics), signals=list(signals))
 
-    def _evaluate_and_report(self, places: Sequence[int]) -> None:
-        """Evaluate, save and report the trials for which it is time."""
-        trials = self._engine.trials
-        metrics = self._evaluate([place for place in places if trials[place].is_evaluated])
-        reached = []
-        for place in places:
-            trial = trials[place]
-            if trial.is_evaluation_due:
-                trial.early_stopping.update(metrics[place])
+    def after_evaluation(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
+        reached = {}
+        for slot, each in due.items():
+            trial = self.trials[slot]
+            # Where workers may be lost, its state is kept after each evaluation.
+            is_save_due = each.checkpoint or (self._members is not None and each.evaluation)
             if trial.stops_early:
-                self._end(place, "early-stop", metrics[place])
+                self._end(slot, "early-stop", metrics[slot])
             elif trial.has_reached:
-                reached.append(place)
-            elif self._is_save_due(trial) and not self._save(place):
-                self._end(place, "diverged", {})
-
+                reached[slot] = each
+            elif is_save_due and not self._save(slot):
+                self._end(slot, "diverged", {})
         self._reach(reached, metrics)
 
-    def _evaluate(self, places: Sequence[int]) -> dict[int, dict[str, float]]:
-        trials = self._engine.trials
-        if not places or self._sets.of(trials[places[0]].settings)[1] is None:
-            return {place: {} for place in places}
-        metrics = dict(zip(places, self._engine.evaluate(places)))
-        self._record([], [(trials[p].number, trials[p].step, _finite(metrics[p])) for p in places])
-        return metrics
+    def evaluate(self, slots: Sequence[int]) -> dict[int, dict[str, float]]:
+        if slots and self._sets.of(self.trials[slots[0]].settings)[1] is None:
+            return {slot: {} for slot in slots}
+        return super().evaluate(slots)
 
-    def _is_save_due(self, trial: RunningTrial) -> bool:
-        """Whether its state is kept now; where workers may be lost, after each evaluation."""
-        return trial.is_checkpoint_due or (self._members is not None and trial.is_evaluation_due)
+    def record_evaluation(self, metrics: Mapping[int, dict[str, float]], seconds: float) -> None:
+        trials = self.trials
+        self._record([], [(trials[s].number, trials[s].step, _finite(found)) for s, found in metrics.items()])
 
-    def _reach(self, places: Sequence[int], metrics: Mapping[int, dict[str, float]]) -> None:
+    def _reach(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
         """Report trials at their goals, together; they leave the array unless they go on at once."""
         fine, results = [], []
-        for place in places:
-            trial = self._engine.trials[place]
+        for place, each in due.items():
+            trial = self.trials[place]
             result = {"metrics": _finite(metrics[place]), "train_loss": _finite_or_none(trial.latest_loss)}
             # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-            is_due = self._waits or self._members is not None or trial.is_checkpoint_due
+            is_due = self._waits or self._members is not None or each.checkpoint
             is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
             if is_wanted and not self._save(place):
                 self._end(place, "diverged", {})
@@ -445,13 +445,13 @@ class SweepTraining:
             return
         answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
         for place, until in zip(fine, answer["until"]):
-            self._engine.trials[place].until = until
+            self.trials[place].until = until
             if until == 0:
                 self._let_leave(place)
 
     def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that ended by itself."""
-        trial = self._engine.trials[place]
+        trial = self.trials[place]
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
         if state != "diverged" and self._is_wanted(trial, result) and not self._save(place):
             state, result["metrics"] = "diverged", {}
@@ -463,28 +463,26 @@ class SweepTraining:
     def _let_leave(self, place: int) -> None:
         """The coordinator has the trial's result: it leaves the array before the next step."""
         self._leaving.append(place)
-        self._held.discard(self._engine.trials[place].number)
+        self._held.discard(self.trials[place].number)
 
     def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
         return bool(self._coordinator.ask(ask="wanted", trial=trial.number, **result)["wanted"])
 
     def _save(self, place: int) -> bool:
-        state = self._engine.state(place)
-        saved: bool = self._workers.from_first(
-            lambda: save_trial(self._folder, self._engine.trials[place], state)
-        )
+        state, trial = self.engine.state(place), self.trials[place]
+        saved: bool = self._workers.from_first(lambda: state and save_trial(self._folder, trial, state))
         return saved
 
     def _give_back(self) -> None:
         """Save every trial of the array, for the worker that goes on with it."""
-        self._engine.collect_losses()
-        for place, trial in enumerate(self._engine.trials):
+        self.engine.collect_losses()
+        for place, trial in enumerate(self.trials):
             if place in self._leaving:
                 continue
             self._save(place)
             self._hand_back(trial.number)
         self._leaving = []
-        self._engine.close()
+        self.engine.close()
         if self._members is not None:
             self._report_array()
 

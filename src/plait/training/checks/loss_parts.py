@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from plait.data import loader
 from plait.data.calling import evaluation_mode, forward
+from plait.pipeline.layout import arrange, with_choices
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 from plait.verification import same_random_numbers
@@ -27,13 +28,22 @@ _LOWER_PRECISION = 3e-2
 _IGNORED = -100
 
 
-def describe_parts(settings: TrainSettings, parts: Components) -> str:
+def parts_of_a_batch(settings: TrainSettings, workers: int) -> int:
+    """In how many parts, each with a loss of its own, a batch is trained."""
+    if settings.pipeline is None:
+        return workers * settings.accumulate
+    return with_choices(arrange(settings.pipeline.plan), settings.pipeline).microbatches
+
+
+def describe_parts(settings: TrainSettings, parts: Components, workers: int) -> str:
     """What to say where the loss of a batch is not the mean of its parts', weighted by samples; else nothing.
 
     Looks at some samples of the job, with a copy of the model in evaluation mode. Where that cannot be done
     (a stream, whose samples come once; a model that takes other batches than these), it says nothing.
     """
     if parts.pieces is not None or parts.train_set.is_stream or settings.loss == "mse":
+        return ""
+    if parts_of_a_batch(settings, workers) == 1:
         return ""
     count = min(_SAMPLES, settings.data.batch_size, len(parts.train_set))
     if count < 2:

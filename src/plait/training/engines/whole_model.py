@@ -1,0 +1,320 @@
+"""Whole models: each worker of a group holds all of it and takes its share of a batch; gradients are summed.
+
+The model is one trial's, or several trials fused; a worker alone is a group of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
+from plait.core.events import Event
+from plait.data.loader import Batch, load
+from plait.data.sampler import GlobalBatch, Position
+from plait.launch.worker import Worker
+from plait.pipeline import named_state
+from plait.schema.settings import TrainSettings
+from plait.schema.topology import TopologyError
+from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
+from plait.training import checkpoint as checkpoints
+from plait.training.batch_streams import BatchStream, next_batches
+from plait.training.change.members import Mark, loss_of, most_advanced
+from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.components import Components
+from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
+from plait.training.engines.train_step import AnyComponents, StepRequests, TrainStep, requests_of
+from plait.training.evaluate import means, sums_over_share
+from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.trial import Trial
+from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
+
+# A joiner warms up on this part of a batch.
+WARM_UP_SHARES = 4
+
+
+class StepAudit(Protocol):
+    """Takes some steps of trials a second time, as plain PyTorch does, and compares."""
+
+    def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
+        """Called before the step after `done` steps of an interval."""
+
+    def end(self, step: TrainStep, losses: Tensor) -> bool:
+        """Called after it; whether no further step is to be taken."""
+
+
+# What is told of each step: how many of the interval are done, the trials' losses and their batches.
+OnStep = Callable[[int, Tensor, Sequence[Batch]], None]
+
+
+def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
+    """The settings with a topology that this number of workers can sum over: a root may have left."""
+    try:
+        check_topology(settings.topology, workers)
+    except TopologyError:
+        return replace(settings, topology=TopologySpec())
+    return settings
+
+
+class WholeModelEngine:
+    """Steps of trials that each worker of a group holds as a whole.
+
+    All trials take their steps together, on batches of their own, which come from `feed`. `on_step` is told
+    of each step, `on_event` of what else is worth recording. `audit` takes some steps twice; a monitor of
+    `make_monitor` measures them, where there are other workers (True) or not.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        trials: list[Trial],
+        components: AnyComponents,
+        feed: Callable[[Trial], BatchStream],
+        on_step: OnStep,
+        on_event: Callable[[Event], None] = lambda event: None,
+        audit: StepAudit | None = None,
+        make_monitor: Callable[[bool], StepMonitor | None] = lambda shared: None,
+        group: WorkerGroup | None = None,
+    ) -> None:
+        self._worker = worker
+        self.trials = trials
+        self.components = components
+        self._feed = feed
+        self._on_step = on_step
+        self._on_event = on_event
+        self._audit = audit
+        self._make_monitor = make_monitor
+        # Of a sweep; the group of a run are its members.
+        self._fixed_group = group
+        self._group = group or ALONE
+        self._step: TrainStep | None = None
+        self._monitor: StepMonitor | None = None
+        # What the step under way is taken on: where it fails, single trials can be tried on it.
+        self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
+
+    @property
+    def settings(self) -> TrainSettings:
+        """Those that all trials have in common are the first one's."""
+        return self.trials[0].settings
+
+    def read(self, path: Path) -> Checkpoint:
+        return checkpoints.load(path)
+
+    def load(self, state: Checkpoint) -> None:
+        assert isinstance(self.components, Components)
+        load_whole(self.components, state)
+
+    def start_state(self) -> EngineState:
+        return self.components.state()
+
+    def open(self) -> None:
+        if self._step is not None:
+            return
+        self._group = self._fixed_group or group_of_world(self._worker)
+        self._monitor = self._make_monitor(not self._group.is_alone)
+        memberships = self._worker.memberships
+        self._step = TrainStep(
+            self.components,
+            with_topology_for(self.settings, self._group.size),
+            self._group,
+            requests=self._requests,
+            rank=self._group.place,
+            may_fail=memberships is not None,
+            monitor=self._monitor,
+        )
+        if memberships is not None and not self._group.is_alone:
+            memberships.on_loss(self._step.fail)
+        if self._step.chosen is not None:
+            self._on_event(self._step.chosen)
+            # Measured once: workers that come and go must not wait for it again.
+            self._set_topology(self._step.chosen.topology)
+
+    def _requests(self) -> StepRequests:
+        return requests_of(self._worker)
+
+    def _set_topology(self, name: str) -> None:
+        """Sum gradients over the topology of that name from now on, also among other workers."""
+        for trial in self.trials:
+            trial.settings = replace(trial.settings, topology=read_topology_spec(name))
+
+    def train(self, steps: int) -> IntervalResult:
+        step, trials = self._open_step, self.trials
+        done, positions = 0, tuple(trial.position for trial in trials)
+        while done < steps:
+            batches = next_batches([self._stream_of(trial) for trial in trials])
+            if not batches:
+                return IntervalResult(done, positions, ended=True)
+            numbers = [trial.step + done for trial in trials]
+            factors = [trial.lr_factor(number) for trial, number in zip(trials, numbers)]
+            # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
+            step.update_seed = self.components.seed_step(self.settings.seed, numbers[0], self._group.share[0])
+            self.under_way = batches, factors
+            if self._monitor is not None:
+                self._monitor.step = numbers[0] + 1
+            if self._audit is not None:
+                self._audit.begin(step, done, batches, factors)
+            try:
+                with self._undone_by_losses():
+                    losses, requests = step.step(batches, factors)
+            except RuntimeError as failure:
+                lost = None if self._group.is_alone else loss_of(self._worker, failure)
+                if lost is None:
+                    raise
+                return IntervalResult(done, positions, lost=lost)
+            done, positions = done + 1, tuple(batch.after for batch in batches)
+            self._on_step(done, losses, batches)
+            if self._audit is not None and self._audited(self._audit, losses):
+                break
+            last = batches[0].last
+            if last or requests.stop or requests.change:
+                return IntervalResult(done, positions, requests.stop, last, requests.change)
+        return IntervalResult(done, positions)
+
+    def _stream_of(self, trial: Trial) -> BatchStream:
+        if trial.stream is None:
+            # Loader processes read ahead, also while an evaluation runs.
+            trial.stream = self._feed(trial)
+        return trial.stream
+
+    def _audited(self, audit: StepAudit, losses: Tensor) -> bool:
+        """Whether a step that was audited is the last."""
+        try:
+            return audit.end(self._open_step, losses)
+        except RuntimeError as failure:
+            # The next step finds the loss of another worker.
+            if self._group.is_alone or loss_of(self._worker, failure) is None:
+                raise
+            return False
+
+    @contextlib.contextmanager
+    def _undone_by_losses(self) -> Iterator[None]:
+        """Give buffers back what they held where another worker is lost in a step: it is taken again."""
+        if self._worker.memberships is None or self._group.is_alone:
+            yield
+            return
+        with self._restored_buffers(RuntimeError):
+            yield
+
+    @contextlib.contextmanager
+    def _restored_buffers(self, *failures: type[BaseException]) -> Iterator[None]:
+        """Give buffers back what they held, after one of `failures` or, without any, in any case."""
+        buffers = [buffer for buffer in self.components.model.buffers() if buffer.numel()]
+        kept = [buffer.clone() for buffer in buffers]
+        is_undone = not failures
+        try:
+            yield
+        except failures:
+            is_undone = True
+            raise
+        finally:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept) if is_undone else ():
+                    buffer.copy_(before)
+
+    def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
+        self._open_step.pause_monitor()
+        self.synchronize()
+        components, share = self.components, self._group.share
+        if isinstance(components, FusedComponents):
+            sums = components.sums(slots, share)
+        else:
+            sums = sums_over_share(components, self.settings, *share).unsqueeze(0)
+        total = self._group.total(sums, components.device)
+        return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
+
+    def state(self, slot: int = 0) -> EngineState | None:
+        self._open_step.pause_monitor()
+        self.synchronize()
+        return self.components.state(slot) if self._group.is_first else None
+
+    def finish(self, save: Callable[[], None]) -> None:
+        save()
+
+    def ask_first(self, ask: Callable[[], Any]) -> Any:
+        return ask_rank_0(self._worker, ask)
+
+    def apply(self, change: Change) -> None:
+        self._open_step.pause_monitor()
+        if isinstance(change, TopologyChange):
+            # Noted first: should a worker be lost now, the rest goes on with it.
+            self._set_topology(change.topology)
+            self._open_step.switch(change.topology)
+        elif isinstance(change, BatchSizeChange):
+            # What was read ahead is in batches of the size before.
+            self._forget_streams()
+        else:
+            raise cannot_apply(change, "data-parallel training")
+
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
+        """Refuse, before anything changes, trials that cannot join those that are there."""
+        if isinstance(self.components, FusedComponents):
+            self.components.check_entering(entering)
+
+    def change_trials(
+        self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
+    ) -> None:
+        """Let trials leave and enter; `trials` are those that are there then."""
+        if self._step is not None:
+            # What sums gradients holds autograd to the shapes there are now.
+            self._step.close()
+            self._step = None
+        if isinstance(self.components, FusedComponents):
+            self.components.change(leaving, entering)
+        else:
+            (entry,) = entering
+            self.components = entry.parts
+        self.trials = trials
+        self.open()
+
+    def synchronize(self) -> None:
+        """Give all workers the same running statistics."""
+        self._open_step.average_buffers()
+
+    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+        return most_advanced(marks)
+
+    def hand_over(self, staying: Sequence[int]) -> None:
+        """Every worker holds everything."""
+
+    def begin_anew(self) -> None:
+        raise NotImplementedError("every worker holds the whole state")
+
+    def warm_up(self) -> None:
+        components, settings = self.components, self.settings
+        assert isinstance(components, Components)
+        source = components.train_set
+        if source.is_stream:
+            return
+        samples = tuple(range(min(len(source), -(-settings.data.batch_size // WARM_UP_SHARES))))
+        order = iter([GlobalBatch(0, samples, Position())])
+        (batch,) = load(source, order, seed=settings.seed, rank=0, world_size=1, loaders=0)
+        with self._restored_buffers():
+            TrainStep(components, settings, rank=self._worker.rank).time_backward(batch)
+
+    def close(self) -> None:
+        self._forget_streams()
+        step, self._step = self._step, None
+        if step is not None:
+            step.close()
+
+    def _forget_streams(self) -> None:
+        for trial in self.trials:
+            trial.stream = None
+
+    @property
+    def _open_step(self) -> TrainStep:
+        assert self._step is not None
+        return self._step
+
+
+def load_whole(components: Components, state: Checkpoint) -> None:
+    """Go on from the tensors of a checkpoint on a worker that holds the whole model."""
+    checkpoints.load_model_state(components.model, state.model)
+    named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)

@@ -1,0 +1,1 @@
+"""Trials fused into one model: components with a trials axis."""

@@ -1,0 +1,427 @@
+"""Components with a trials axis: trials of one shape, fused into one model and one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.adapt.monitors.gradient_noise import GradientAverages
+from plait.data.calling import evaluation_mode, forward
+from plait.data.loader import Batch, to_device
+from plait.data.sampler import mix
+from plait.fusion import (
+    FusedModule,
+    FusedOptimizer,
+    LossScales,
+    Shared,
+    add_trials,
+    fuse,
+    fuse_optimizers,
+    keep_trials,
+    replace_trial,
+)
+from plait.fusion.optim.lone import load_trial, lone_optimizer
+from plait.fusion.trials.membership import check_joining
+from plait.fusion.trials.padding import pad
+from plait.fusion.trials.per_trial import PerTrial, on_device
+from plait.fusion.verify import Verdict
+from plait.pipeline import named_state
+from plait.schema.settings import TrainSettings
+from plait.training import components
+from plait.training.checkpoint import EngineState
+from plait.training.components import Components
+from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
+from plait.training.fused.rounds import Piece, Round, most_rounds, rounds_of
+from plait.training.fused.trial_norms import TrialNorms
+from plait.training.monitoring.asked import wants_norms
+from plait.workloads.losses import KINDS as LOSSES
+from plait.workloads.losses import build_loss
+
+
+@dataclass(frozen=True)
+class TrialInit:
+    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
+
+    settings: TrainSettings
+    parts: Components
+    age: int = 0
+
+
+class FusedComponents:
+    """Trials fused into one model and one optimizer; they have the interface of one trial's `Components`.
+
+    Slots number the trials from 0. Workers that train the same trials together draw from random `stream`s of
+    their own; gradients that they sum (`is_summed`) are contiguous. The `verdict` of a verification says what
+    runs trial by trial.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[TrialInit],
+        stream: int = 0,
+        verdict: Verdict | None = None,
+        is_summed: bool = False,
+    ) -> None:
+        first = entries[0]
+        self.verdict = verdict or Verdict()
+        self._stream = stream
+        self._entries = [_without_state(entry) for entry in entries]
+        self.device = first.parts.device
+        models = [entry.parts.model for entry in entries]
+        ages = [entry.age for entry in entries]
+        # Compared with the trials alone by whoever makes arrays, where that was asked for.
+        self.fused = fuse(models, self._seeds(entries), ages, self.verdict.unfused, verify=False)
+        if self.device.type == "cuda" and not is_summed:
+            self.fused.channels_last()
+        clips = [_clip(entry) for entry in entries]
+        optimizers = [entry.parts.optimizer for entry in entries]
+        # Always with a vector, as trials that come later may clip; what nobody clips costs one pass.
+        self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, models, clip_norm=clips)
+        self._notice_clips()
+        self._is_scaled = first.settings.precision == "fp16"
+        self._scales = LossScales(len(entries), self.device)
+        for slot, entry in enumerate(entries):
+            self._load_scale(slot, entry)
+        self._loss = self._build_loss()
+        monitored = any(wants_norms(entry.settings) for entry in entries)
+        self.norms = TrialNorms(len(entries)) if monitored else None
+
+    @property
+    def trials(self) -> int:
+        return self.fused.trials
+
+    @property
+    def model(self) -> nn.Module:
+        return self.fused.module
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are trained, each of all trials."""
+        return self.optimizer.parameters
+
+    @property
+    def has_partial_gradients(self) -> bool:
+        """Whether a gradient may be that of some trials only, as modules run trial by trial."""
+        return bool(self.fused.unfused)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph, which repeats what Python did when it was captured, holds a whole step."""
+        found = self.verdict
+        return not (self.fused.unfused or found.has_python_state or found.loss_alone)
+
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
+        """Refuse, before anything changes, trials that cannot join those that are there."""
+        check_joining(self.fused, [entry.parts.model for entry in entering])
+
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
+        """Let trials leave and enter: newcomers take the leavers' slots, then new ones at the end."""
+        pairs = min(len(leaving), len(entering))
+        # A vector for all, also where nobody clipped before.
+        self.optimizer.clip_norm = self._clip_vector()
+        for slot, entry in zip(leaving, entering):
+            replace_trial(self.fused, self.optimizer, slot, entry.parts.model, 0)
+            self._entries[slot] = entry
+        stay = [slot for slot in range(self.trials) if slot not in leaving[pairs:]]
+        if len(stay) < self.trials:
+            keep_trials(self.fused, self.optimizer, stay)
+            self._reorder(stay)
+        for entry in entering[pairs:]:
+            add_trials(self.fused, self.optimizer, [entry.parts.model], [0])
+            self._reorder([*range(len(self._entries)), 0])
+            self._entries[-1] = entry
+        for slot, entry in enumerate(self._entries):
+            if any(entry is one for one in entering):
+                self._load_entry(slot, entry)
+        self.optimizer.clip_norm = self._clip_vector()
+        self._notice_clips()
+        self._loss = self._build_loss()
+
+    def _reorder(self, slots: Sequence[int]) -> None:
+        self._entries = [self._entries[slot] for slot in slots]
+        index = torch.tensor(list(slots), device=self.device)
+        self._scales.scales = self._scales.scales[index]
+        self._scales.good_steps = self._scales.good_steps[index]
+        if self.norms is not None:
+            self.norms.reorder(slots)
+
+    def _load_entry(self, slot: int, entry: TrialInit) -> None:
+        """The hyperparameters and the state that a newcomer brings beside its weights."""
+        load_trial(self.optimizer, entry.parts.optimizer, slot, entry.parts.model)
+        self.fused.seeds[slot], self.fused.ages[slot] = self._seeds([entry])[0], entry.age
+        self._load_scale(slot, entry)
+        self._entries[slot] = _without_state(entry)
+        if self.norms is not None:
+            self.norms.begin(slot)
+
+    def _seeds(self, entries: Sequence[TrialInit]) -> list[int]:
+        """Where the trials' random numbers start."""
+        stream = (self._stream,) if self._stream else ()
+        return [mix(entry.settings.seed, *stream) for entry in entries]
+
+    def _load_scale(self, slot: int, entry: TrialInit) -> None:
+        if state := entry.parts.scaler.state_dict():
+            self._scales.scales[slot] = state["scale"]
+            self._scales.good_steps[slot] = state["_growth_tracker"]
+
+    def _clip_vector(self) -> Tensor:
+        clips = [_clip(entry) for entry in self._entries]
+        return torch.tensor(clips, dtype=torch.float64, device=self.device)
+
+    def _notice_clips(self) -> None:
+        if all(_clip(entry) == float("inf") for entry in self._entries):
+            self.optimizer.clip_norm = None
+
+    def _build_loss(self) -> Callable[..., Tensor]:
+        return fused_loss([entry.settings for entry in self._entries])
+
+    def set_lr(self, factors: Sequence[float]) -> None:
+        """Set the factors on the trials' learning rates, for the steps to come."""
+        for number, group in enumerate(self.optimizer.groups):
+            rates = [e.parts.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
+            if rates != group.numbers["lr"]:
+                group["lr"] = rates
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def seed_step(self, seed: int, step: int, rank: int) -> None:
+        """Trials draw from streams of their own."""
+
+    def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
+        """The rounds of a step on these batches, one of each trial."""
+        return rounds_of(batches, accumulate)
+
+    def share(self, batches: Sequence[Batch]) -> float:
+        """What this worker's gradients count for in the sum; each round has the trials' own weights."""
+        return 1.0
+
+    def to_device(self, pieces: Sequence[Piece]) -> Any:
+        """Inputs and target of all trials: the same for all, or stacked and padded."""
+        length = max(count for _, count in pieces)
+        return together(self._entries[0].parts, [content for content, _ in pieces], length)
+
+    def stacked(self, contents: Sequence[Any], length: int) -> Any:
+        """What each trial gets, stacked, padded to `length` rows and on the device."""
+        return stacked(self._entries[0].parts, contents, length)
+
+    def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
+        """The loss of each trial's own rows, `counts` of them (all without counts), of a round."""
+        without = [slot for slot, weight in enumerate(weights) if weight == 0.0]
+        padding = self.fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
+        inputs, target = content
+        if without:
+            self.fused.freeze(without)
+        with padding, self._entries[0].parts.autocast():
+            losses = self.losses_of(forward(self.fused, inputs), target, counts)
+        if without:
+            self.fused.freeze([])
+        return losses
+
+    def losses_of(self, output: Any, target: Any, counts: Sequence[int] = ()) -> Tensor:
+        """The loss of each trial's own rows, `counts` of them, of what the model returned."""
+        if self.verdict.loss_alone:
+            return losses_alone(self._entries, output, target, counts)
+        return losses_of(self.fused, self._entries, self._loss, output, target, counts)
+
+    def weighted(self, losses: Tensor, weights: Sequence[float]) -> Tensor:
+        return losses * on_device(tuple(weights), losses.dtype, self.device)
+
+    def backward(self, losses: Tensor) -> None:
+        """Add the gradients of the sum of the trials' losses, each times its loss scale."""
+        (self._scales.scale(losses) if self._is_scaled else losses).sum().backward()
+
+    def update(self, clip_norm: float | None = None, seed: int | None = None) -> None:
+        """Update all trials, each with its own `clip_norm`; the optimizers draw no random numbers."""
+        if self._is_scaled:
+            self._scales.step(self.optimizer)
+        else:
+            self.optimizer.step()
+
+    @contextmanager
+    def drawing_alike(self, batches: Sequence[Batch], accumulate: int, workers: int) -> Iterator[None]:
+        """Around a step of several workers: their trials draw on from the same place of their streams.
+
+        A worker's share may have been cut into fewer pieces.
+        """
+        rounds = most_rounds(batches, accumulate, workers)
+        ages = self.fused.ages + torch.tensor(rounds, device=self.fused.ages.device)
+        yield
+        self.fused.ages.copy_(ages)
+
+    def measure_part(self, weights: Sequence[float]) -> None:
+        """Take the norms of the gradients after a round that is not the last, where the job asks for them."""
+        if self.norms is not None:
+            self.norms.after_microbatch(self.parameters, weights)
+
+    def measure_whole(self, batches: Sequence[Batch]) -> None:
+        """Take the norms of the gradients of whole batches, where the job asks for them."""
+        if self.norms is not None:
+            scales = self._scales.scales if self._is_scaled else torch.ones(self.trials)
+            self.norms.before_update(self.parameters, [batch.total for batch in batches], scales)
+
+    def noise(self, slot: int) -> GradientAverages | None:
+        """What is known of the noise of a trial's gradients; None where it is not measured."""
+        return None if self.norms is None else self.norms.averages[slot]
+
+    def sums(self, slots: Sequence[int], share: tuple[int, int]) -> Tensor:
+        """The sums of the trials in `slots` over a share of the test split; see `evaluate.sums_of`."""
+        sizes = {_evaluation_size(self._entries[slot].settings) for slot in slots}
+        # A forward of all costs more than those of a few who are due.
+        if 2 * len(slots) <= self.trials or len(sizes) > 1:
+            return torch.stack([self._sums_alone(slot, share) for slot in slots])
+        return self._sums_together(slots, sizes.pop(), share)
+
+    def _sums_together(self, slots: Sequence[int], size: int, share: tuple[int, int]) -> Tensor:
+        sums = torch.zeros(len(slots), 4, dtype=torch.float64)
+        first = self._entries[slots[0]]
+        parts, settings = first.parts, first.settings
+        with torch.no_grad(), evaluation_mode(self.fused):
+            for batch in evaluation_batches(parts, settings, size, *share):
+                if not batch.count:
+                    continue
+                inputs, target = to_device(batch.content, parts.device, parts.dtype)
+                with parts.autocast():
+                    output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
+                for row, slot in enumerate(slots):
+                    sums[row] += sums_of(self._entries[slot].parts, at(output, slot), target, batch.count)
+        return sums
+
+    def _sums_alone(self, slot: int, share: tuple[int, int]) -> Tensor:
+        entry = self._entries[slot]
+        parts = replace(entry.parts, model=self.fused.trial(slot))
+        return sums_over_share(parts, entry.settings, *share)
+
+    def of_trial(self, slot: int) -> Components:
+        """What the trial in `slot` is evaluated with; its weights are not in it."""
+        return self._entries[slot].parts
+
+    def settings_of(self, slot: int) -> TrainSettings:
+        return self._entries[slot].settings
+
+    def state(self, slot: int = 0) -> EngineState:
+        """The state of the trial in `slot`, as a checkpoint of it alone holds it."""
+        model = self.fused.trial(slot)
+        optimizer = lone_optimizer(self.optimizer, model, slot)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        return EngineState(
+            named_state.model_state(model),
+            named_state.optimizer_state(optimizer, names),
+            loss_scale=self.loss_scale(slot),
+            age=int(self.fused.ages[slot]),
+        )
+
+    def loss_scale(self, slot: int) -> dict[str, Any]:
+        """The state of the scaler that the trial in `slot` would have alone; empty where none is in use."""
+        state: dict[str, Any] = self._entries[slot].parts.scaler.state_dict()
+        if state:
+            state["scale"] = self._scales.scales[slot].item()
+            state["_growth_tracker"] = int(self._scales.good_steps[slot])
+        return state
+
+
+def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
+    """The trial in `slot` by itself, as it is now, beside the array, which stays as it is.
+
+    Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
+    with the trial's state. A `TrainStep` on its parts takes a plain step with it. What models keep in Python
+    is as in a new one (`Verdict.has_python_state` says whether they keep any). Random numbers are torch's;
+    within `drawing_as(model, seed, age, unfused)`, of the fused module's, they are those that the trial draws
+    next.
+    """
+    settings, known = array.settings_of(slot), array.of_trial(slot)
+    parts = components.build(settings, known.device, (known.train_set, known.test_set))
+    trial = array.fused.trial(slot)
+    own = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
+            tensor.data = own[name].detach().clone()
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
+    state = named_state.optimizer_state(lone_optimizer(array.optimizer, trial, slot), names)
+    named_state.load_optimizer_state(parts.optimizer, parts.names, state)
+    parts.scaler.load_state_dict(array.loss_scale(slot))
+    return TrialInit(settings, parts, int(array.fused.ages[slot]))
+
+
+def together(parts: Components, contents: Sequence[Any], length: int) -> Any:
+    """Inputs and target of all trials: the same for all, or stacked and padded."""
+    if all(content is contents[0] for content in contents):
+        return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
+    return stacked(parts, contents, length)
+
+
+def stacked(parts: Components, contents: Sequence[Any], length: int) -> Any:
+    """What each trial gets, stacked, padded to `length` rows and on the device."""
+    moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
+    flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
+    leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
+    return pytree.tree_unflatten(leaves, specs[0])
+
+
+def fused_loss(settings: Sequence[TrainSettings]) -> Callable[..., Tensor]:
+    """The loss with each trial's own numbers among its options."""
+    options = dict(settings[0].loss_args)
+    for name, value in options.items():
+        if any(one.loss_args[name] != value for one in settings):
+            options[name] = PerTrial([float(one.loss_args[name]) for one in settings])
+    return build_loss(settings[0].loss, options)
+
+
+def losses_of(
+    fused: FusedModule,
+    entries: Sequence[TrialInit],
+    loss: Callable[..., Tensor],
+    output: Any,
+    target: Any,
+    counts: Sequence[int],
+) -> Tensor:
+    """The loss of each trial's own rows, computed together where that can be."""
+    if entries[0].settings.loss in LOSSES or len(set(counts)) <= 1:
+        found: Tensor = fused.map(loss, output, target)
+        return found
+    # A user's own loss may mix the rows of a batch in any way, so it gets a trial's own rows alone.
+    return losses_alone(entries, output, target, counts)
+
+
+def losses_alone(entries: Sequence[TrialInit], output: Any, target: Any, counts: Sequence[int]) -> Tensor:
+    """The loss of each trial's own rows, trial by trial."""
+
+    def own(value: Any, place: int) -> Any:
+        if isinstance(value, Shared):
+            return value.tensor
+        if not isinstance(value, Tensor):
+            return value.of(place) if isinstance(value, PerTrial) else value
+        return value[place][: counts[place]] if counts and value[place].dim() else value[place]
+
+    return torch.stack(
+        [
+            entry.parts.loss(*pytree.tree_map(lambda x, p=place: own(x, p), (output, target)))
+            for place, entry in enumerate(entries)
+        ]
+    )
+
+
+def at(output: Any, place: int) -> Any:
+    """One trial's part of what all trials returned."""
+    return pytree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, output)
+
+
+def _without_state(entry: TrialInit) -> TrialInit:
+    """`entry` without the weights that the array now holds."""
+    empty = nn.Parameter(torch.zeros(0))
+    parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
+    return replace(entry, parts=parts)
+
+
+def _clip(entry: TrialInit) -> float:
+    return float("inf") if entry.settings.clip_norm is None else entry.settings.clip_norm
+
+
+def _evaluation_size(settings: TrainSettings) -> int:
+    return settings.evaluate.batch_size or settings.data.batch_size
