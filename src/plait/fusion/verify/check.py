@@ -101,10 +101,6 @@ class Verdict:
     loss_alone: bool = False
     failed: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def is_fused(self) -> bool:
-        return self.refused is None
-
 
 def verify_fused(
     candidate: Candidate, unfused: Mapping[str, str] | None = None, phases: Sequence[Phase] = PHASES
@@ -301,9 +297,8 @@ class _Check:
             for parameter in one.parameters():
                 parameter.grad = None
         torch.clear_autocast_cache()
-        with same_random_numbers(7), torch.set_grad_enabled(training):
-            with trace or nullcontext():
-                outputs, losses = self.candidate.together(fused, self._trials, batch)
+        with same_random_numbers(7), torch.set_grad_enabled(training), trace or nullcontext():
+            outputs, losses = self.candidate.together(fused, self._trials, batch)
             if training and losses.requires_grad:
                 losses.sum().backward()
         return FusedStep(fused, outputs, losses, training, first_names(self._first))

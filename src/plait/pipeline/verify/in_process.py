@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from plait.verification import (
     first_names,
     observe_outputs,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class StagedModel:
         choices: Choices,
         fresh: Callable[[], nn.Module] | None = None,
     ) -> None:
-        self.stages = [copied(cut(traced, ids), traced, ids, fresh) for ids in stages]
+        self.stages = [_copied_stage(traced, ids, fresh) for ids in stages]
         self.modules = [stage.module for stage in self.stages]
         on_cpu = all(p.device.type == "cpu" for module in self.modules for p in module.parameters())
         if choices.quick and on_cpu:
@@ -212,17 +214,28 @@ def _held_buffers(staged: StagedModel, expected: Observation) -> dict[str, Tenso
     return {name: own for name in known if (own := held.get(name, before.get(name))) is not None}
 
 
-def copied(
-    stage: StageModule, traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
-) -> StageModule:
-    """`stage` on a copy of what it holds of the model."""
+def copied(value: T, otherwise: Callable[[], T] | None) -> T:
+    """A copy, to be run and thrown away; what `otherwise` gives where it cannot be copied."""
     try:
-        return replace(stage, module=copy.deepcopy(stage.module))
+        return copy.deepcopy(value)
     except Exception:
-        if fresh is None:
+        if otherwise is None:
             raise
-    constants = {name: tensor.detach().clone() for name, tensor in traced.constants.items()}
-    return cut(replace(traced, model=fresh(), constants=constants), ids)
+        return otherwise()
+
+
+def _copied_stage(
+    traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
+) -> StageModule:
+    """A stage on a copy of what it holds of the model."""
+    stage = cut(traced, ids)
+
+    def anew() -> Any:
+        assert fresh is not None
+        constants = {name: tensor.detach().clone() for name, tensor in traced.constants.items()}
+        return cut(replace(traced, model=fresh(), constants=constants), ids).module
+
+    return replace(stage, module=copied(stage.module, None if fresh is None else anew))
 
 
 def _received(

@@ -8,7 +8,6 @@ kept in one stage, if that is possible.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from plait.data.calling import as_arguments, evaluation_mode, forward
 from plait.pipeline.cutting.cut import StageError, describe_tensor, shared_tensors, used_tensors
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
-from plait.pipeline.verify.in_process import Choices, StagedModel, observe_staged
+from plait.pipeline.verify.in_process import Choices, StagedModel, copied, observe_staged
 from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
@@ -63,6 +62,10 @@ class Example:
     choices: Choices = field(default_factory=Choices)
     # The model anew, with the state it has now, where it cannot be copied.
     fresh: Callable[[], nn.Module] | None = None
+
+    def own_loss(self) -> Loss:
+        """The loss as it is now: one that counts its calls counts those of each model by itself."""
+        return copied(self.loss, lambda: self.loss)
 
 
 @dataclass(frozen=True)
@@ -195,12 +198,12 @@ def find_mismatch(traced: TracedModel, stages: Sequence[Sequence[str]], example:
 
 
 class _PlainModel(Reference):
-    """A copy of the model, with a loss of its own: one that counts its calls counts those of each model."""
+    """A copy of the model, with a loss of its own."""
 
     def __init__(self, traced: TracedModel, example: Example) -> None:
-        self._example, self._loss = example, own_loss(example)
+        self._example, self._loss = example, example.own_loss()
         phases = _TRAINING if traced.no_evaluation is not None else (*_TRAINING, *_EVALUATION)
-        super().__init__(plain_copy(traced.model, example), phases, self._loss)
+        super().__init__(copied(traced.model, example.fresh), phases, self._loss)
 
     def forward(self, phase: Phase) -> tuple[Any, Tensor | None]:
         inputs, target = _own(self._example.batches[phase.batch])
@@ -219,20 +222,26 @@ class _Comparison:
         self._traced, self._stages, self._example = traced, stages, example
         self._reference = _PlainModel(traced, example)
         self._expected = list(self._reference.run())
+        # The phase that the stages are in.
+        self._running = 0
 
     def mismatch(self) -> Mismatch | None:
         try:
             apart = first_differences(self._reference, self._expected, self._run(self._stage()))
         except NotRepeatableError as failure:
             return self._part(failure.phase, failure.difference, _NOT_TWICE, None)
-        except _StagesFailedError as failure:
-            wrong = Difference("the forward", torch.inf, 0.0, str(failure))
-            return self._part(failure.phase, wrong, "there", _innermost(self._traced))
+        except (PlaitError, torch.OutOfMemoryError):
+            raise
+        except Exception as failure:  # the traced code can fail in any way where the model's own does not
+            line = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+            why = f"the stages fail where the plain model does not: {line}"
+            wrong = Difference("the forward", torch.inf, 0.0, why)
+            return self._part(self._running, wrong, "there", _innermost(self._traced))
         return None if apart is None else self._locate(*apart)
 
     def _stage(self) -> StagedModel:
         example = self._example
-        return StagedModel(self._traced, self._stages, own_loss(example), example.choices, example.fresh)
+        return StagedModel(self._traced, self._stages, example.own_loss(), example.choices, example.fresh)
 
     def _run(
         self, staged: StagedModel, until: int | None = None, trace: ModuleTrace | None = None
@@ -241,13 +250,9 @@ class _Comparison:
         for number, phase in enumerate(self._reference.phases[: None if until is None else until + 1]):
             inputs, target = _own(self._example.batches[phase.batch])
             expected, loss = self._expected[number], self._example.loss if phase.training else None
-            try:
-                with same_random_numbers(number), (trace if number == until else None) or nullcontext():
-                    step = observe_staged(staged, expected, inputs, target, loss)
-            except (PlaitError, torch.OutOfMemoryError):
-                raise
-            except Exception as failure:  # the traced code can fail in any way where the model's own does not
-                raise _StagesFailedError(number) from failure
+            self._running = number
+            with same_random_numbers(number), (trace if number == until else None) or nullcontext():
+                step = observe_staged(staged, expected, inputs, target, loss)
             yield step
 
     def _part(self, phase: int, difference: Difference, place: str, path: str | None) -> Mismatch:
@@ -269,36 +274,6 @@ class _Comparison:
             return self._part(phase, first, f"at {first.name}", _owner(self._traced, first.name))
         place = "in the model's own code behind its last module"
         return self._part(phase, first, place, _innermost(self._traced))
-
-
-class _StagesFailedError(Exception):
-    """The stages fail where the plain model does not."""
-
-    def __init__(self, phase: int) -> None:
-        super().__init__()
-        self.phase = phase
-
-    def __str__(self) -> str:
-        line = str(self.__cause__).strip().partition("\n")[0]
-        return f"the stages fail where the plain model does not: {type(self.__cause__).__name__}: {line}"
-
-
-def plain_copy(model: nn.Module, example: Example) -> nn.Module:
-    """The model with the state it has now, to be run and thrown away."""
-    try:
-        return copy.deepcopy(model)
-    except Exception:
-        if example.fresh is None:
-            raise
-        return example.fresh()
-
-
-def own_loss(example: Example) -> Loss:
-    """The loss as it is now: one that counts its calls counts those of each model by itself."""
-    try:
-        return copy.deepcopy(example.loss)
-    except Exception:  # a function or object that cannot be copied is called as it is
-        return example.loss
 
 
 def _own(batch: Any) -> Any:
