@@ -49,7 +49,7 @@ def test_a_loss_that_leaves_targets_out_or_weights_classes_is_warned_of(
     changes: dict[str, Any], warned: bool
 ) -> None:
     settings = digits_job(**changes)
-    words = describe_parts(settings, components.build(settings, torch.device("cpu")))
+    words = describe_parts(settings, components.build(settings, torch.device("cpu")), workers=2)
     assert ("as the mean of their parts" in words) is warned
 
 
@@ -92,5 +92,5 @@ def padded_later(split: str) -> PaddedLater:
 
 def test_targets_that_are_left_out_later_in_the_set_are_seen() -> None:
     settings = digits_job(data=DataSettings("test_loss_parts:padded_later", 64))
-    words = describe_parts(settings, components.build(settings, torch.device("cpu")))
+    words = describe_parts(settings, components.build(settings, torch.device("cpu")), workers=2)
     assert "as the mean of their parts" in words

@@ -154,8 +154,12 @@ class ArrayEngine:
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
                 return self._trainer.train(steps)
-        except NotFusedError as failure:
-            self._blame(failure)
+        except (NotFusedError, TrialsFailedError) as failure:
+            if not self._trainer.under_way[0] and failure.__cause__ is not None:
+                # Reading the samples is no trial's own work.
+                raise failure.__cause__ from None
+            if isinstance(failure, NotFusedError):
+                self._blame(failure)
             raise
 
     def _on_step(self, done: int, losses: Tensor, batches: Sequence[Batch]) -> None:

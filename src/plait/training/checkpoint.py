@@ -76,6 +76,8 @@ class Checkpoint:
     sync: Tensors = field(default_factory=dict)
     # Where tensors were written to as they came, instead of in `model` and `optimizer`.
     written: Written | None = None
+    # Where they are to be read from one by one.
+    stored: StoredCheckpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -349,6 +351,12 @@ def open_stored(path: Path) -> StoredCheckpoint:
     except OSError as failure:
         raise CheckpointError(f"{path}: cannot be read: {failure}") from None
     return StoredCheckpoint(state.step, model, optimizer, state.progress)
+
+
+def load_in_pieces(path: Path) -> Checkpoint:
+    """The checkpoint at `path` for a model that no worker holds as a whole; its tensors are read later."""
+    stored = open_stored(path)
+    return Checkpoint(stored.step, {}, {}, stored.progress, stored=stored)
 
 
 def check_names(model: torch.nn.Module, stored: StoredTensors) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from plait.adapt.changes import (
     BatchSizeChange,
@@ -39,24 +38,18 @@ class IntervalResult:
     lost: PeerError | None = None
 
 
-class Starting(Protocol):
-    """How a worker comes to the state that all go on from; called before anything else."""
+class Engine(Protocol):
+    """How intervals of steps are computed, on this worker together with the others.
 
-    def read(self, path: Path) -> Checkpoint:
-        """The checkpoint at `path`; CheckpointError where it is damaged."""
+    All workers call each method together, in the same order; `load`, `held_state` and `warm_up` each for
+    itself. It can be closed and, among other workers, opened again.
+    """
 
     def load(self, state: Checkpoint) -> None:
         """Go on from the tensors of a checkpoint; CheckpointError if they do not fit."""
 
-    def start_state(self) -> EngineState:
+    def held_state(self) -> EngineState:
         """What the other workers need of this one to begin where it does."""
-
-
-class Engine(Starting, Protocol):
-    """How intervals of steps are computed, on this worker together with the others.
-
-    All workers call each method together, in the same order.
-    """
 
     def open(self) -> None:
         """Link up with the other workers, and get ready to take steps."""
@@ -79,36 +72,24 @@ class Engine(Starting, Protocol):
     def apply(self, change: Change) -> None:
         """Change the run between two steps; JobError where this engine cannot."""
 
-    def synchronize(self) -> None:
-        """Give all workers the same state, running statistics included, between two intervals."""
+    def settle(self, staying: Sequence[int]) -> None:
+        """Give all workers the same state, running statistics included, between two intervals.
+
+        Those of the ranks `staying` get what only others hold, which are to leave.
+        """
 
     def close(self) -> None:
         """End the links to the other workers."""
 
-
-class ElasticEngine(Engine, Protocol):
-    """An engine whose workers may come and go: it can be closed and, among other workers, opened again."""
-
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
         """The rank whose progress all go on from, by how far each is; all workers call it together.
 
-        None where what the workers hold is not a whole state any more: only a checkpoint is.
+        None where what the workers hold is not a whole state any more: only a checkpoint is. Then the model
+        is as its factory makes it.
         """
-
-    def hand_over(self, staying: Sequence[int]) -> None:
-        """Give what only workers hold that are to leave to one of the ranks that stay; all call it."""
-
-    def begin_anew(self) -> None:
-        """Hold the model as its factory makes it, as before the first step: a checkpoint is read next."""
 
     def warm_up(self) -> None:
         """Compute what a step does, on this worker alone: the first one should take no longer than others."""
-
-
-def elastic_engine(engine: Engine) -> ElasticEngine:
-    """`engine`, whose workers may come and go; settings that ask for that with another one are refused."""
-    assert hasattr(engine, "choose_source")
-    return cast("ElasticEngine", engine)
 
 
 def ask_rank_0(worker: Worker, ask: Callable[[], Any]) -> Any:

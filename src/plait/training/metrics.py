@@ -64,11 +64,9 @@ class MetricsLogger:
         self._training_s = 0.0
         self._progress: dict[str, Any] = {}
         self._last_loss: torch.Tensor | None = None
-        self._warned_of_loss = False
-        self._bad_reads = 0
         self._verified_s: float | None = None
-        # How the run was seen to have diverged, where that ends it.
-        self.diverged: str | None = None
+        # Told the step, the mean loss since the last event, and the last one, whenever losses are read.
+        self.on_loss: Callable[[int, float, float], None] = lambda step, mean, last: None
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps of a run for which it was unknown, or has changed."""
@@ -136,7 +134,8 @@ class MetricsLogger:
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
         self._record(run_events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
-        self._judge_loss(step, loss)
+        assert self._last_loss is not None
+        self.on_loss(step, loss, float(self._last_loss))
         if self._board is not None:
             self._board.add_scalar("train/loss", loss, step)
             self._board.add_scalar("train/lr", lr, step)
@@ -157,25 +156,6 @@ class MetricsLogger:
             self._progress["left_s"] = round(left, 1)
         self._report(force=step == self._total)
         self._loss, self._steps, self._samples, self._mark = 0.0, 0, 0, now
-
-    def _judge_loss(self, step: int, mean: float) -> None:
-        """Notice a loss that is no number; where the job wants it so, the run is asked to end."""
-        assert self._last_loss is not None
-        last = float(self._last_loss)
-        self._bad_reads = 0 if math.isfinite(last) else self._bad_reads + 1
-        if not math.isfinite(mean) and not self._warned_of_loss:
-            self._warned_of_loss = True
-            self.warn(f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm")
-        # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
-        overflows_allowed = 1 if self._settings.precision == "fp16" else 0
-        if self._settings.stop_on_nan and self._bad_reads > overflows_allowed:
-            self.note_divergence(step, "the loss is not a number")
-
-    def note_divergence(self, step: int, words: str) -> None:
-        """The run is to end: `words` say what is wrong with it after that step."""
-        if self.diverged is None:
-            self.diverged = f"{words} at step {step}"
-            self._worker.ask_to_stop()
 
     @property
     def is_loss_finite(self) -> bool:

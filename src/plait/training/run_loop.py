@@ -41,7 +41,7 @@ from plait.training.checks.stateful_loss import check_loss
 from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.components import emulated, total_steps
 from plait.training.early_stopping import gain
-from plait.training.engine import Engine, IntervalResult, elastic_engine
+from plait.training.engine import Engine, IntervalResult
 from plait.training.loop import Loop, keep_what_was_built
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
@@ -81,6 +81,11 @@ class RunLoop(Loop):
         self._stopped = self._change_asked = self._has_begun = self._told_of_unsaved = False
         # Whether this worker holds a state that others could go on from.
         self._has_state = False
+        # How the run was seen to have diverged, where that ends it; on the worker that keeps the record.
+        self.diverged: str | None = None
+        self._bad_losses = 0
+        self._warned_of_loss = False
+        run.metrics.on_loss = self._judge_loss
         # The step after which changes were made last, and how many.
         self._changes = (0, 0)
         self._unsaved: UnsavedState | None = None
@@ -106,7 +111,7 @@ class RunLoop(Loop):
             return None
         self.engine.close()
         run.close()
-        if run.metrics.diverged is not None:
+        if self.diverged is not None:
             reason = "diverged"
         audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
         result = run.metrics.end(run.trial.step, reason, metrics, run.trial.best, audited)
@@ -134,7 +139,7 @@ class RunLoop(Loop):
     def _enter(self, resume: bool) -> None:
         """Get ready to take steps, with the workers that start together or with those that train already."""
         if self._switch is not None and self._switch.members.is_joining:
-            elastic_engine(self.engine).warm_up()
+            self.engine.warm_up()
             keep_what_was_built()
             self._switch.to(self._switch.members.first)
             return
@@ -216,6 +221,26 @@ class RunLoop(Loop):
             return "early-stop"
         return "stopped" if self._stopped else None
 
+    def _judge_loss(self, step: int, mean: float, last: float) -> None:
+        """Notice a loss that is no number; where the job wants it so, the run is asked to end."""
+        settings = self.run.settings
+        self._bad_losses = 0 if math.isfinite(last) else self._bad_losses + 1
+        if not math.isfinite(mean) and not self._warned_of_loss:
+            self._warned_of_loss = True
+            self.run.metrics.warn(
+                f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm"
+            )
+        # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
+        overflows_allowed = 1 if settings.precision == "fp16" else 0
+        if settings.stop_on_nan and self._bad_losses > overflows_allowed:
+            self._note_divergence(step, "the loss is not a number")
+
+    def _note_divergence(self, step: int, words: str) -> None:
+        """The run is to end: `words` say what is wrong with it after that step."""
+        if self.diverged is None:
+            self.diverged = f"{words} at step {step}"
+            self.run.worker.ask_to_stop()
+
     def observe(self, result: IntervalResult) -> None:
         run = self.run
         self._stopped, self._change_asked = result.stopped, result.change_asked
@@ -237,11 +262,11 @@ class RunLoop(Loop):
         return (self.run.trial.step, int(not self.run.trial.moved) + changes)
 
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        return elastic_engine(self.engine).choose_source(marks)
+        return self.engine.choose_source(marks)
 
     def take_progress(self, source: int, is_there: bool) -> None:
         given = self.run.worker.rank == source
-        state = checkpoints.broadcast(self._checkpoint(self.engine.start_state()) if given else None, source)
+        state = checkpoints.broadcast(self._checkpoint(self.engine.held_state()) if given else None, source)
         rest = broadcast_value(self._position_in_loop() if given else None, source)
         if not is_there:
             self._take_position(rest)
@@ -256,7 +281,6 @@ class RunLoop(Loop):
         for source in self._sources:
             if isinstance(source, SavedSource):
                 source.load({})
-        elastic_engine(self.engine).begin_anew()
         # Until all have it, this worker has no state that others could go on from.
         self._has_begun, self._has_state, self._changes = False, False, (0, 0)
         self.start(resume=True)
@@ -275,7 +299,7 @@ class RunLoop(Loop):
             self.run.trial.until = until
         if was_lost:
             # In agreement, all have done so before they parted.
-            elastic_engine(self.engine).synchronize()
+            self.engine.settle(range(self.run.worker.world_size))
 
     def _position_in_loop(self) -> dict[str, Any]:
         """What a worker that is behind must know beside the state of a checkpoint."""
@@ -320,8 +344,7 @@ class RunLoop(Loop):
             self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
         if self._change_asked and self._switch is not None:
             membership = self._switch.members.agree()
-            self.engine.synchronize()
-            elastic_engine(self.engine).hand_over(self._switch.members.staying(membership))
+            self.engine.settle(self._switch.members.staying(membership))
             self._switch.to(lambda: membership)
 
     def _requests(self, step: int) -> list[ChangeRequest]:
@@ -374,7 +397,7 @@ class RunLoop(Loop):
         if change.sync == run.settings.sync.kind:
             return
         read_options(change.sync, change.options, run.worker.world_size)
-        self.engine.synchronize()
+        self.engine.settle(range(run.worker.world_size))
         self.engine.close()
         run.settings = replace(run.settings, sync=SyncSettings(change.sync, change.options))
         self.engine = make_engine()
@@ -475,7 +498,7 @@ class RunLoop(Loop):
         if (broken := self._find_broken(state)) is not None:
             run.metrics.warn(f"no checkpoint of step {run.trial.step}: {broken}; earlier ones stay")
             if run.settings.stop_on_nan:
-                run.metrics.note_divergence(run.trial.step, broken)
+                self._note_divergence(run.trial.step, broken)
             state.discard()
             self._broken_step = run.trial.step
             return
@@ -547,10 +570,11 @@ class RunLoop(Loop):
             run.metrics.refused(path, why)
 
         def use(path: Path) -> bool:
-            self._load_checkpoint(self.engine.read(path))
+            self._load_checkpoint(read(path))
             return True
 
         folder = run.folder.checkpoints
+        read = checkpoints.load if run.parts.pieces is None else checkpoints.load_in_pieces
         if checkpoints.newest(folder, use, refuse):
             return
         if refused:
@@ -593,7 +617,7 @@ class RunLoop(Loop):
             return
         found = all_gather_values([self.run.trial.step, self.run.trial.owes_evaluation])
         if any(each != found[0] for each in found):
-            own = self._checkpoint(self.engine.start_state()) if worker.rank == 0 else None
+            own = self._checkpoint(self.engine.held_state()) if worker.rank == 0 else None
             state = checkpoints.broadcast(own)
             if worker.rank != 0:
                 self._load_checkpoint(state)

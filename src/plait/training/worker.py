@@ -83,8 +83,8 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}
-    if loop.run.metrics.diverged is not None:
-        raise DivergedError(loop.run.metrics.diverged, checkpoints.list_checkpoints(folder.checkpoints))
+    if loop.diverged is not None:
+        raise DivergedError(loop.diverged, checkpoints.list_checkpoints(folder.checkpoints))
     return result.to_dict()
 
 

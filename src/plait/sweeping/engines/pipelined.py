@@ -60,6 +60,8 @@ class PipelinedArray:
     ) -> None:
         self._worker = worker
         self.trials = trials
+        # What the step under way is taken on, once it is read.
+        self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
         self._feed = feed
         self._on_step = on_step
         self._workers = workers
@@ -138,10 +140,12 @@ class PipelinedArray:
         trials = self.trials
         done, positions = 0, tuple(trial.position for trial in trials)
         while done < steps:
+            self.under_way = (), ()
             for trial in trials:
                 trial.stream = trial.stream or self._feed(trial)
             batches = next_batches([trial.stream for trial in trials if trial.stream is not None])
             factors = [trial.lr_factor(trial.step + done) for trial in trials]
+            self.under_way = batches, factors
             losses = self._take_step(batches, factors)
             done, positions = done + 1, tuple(batch.after for batch in batches)
             self._on_step(done, losses, batches)

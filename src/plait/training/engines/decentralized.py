@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +30,10 @@ from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
 from plait.sync.averaging.whole_state import rest_of_state
-from plait.training import checkpoint as checkpoints
 from plait.training.audit.averages import is_mean
 from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import ADVICE, AuditedStep
+from plait.training.change.members import Mark
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.engine import IntervalResult, cannot_apply
@@ -78,7 +77,7 @@ class Member(Protocol):
     def load(self, state: Checkpoint) -> None:
         """Go on from the tensors of a checkpoint."""
 
-    def start_state(self) -> EngineState:
+    def held_state(self) -> EngineState:
         """What others need to begin where this one does."""
 
     def open(self) -> bool:
@@ -133,7 +132,7 @@ class WholeModel:
         load_whole(self._run.parts, state)
         self._sync_state = state.sync
 
-    def start_state(self) -> EngineState:
+    def held_state(self) -> EngineState:
         return replace(self._run.parts.state(), sync=self._sync_state)
 
     def open(self) -> bool:
@@ -259,14 +258,11 @@ class DecentralizedEngine:
         self._difference_key = f"{self._prefix}/difference"
         self._sums_before: list[float] = []
 
-    def read(self, path: Path) -> Checkpoint:
-        return checkpoints.load(path)
-
     def load(self, state: Checkpoint) -> None:
         self._member.load(state)
 
-    def start_state(self) -> EngineState:
-        return self._member.start_state()
+    def held_state(self) -> EngineState:
+        return self._member.held_state()
 
     def open(self) -> None:
         needs_world = self._member.open()
@@ -512,8 +508,14 @@ class DecentralizedEngine:
         if not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
 
-    def synchronize(self) -> None:
+    def settle(self, staying: Sequence[int]) -> None:
         """All have the same state at the end of each interval."""
+
+    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+        raise JobError("parallel.elastic: workers that average come and go by themselves")
+
+    def warm_up(self) -> None:
+        """No worker joins that averages."""
 
     def close(self) -> None:
         self._member.close()

@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,22 +163,17 @@ class PipelineEngine:
         self._stages: Mapping[str, tuple[int, ...]] = {}
         self._last_loss = 0.0
 
-    def read(self, path: Path) -> Checkpoint:
-        if self._run.parts.pieces is None:
-            return checkpoints.load(path)
-        # Tensors are read later, one by one, once it is known who holds them.
-        self._stored = checkpoints.open_stored(path)
-        return Checkpoint(self._stored.step, {}, {}, self._stored.progress)
-
     def load(self, state: Checkpoint) -> None:
         if self._run.parts.pieces is None:
             # Where layers are with other workers, they come from there.
             if state.model:
                 load_whole(self._run.parts, state)
-        elif self._stored is not None:
+        elif state.stored is not None:
+            # Its tensors are read later, one by one, once it is known who holds them.
+            self._stored = state.stored
             checkpoints.check_names(self._run.parts.model, self._stored.model)
 
-    def start_state(self) -> EngineState:
+    def held_state(self) -> EngineState:
         is_spread = self._run.parts.pieces is not None or self._held is not None
         return EngineState({}, {}) if is_spread else self._run.parts.state()
 
@@ -482,7 +476,7 @@ class PipelineEngine:
             )
         settings = replace(run.settings, pipeline=replace(run.settings.pipeline, plan=change.plan))
         check_pipeline(settings, run.worker.world_size)
-        self.synchronize()
+        self._pipe.average_buffers()
         self.close()
         self._commit = None
         run.settings = settings
@@ -504,6 +498,10 @@ class PipelineEngine:
             far = [mark[0] == marks[source][0] for mark in marks]
             self._held_by = [held if is_there else [] for held, is_there in zip(self._held_by, far)]
             self._held = self._held if far[run.worker.rank] else HeldLayers()
+        else:
+            run.parts = with_fresh_model(run.parts, run.settings, keep_scale=False)
+            self._held, self._held_by, self._is_whole = None, [], True
+            self._in_trust, self._commit = HeldLayers(), None
         return source
 
     def _finish_step(self, marks: Sequence[Mark]) -> list[Mark]:
@@ -525,7 +523,8 @@ class PipelineEngine:
             self._held = self._own_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 
-    def hand_over(self, staying: Sequence[int]) -> None:
+    def settle(self, staying: Sequence[int]) -> None:
+        self._pipe.average_buffers()
         if not staying:
             return
         only = {name: ranks for name, ranks in self._holders.items() if not set(ranks) & set(staying)}
@@ -533,17 +532,8 @@ class PipelineEngine:
         self._in_trust = taken(moves, self._own_layers(self._pipe.optimizer), self._run.worker.rank)
         self._handed_over = set(only)
 
-    def begin_anew(self) -> None:
-        run = self._run
-        run.parts = with_fresh_model(run.parts, run.settings, keep_scale=False)
-        self._held, self._held_by, self._is_whole = None, [], True
-        self._in_trust, self._commit = HeldLayers(), None
-
     def warm_up(self) -> None:
         """The first step takes no longer for a worker that joins: what it needs is made as the links are."""
-
-    def synchronize(self) -> None:
-        self._pipe.average_buffers()
 
     def close(self) -> None:
         run, pipeline, self._pipeline = self._run, self._pipeline, None

@@ -54,7 +54,7 @@ class PipelineMember:
     def load(self, state: Checkpoint) -> None:
         load_whole(self._run.parts, state)
 
-    def start_state(self) -> EngineState:
+    def held_state(self) -> EngineState:
         return self._run.parts.state()
 
     def open(self) -> bool:

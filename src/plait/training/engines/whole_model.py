@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -96,7 +95,7 @@ class WholeModelEngine:
         self._group = group or ALONE
         self._step: TrainStep | None = None
         self._monitor: StepMonitor | None = None
-        # What the step under way is taken on: where it fails, single trials can be tried on it.
+        # What the step under way is taken on, once it is read: where it fails, each trial is tried on it alone.
         self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
 
     @property
@@ -104,14 +103,11 @@ class WholeModelEngine:
         """Those that all trials have in common are the first one's."""
         return self.trials[0].settings
 
-    def read(self, path: Path) -> Checkpoint:
-        return checkpoints.load(path)
-
     def load(self, state: Checkpoint) -> None:
         assert isinstance(self.components, Components)
         load_whole(self.components, state)
 
-    def start_state(self) -> EngineState:
+    def held_state(self) -> EngineState:
         return self.components.state()
 
     def open(self) -> None:
@@ -148,6 +144,7 @@ class WholeModelEngine:
         step, trials = self._open_step, self.trials
         done, positions = 0, tuple(trial.position for trial in trials)
         while done < steps:
+            self.under_way = (), ()
             batches = next_batches([self._stream_of(trial) for trial in trials])
             if not batches:
                 return IntervalResult(done, positions, ended=True)
@@ -220,7 +217,7 @@ class WholeModelEngine:
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         self._open_step.pause_monitor()
-        self.synchronize()
+        self.settle()
         components, share = self.components, self._group.share
         if isinstance(components, FusedComponents):
             sums = components.sums(slots, share)
@@ -231,7 +228,7 @@ class WholeModelEngine:
 
     def state(self, slot: int = 0) -> EngineState | None:
         self._open_step.pause_monitor()
-        self.synchronize()
+        self.settle()
         return self.components.state(slot) if self._group.is_first else None
 
     def finish(self, save: Callable[[], None]) -> None:
@@ -273,18 +270,12 @@ class WholeModelEngine:
         self.trials = trials
         self.open()
 
-    def synchronize(self) -> None:
-        """Give all workers the same running statistics."""
+    def settle(self, staying: Sequence[int] = ()) -> None:
+        """Give all workers the same running statistics; everything else they hold alike."""
         self._open_step.average_buffers()
 
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
         return most_advanced(marks)
-
-    def hand_over(self, staying: Sequence[int]) -> None:
-        """Every worker holds everything."""
-
-    def begin_anew(self) -> None:
-        raise NotImplementedError("every worker holds the whole state")
 
     def warm_up(self) -> None:
         components, settings = self.components, self.settings
