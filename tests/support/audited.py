@@ -252,7 +252,7 @@ def use_model(run: Run) -> None:
 BROKEN: dict[str, tuple[str, Any]] = {
     "flags alone": ("plait.training.evaluate.evaluation_mode", flags_alone),
     "rates anew": ("plait.training.components.set_lr", rates_anew),
-    "a seed for each worker": ("plait.training.engines.train_step.seed_all", lambda seed: None),
+    "a seed for each worker": ("plait.training.components.seed_all", lambda seed: None),
     "later parts are lost": ("plait.sync.allreduce.buckets.AllReduce._take", take_first),
     "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
     "a model that was used": ("plait.training.run_loop.check_loss", use_model),

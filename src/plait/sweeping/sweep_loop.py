@@ -122,9 +122,12 @@ class SweepLoop(Loop):
                 return "left"
             self._members.enter()
             self._builder.forget_widths(self.engine.group)
-        if self._workers.from_first(self._worker.stop_requested):
+        if self._is_stop_requested():
             return "stopped"
         return "finished" if self._is_over else None
+
+    def _is_stop_requested(self) -> bool:
+        return bool(self._workers.from_first(self._worker.stop_requested))
 
     def apply_changes(self) -> None:
         """Let trials that have ended leave, and others join; without any to train, wait a moment."""
@@ -201,6 +204,9 @@ class SweepLoop(Loop):
             # It will fail where it belongs: as a trial, trained alone. Others may do better.
             self._builder.train_one_by_one(group, why)
             self._tried = group
+        if self._is_stop_requested():
+            # Others may have given back what they had meanwhile.
+            return
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
 

@@ -95,7 +95,7 @@ class WholeModelEngine:
         self._group = group or ALONE
         self._step: TrainStep | None = None
         self._monitor: StepMonitor | None = None
-        # What the step under way is taken on, once it is read: where it fails, each trial is tried on it alone.
+        # What the step under way is taken on, once it is read: where it fails, trials are tried on it alone.
         self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
 
     @property
