@@ -21,6 +21,7 @@ from torch import nn
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.launch.membership import Membership, Memberships
+from plait.launch.messages import JobMessage, JoinReport, WorkerOrder
 from plait.launch.worker import LaunchedWorker
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.settings import SweepSettings
@@ -80,9 +81,9 @@ class ScriptedSweepAgent:
         """The first version that this worker is a member of."""
         return next(each for each in self._versions.values() if self._worker in each.members)
 
-    def send(self, **message: Any) -> None:
-        if "joined" in message:
-            self.store.set(f"test/joined/{message['joined']['version']}/{self._worker}", "")
+    def send(self, message: JobMessage) -> None:
+        if isinstance(message, JoinReport):
+            self.store.set(f"test/joined/{message.version}/{self._worker}", "")
 
     @property
     def stop_requested(self) -> bool:
@@ -145,19 +146,20 @@ def sweep_elastic(
     is_first = rank in first
     if is_first:
         agent.memberships.put(agent.first)
-    place = {
-        "rank": rank,
-        "host": "here",
-        "local_rank": rank,
-        "timeout_s": DEADLINE.total_seconds(),
-        "secret": SECRET.hex(),
-        "address": "127.0.0.1",
-        "store": address,
-        "membership": vars(agent.first) if is_first else None,
-    }
-    worker = LaunchedWorker(place, agent)  # type: ignore[arg-type]
-    order = {"settings": encode(settings), "folder": str(folder), "resume": False}
-    return sweep_worker.sweep(worker, order)
+    order = WorkerOrder(
+        rank=rank,
+        host="here",
+        local_rank=rank,
+        membership=agent.first if is_first else None,
+        elastic=True,
+        store=address,
+        secret=SECRET.hex(),
+        address="127.0.0.1",
+        timeout_s=DEADLINE.total_seconds(),
+    )
+    worker = LaunchedWorker(order, agent)  # type: ignore[arg-type]
+    sweep = {"settings": encode(settings), "folder": str(folder), "resume": False}
+    return sweep_worker.sweep(worker, sweep)
 
 
 def run_elastic_sweep(

@@ -47,7 +47,7 @@ def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
     assert [change.left for change in changes] == [(), (0, 2), (1,), ()]
     assert [change.joined for change in changes] == [(2, 3), (), (), (4,)]
     # What a policy asks for goes to the supervisor, once.
-    assert ["resize" in each["said"] for each in found] == [True, False, False, False, False]
+    assert ["ResizeRequest" in each["said"] for each in found] == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize(("victim", "topology"), [(0, "default"), (2, "native")])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from plait.core.codec import encode
 from plait.core.errors import LaunchError, PlaitError
 from plait.launch.membership import Membership
+from plait.launch.messages import BreakReport, JobMessage, JoinReport, LeaveReport, ReadyReport, ResizeRequest
 from plait.launch.roster import NextSteps, Roster, Start
 from plait.schema.hosts import Host
 
@@ -59,26 +59,22 @@ class ElasticWorkers:
         self._broken: tuple[int, str, float] | None = None
         self.too_few: str | None = None
 
-    def take(self, value: Mapping[str, Any]) -> bool:
-        """Handle the report of a worker; False if it concerns something else."""
+    def take(self, report: JobMessage) -> None:
+        """Handle the report of a worker."""
         roster = self.roster
-        if "prepared" in value:
-            roster.on_ready(value["prepared"])
-        elif "joined" in value:
-            roster.on_joined(value["joined"]["rank"], value["joined"]["version"])
-        elif "left" in value:
-            self._left.add(value["left"])
-            roster.on_left(value["left"])
-        elif "broken" in value:
-            found = value["broken"]
-            self._broken = self._broken or (found["version"], found["why"], time.monotonic())
-        elif "resize" in value:
-            request = value["resize"]
-            self.serve(ControlRequest(request["workers"], by=POLICY, why=request["why"]))
-        else:
-            return False
+        match report:
+            case ReadyReport():
+                roster.on_ready(report.rank)
+            case JoinReport():
+                roster.on_joined(report.rank, report.version)
+            case LeaveReport():
+                self._left.add(report.rank)
+                roster.on_left(report.rank)
+            case BreakReport():
+                self._broken = self._broken or (report.version, report.why, time.monotonic())
+            case ResizeRequest():
+                self.serve(ControlRequest(report.workers, by=POLICY, why=report.why))
         self.proceed()
-        return True
 
     def serve(self, asked: ControlRequest) -> None:
         """Apply a request to resize, or to show the workers, and answer it."""
@@ -174,9 +170,3 @@ class ElasticWorkers:
             self._processes.warn(f"{steps.too_few}; the run ends")
             self._processes.stop_workers()
         return steps.publish is not None or bool(steps.end)
-
-
-def as_message(membership: Membership) -> dict[str, Any]:
-    """What agents pass on to their workers."""
-    found: dict[str, Any] = encode(membership)
-    return found

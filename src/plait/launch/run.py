@@ -16,8 +16,9 @@ from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.units import count_of
 from plait.launch.display import Display, WorkerState
+from plait.launch.messages import Launch
 from plait.launch.run_dir import RunDir, RunKind
-from plait.launch.supervisor import Launch, Supervisor
+from plait.launch.supervisor import Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings

@@ -6,7 +6,6 @@ It imports no torch, so a command is quick to answer.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import shlex
@@ -16,23 +15,48 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
-from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
 from plait.core.names import own_folders
 from plait.launch.display import Display, WorkerState
-from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
+from plait.launch.elastic import ControlRequest, ElasticWorkers
 from plait.launch.membership import Membership
+from plait.launch.messages import (
+    AgentOrder,
+    Beat,
+    CheckFailure,
+    Dismissal,
+    EndWorkers,
+    Failure,
+    HostReady,
+    JobMessage,
+    Launch,
+    LeftOutReport,
+    NewMembership,
+    OutputLine,
+    ProgressReport,
+    Refusal,
+    ResultReport,
+    StartAll,
+    StartWorker,
+    Stop,
+    ToleranceReport,
+    UnreachableHost,
+    WarningReport,
+    WorkerEnd,
+    WorkerPids,
+    WorkerSilence,
+    from_line,
+    to_line,
+)
 from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import HostAccess, Placement, WorkerLimits
-from plait.schema.settings import values_of
+from plait.schema.placement import Placement
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -49,19 +73,6 @@ TICK_S = 0.5
 LAST_LINES = 20
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What to run and where: `entry` and `check` are functions by name, `settings` their JSON argument."""
-
-    placement: Placement
-    entry: str
-    settings: Mapping[str, Any]
-    logs: Path | None = None  # the folder for what workers print; none is kept where there is none
-    check: str | None = None
-    preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
-    saves: bool = True  # whether workers that are asked to stop have something to save first
-
-
 class Supervisor:
     """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once.
 
@@ -73,7 +84,7 @@ class Supervisor:
         self._placement = launch.placement
         self._display = display
         self._secret = new_secret()
-        self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._inbox: _Inbox = queue.SimpleQueue()
         self._agents: list[_AgentProcess] = []
         self._clock = RunningClock(TICK_S + 2.0)
         self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.placement.hosts]
@@ -109,7 +120,7 @@ class Supervisor:
                 prepare()
                 # From here on agents pass a request to stop on, also to workers not announced yet.
                 self._begun = True
-                self._broadcast(go=store)
+                self._broadcast(StartAll(store))
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -134,32 +145,32 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
-        self._messages.put((-1, "stop", None))
+        self._inbox.put((-1, Stop()))
 
     def request_control(self, asked: ControlRequest) -> None:
         """Have a request for another number of workers answered; from any thread."""
-        self._messages.put((-1, "control", asked))
+        self._inbox.put((-1, asked))
 
     def start_worker(self, start: Start) -> None:
         """Have a host's agent start a worker that joins the job."""
         host = self._placement.hosts[start.host].name
         assert start.worker == len(self._ranks)
         self._ranks.append(RankState(start.worker, host))
-        self._agents[start.host].send({"start": {"rank": start.worker, "slot": start.slot}})
+        self._agents[start.host].send(StartWorker(start.worker, start.slot))
 
     def end_workers(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             self._ranks[worker].ended_here = True
-        self._broadcast(end=list(workers))
+        self._broadcast(EndWorkers(workers))
 
     def send_membership(self, membership: Membership) -> None:
-        self._broadcast(members=as_message(membership))
+        self._broadcast(NewMembership(membership))
 
     def dismiss_workers(self, workers: Sequence[int]) -> None:
-        self._broadcast(dismiss=list(workers))
+        self._broadcast(Dismissal(tuple(workers)))
 
     def stop_workers(self) -> None:
-        self._broadcast(stop=True)
+        self._broadcast(Stop())
 
     def warn(self, words: str) -> None:
         self._display.printed(f"warning: {words}")
@@ -189,65 +200,53 @@ class Supervisor:
         host = self._placement.hosts[index]
         command = agent_command(self._placement, host)
         try:
-            agent = _AgentProcess(index, command, self._messages, self._clock.read())
+            agent = _AgentProcess(index, command, self._inbox, self._clock.read())
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
         agent.send(self._order(index))
 
-    def _order(self, index: int) -> dict[str, Any]:
-        launch, host = self._launch, self._placement.hosts[index]
-        return {
-            "host": host.name,
-            "slots": host.slots,
-            "capacity": self._capacity()[index],
-            "heartbeat_s": launch.placement.heartbeat_timeout_s,
-            # A process of this machine sees at once when this one ends. Across a network nobody may tell it.
-            "supervisor_timeout_s": None if host.name == LOCAL else CUT_OFF * self._agent_timeout_s,
-            "index": index,
-            "hosts": len(launch.placement.hosts),
-            "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
-            "elastic": launch.placement.elastic is not None,
-            "membership": encode(self._first_membership()),
-            "secret": self._secret.hex(),
-            "cwd": os.getcwd(),
-            "modules": own_folders(),
-            "entry": launch.entry,
-            "check": launch.check,
-            "preload": launch.preload,
-            "settings": dict(launch.settings),
-            "logs": str(launch.logs) if launch.logs is not None else None,
-            **values_of(HostAccess, launch.placement),
-            **values_of(WorkerLimits, launch.placement),
-        }
+    def _order(self, index: int) -> AgentOrder:
+        # A process of this machine sees at once when this one ends. Across a network nobody may tell it.
+        is_local = self._placement.hosts[index].name == LOCAL
+        return AgentOrder(
+            launch=self._launch,
+            index=index,
+            capacity=self._capacity()[index],
+            membership=self._first_membership(),
+            secret=self._secret.hex(),
+            folder=os.getcwd(),
+            modules=tuple(own_folders()),
+            supervisor_timeout_s=None if is_local else CUT_OFF * self._agent_timeout_s,
+        )
 
     def _first_membership(self) -> Membership:
         return Membership(
             1, tuple(state.rank for state in self._ranks), tuple(state.host for state in self._ranks)
         )
 
-    def _broadcast(self, **message: Any) -> None:
+    def _broadcast(self, message: JobMessage) -> None:
         for agent in self._agents:
             agent.send(message)
 
-    def _receive(self, end: float) -> tuple[int, str, Any] | None:
+    def _receive(self, end: float) -> tuple[int, JobMessage] | None:
         """The next thing that an agent said, or None at the time `end`; printed lines are passed on."""
         while True:
             try:
-                index, kind, value = self._messages.get(timeout=max(0.0, end - time.monotonic()))
+                index, message = self._inbox.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return None
-            if kind == "stop":
-                self._on_stop()
-                continue
-            if kind == "control":
-                self._on_control(value)
-                continue
+            match message:
+                case Stop():
+                    self._on_stop()
+                    continue
+                case ControlRequest():
+                    self._on_control(message)
+                    continue
             self._agents[index].last_seen_s = self._clock.read()
-            if kind == "line" or (kind == "message" and "line" in value):
-                self._print(index, value if kind == "line" else value["line"])
-            else:
-                return index, kind, value
+            if not isinstance(message, OutputLine):
+                return index, message
+            self._print(index, message.text)
 
     def _print(self, index: int, line: str) -> None:
         self._printed[index].append(line)
@@ -266,7 +265,7 @@ class Supervisor:
         self._display.stopping()
         if self._elastic is not None:
             self._elastic.stop()
-        self._broadcast(stop=True)
+        self._broadcast(Stop())
 
     def _on_control(self, asked: ControlRequest) -> None:
         if self._elastic is None:
@@ -285,13 +284,14 @@ class Supervisor:
             if message is None:
                 silent = [h.name for i, h in enumerate(self._placement.hosts) if i not in ready]
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
-            index, kind, value = message
-            if kind == "ended" or "failed" in value:
-                raise self._agent_gone(index)
-            if "refused" in value:
-                raise InputError(value["refused"])
-            if "ready" in value:
-                ready[index] = value["ready"]
+            index, said = message
+            match said:
+                case AgentEnd() | CheckFailure():
+                    raise self._agent_gone(index)
+                case Refusal():
+                    raise InputError(said.why)
+                case HostReady():
+                    ready[index] = said.store
         return ready[0]
 
     def _await_results(self) -> dict[int, Any]:
@@ -302,29 +302,30 @@ class Supervisor:
             self._look_at_agents()
         return self._results
 
-    def _take(self, index: int, kind: str, value: Any) -> None:
-        if kind == "ended":
-            self._lose_host(index, self._agent_gone)
-        elif "workers" in value:
-            self._note_workers(value["workers"])
-        elif "warning" in value:
-            self._note_warning(value["warning"])
-        elif self._elastic is not None and self._elastic.take(value):
-            pass
-        elif "progress" in value:
-            if self._elastic is not None:
-                self._elastic.on_progress(value["progress"].get("step", -1))
-            self._display.progressed(value["progress"])
-        elif "result" in value:
-            self._note_result(value["result"]["rank"], value["result"]["value"])
-        elif "tolerant" in value:
-            self._tolerant.add(value["tolerant"])
-        elif "left_out" in value:
-            self._left_out[value["left_out"]["rank"]] = set(value["left_out"]["ranks"])
-        elif "unreachable" in value:
-            self._lose_host(value["unreachable"], self._link_lost)
-        else:
-            self._note_trouble(value)
+    def _take(self, index: int, message: JobMessage) -> None:
+        match message:
+            case AgentEnd():
+                self._lose_host(index, self._agent_gone)
+            case UnreachableHost():
+                self._lose_host(message.index, self._link_lost)
+            case WorkerPids():
+                self._note_workers(message.pids)
+            case WarningReport():
+                self._note_warning(message.text)
+            case ProgressReport():
+                if self._elastic is not None:
+                    self._elastic.on_progress(message.progress.get("step", -1))
+                self._display.progressed(message.progress)
+            case ResultReport():
+                self._note_result(message.rank, message.value)
+            case ToleranceReport():
+                self._tolerant.add(message.rank)
+            case LeftOutReport():
+                self._left_out[message.rank] = set(message.ranks)
+            case Failure() | WorkerSilence() | WorkerEnd():
+                self._note_trouble(message)
+            case _ if self._elastic is not None:
+                self._elastic.take(message)
 
     def _note_result(self, rank: int, value: Any) -> None:
         self._ranks[rank].done = True
@@ -346,7 +347,7 @@ class Supervisor:
         if state.failure is not None and state.lost_peer is None and has_joined:
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
-            words = str(state.failure["summary"]) if state.failure else describe_status(state.status)
+            words = state.failure.summary if state.failure else describe_status(state.status)
             if state.silent_s is not None:
                 words = f"hung: no sign of life for {state.silent_s:.0f} s"
             lost = "is lost" if has_joined else "could not join"
@@ -358,23 +359,20 @@ class Supervisor:
                     f"{self._log_of(state.rank)}; try again with plait resize"
                 )
         elif state.silent_s is not None:
-            self._broadcast(end=[state.rank])
+            self._broadcast(EndWorkers((state.rank,)))
 
-    def _note_trouble(self, value: Mapping[str, Any]) -> None:
+    def _note_trouble(self, sign: Failure | WorkerSilence | WorkerEnd) -> None:
         """Note a worker's own report, its silence, or its end."""
-        if "failure" in value:
-            state = self._ranks[value["failure"]["rank"]]
-            state.failure = value["failure"]
-        elif "silent" in value:
-            state = self._ranks[value["silent"]["rank"]]
-            state.silent_s = value["silent"]["seconds"]
-            if self._elastic is None and self._tolerates():  # the others leave it out, and take it in again
-                return
-        elif "ended" in value:
-            state = self._ranks[value["ended"]["rank"]]
-            state.status = value["ended"]["status"]
-        else:
-            return
+        state = self._ranks[sign.rank]
+        match sign:
+            case Failure():
+                state.failure = sign
+            case WorkerEnd():
+                state.status = sign.status
+            case WorkerSilence():
+                state.silent_s = sign.seconds
+                if self._elastic is None and self._tolerates():
+                    return  # the others leave it out, and take it in again
         if not state.done and state.order is None:
             self._signs += 1
             state.order = self._signs
@@ -421,14 +419,14 @@ class Supervisor:
         left_out = set().union(*(self._left_out.get(rank, set()) for rank in self._results))
         hanging = [s.rank in left_out or s.silent_s is not None for s in waited_for]
         if all(hanging) and self._has_lingered():
-            self._broadcast(end=[state.rank for state in waited_for])
+            self._broadcast(EndWorkers(tuple(state.rank for state in waited_for)))
 
     def _has_lingered(self) -> bool:
         return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
 
-    def _note_workers(self, pids: Mapping[str, int]) -> None:
+    def _note_workers(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
-            self._ranks[int(rank)].pid = pid
+            self._ranks[rank].pid = pid
         if self._elastic is not None and self._elastic.roster.has_begun:
             return
         if all(state.pid is not None for state in self._ranks):
@@ -460,7 +458,7 @@ class Supervisor:
             return
         for state in states:
             if not state.done and state.status is None:
-                self._note_trouble({"ended": {"rank": state.rank, "status": -signal.SIGKILL}})
+                self._note_trouble(WorkerEnd(state.rank, -signal.SIGKILL))
         self._agents[index].end()
 
     @property
@@ -519,10 +517,10 @@ class Supervisor:
         for agent in self._agents:
             agent.join_readers(max(0.1, end - time.monotonic()))
         # What they printed last has been read by now; later requests to stop have nobody to reach.
-        while not self._messages.empty():
-            index, kind, value = self._messages.get()
-            if kind == "line" or (kind == "message" and "line" in value):
-                self._print(index, value if kind == "line" else value["line"])
+        while not self._inbox.empty():
+            index, message = self._inbox.get()
+            if isinstance(message, OutputLine):
+                self._print(index, message.text)
 
 
 def shell_of(placement: Placement, host: Host) -> list[str]:
@@ -538,18 +536,24 @@ def agent_command(placement: Placement, host: Host) -> list[str]:
     return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]
 
 
+class AgentEnd(JobMessage):
+    """An agent has ended, or its host's shell."""
+
+
+# What has come from an agent, by its index; or, from this process, a request to stop or to resize.
+_Inbox = queue.SimpleQueue[tuple[int, JobMessage | ControlRequest]]
+
+
 class _AgentProcess:
     """One agent, reached through its host's shell: its messages go into a queue, and nothing here waits.
 
     What is sent goes through a thread: a shell that does not read must not hold up the rest.
     """
 
-    def __init__(
-        self, index: int, command: list[str], messages: queue.SimpleQueue[tuple[int, str, Any]], now: float
-    ) -> None:
+    def __init__(self, index: int, command: list[str], inbox: _Inbox, now: float) -> None:
         self.index = index
         self.last_seen_s = now
-        self._messages = messages
+        self._inbox = inbox
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -561,11 +565,10 @@ class _AgentProcess:
             # The terminal's Ctrl-C is for the supervisor alone.
             start_new_session=True,
         )
-        self._unsent: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True).start()
-        streams = ((self._process.stdout, "message"), (self._process.stderr, "line"))
         self._readers = [
-            threading.Thread(target=self._read, args=(kind, stream), daemon=True) for stream, kind in streams
+            threading.Thread(target=read, daemon=True) for read in (self._read_messages, self._read_errors)
         ]
         for reader in self._readers:
             reader.start()
@@ -578,8 +581,8 @@ class _AgentProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._unsent.put(json.dumps(message) + "\n")
+    def send(self, message: JobMessage) -> None:
+        self._unsent.put(message)
 
     def close(self) -> None:
         """Hang up, after what was sent before."""
@@ -605,28 +608,28 @@ class _AgentProcess:
         assert stream is not None
         # An agent that is gone is noticed by its closed output.
         with contextlib.suppress(OSError, ValueError):
-            line = self._unsent.get()  # the order
-            while line is not None:
-                stream.write(line)
+            message = self._unsent.get()  # the order
+            while message is not None:
+                stream.write(to_line(message).decode())
                 stream.flush()
                 try:
-                    line = self._unsent.get(timeout=BEAT_S)
+                    message = self._unsent.get(timeout=BEAT_S)
                 except queue.Empty:
-                    line = _BEAT
+                    message = Beat()
         with contextlib.suppress(OSError):
             stream.close()
 
-    def _read(self, kind: str, stream: Any) -> None:
-        for line in stream:
-            message = _decoded(line) if kind == "message" else None
+    def _read_messages(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             # A remote shell may greet on the same stream.
-            found = (kind, message) if message else ("line", line.rstrip("\n"))
-            self._messages.put((self.index, *found))
-        if kind == "message":
-            self._messages.put((self.index, "ended", None))
+            self._inbox.put((self.index, from_line(line) or OutputLine(line.rstrip("\n"))))
+        self._inbox.put((self.index, AgentEnd()))
 
-
-_BEAT = json.dumps({"beat": True}) + "\n"
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._inbox.put((self.index, OutputLine(line.rstrip("\n"))))
 
 
 class WorkerError(LaunchError):
@@ -647,11 +650,3 @@ class Interrupted(LaunchError):
     """The user ended it before it could end by itself."""
 
     exit_status = 130
-
-
-def _decoded(line: str) -> dict[str, Any] | None:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -30,6 +28,29 @@ from plait.core.logs import hand_on_warnings
 from plait.core.names import resolve
 from plait.launch.lines import LineBuffer
 from plait.launch.membership import Membership, Memberships
+from plait.launch.messages import (
+    Beat,
+    BreakReport,
+    CheckOrder,
+    CheckResult,
+    Dismissal,
+    Failure,
+    JobMessage,
+    JoinReport,
+    LeaveReport,
+    LeftOutReport,
+    NewMembership,
+    ProgressReport,
+    ReadyReport,
+    ResizeRequest,
+    ResultReport,
+    Stop,
+    ToleranceReport,
+    WarningReport,
+    WorkerOrder,
+    from_line,
+    to_line,
+)
 
 BEAT_S = 0.5
 # How often a wait in the store looks whether a member was lost.
@@ -38,23 +59,6 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Torch's errors have no class of their own for a peer that is gone or silent, only words.
 _TORCH_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL error")
 _TORCH_SILENT = ("Timed out waiting", "timed out", "Timeout")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a worker ended. `lost` says how it misses another worker, `peer`, where that is all it knows.
-
-    `everywhere` is set where the reason holds for all workers alike, such as a full disk.
-    """
-
-    rank: int
-    host: str
-    summary: str
-    traceback: str
-    exit_status: int
-    lost: str | None = None
-    peer: int | None = None
-    everywhere: bool = False
 
 
 class JobStore(dist.Store):
@@ -201,16 +205,16 @@ class ElasticWorker(Worker, Protocol):
 class LaunchedWorker:
     """A worker that an agent has started; `agent` links it with that agent."""
 
-    def __init__(self, place: Mapping[str, Any], agent: AgentLink) -> None:
-        self.id: int = place["rank"]
-        self.host: str = place["host"]
-        self.local_rank: int = place["local_rank"]
-        self.timeout_s: float = place["timeout_s"]
+    def __init__(self, order: WorkerOrder, agent: AgentLink) -> None:
+        self.id = order.rank
+        self.host = order.host
+        self.local_rank = order.local_rank
+        self.timeout_s = order.timeout_s
         self.memberships = agent.memberships
         self._agent = agent
-        self._secret = bytes.fromhex(place["secret"])
-        self._address: str = place["address"]
-        self._client = StoreClient(Address(place["store"]), self._secret, self.id, self.timeout_s)
+        self._secret = bytes.fromhex(order.secret)
+        self._address = order.address
+        self._client = StoreClient(Address(order.store), self._secret, self.id, self.timeout_s)
         self.store = JobStore(self._client)
         self._world: WorldConnections | None = None
         self._world_lock = threading.Lock()
@@ -218,8 +222,8 @@ class LaunchedWorker:
         self._stores = [self.store]
         self.rank = -1
         self.hosts: tuple[str, ...] = ()
-        if place["membership"] is not None:
-            self.enter(decode(Membership, place["membership"]))
+        if order.membership is not None:
+            self.enter(order.membership)
 
     @property
     def world_size(self) -> int:
@@ -265,13 +269,13 @@ class LaunchedWorker:
         self._agent.stop_requested = True
 
     def report(self, progress: dict[str, Any]) -> None:
-        self._agent.send(progress=progress)
+        self._agent.send(ProgressReport(progress))
 
     def tolerate_losses(self) -> None:
-        self._agent.send(tolerant=self.rank)
+        self._agent.send(ToleranceReport(self.rank))
 
     def leave_out(self, ranks: Sequence[int]) -> None:
-        self._agent.send(left_out={"rank": self.rank, "ranks": list(ranks)})
+        self._agent.send(LeftOutReport(self.rank, tuple(ranks)))
 
     def join(self, backend: str) -> None:
         world = join_world(backend, self.rendezvous)
@@ -281,23 +285,23 @@ class LaunchedWorker:
             self.memberships.raise_loss()
 
     def report_ready(self) -> None:
-        self._agent.send(prepared=self.id)
+        self._agent.send(ReadyReport(self.id))
 
     def report_joined(self) -> None:
         assert self.memberships is not None
-        self._agent.send(joined={"rank": self.id, "version": self.memberships.current.version})
+        self._agent.send(JoinReport(self.id, self.memberships.current.version))
 
     def report_left(self) -> None:
-        self._agent.send(left=self.id)
+        self._agent.send(LeaveReport(self.id))
 
     def report_broken(self, loss: PeerError) -> None:
         assert self.memberships is not None
         current = self.memberships.current
         peer = None if loss.peer is None else current.members[loss.peer]
-        self._agent.send(broken={"rank": self.id, "version": current.version, "peer": peer, "why": str(loss)})
+        self._agent.send(BreakReport(self.id, current.version, peer, str(loss)))
 
     def ask_to_resize(self, workers: int, why: str) -> None:
-        self._agent.send(resize={"workers": workers, "why": why})
+        self._agent.send(ResizeRequest(workers, why))
 
 
 class AgentLink:
@@ -315,22 +319,21 @@ class AgentLink:
         for target in (self._receive, self._send_beats):
             threading.Thread(target=target, name="plait-agent-link", daemon=True).start()
 
-    def send(self, **message: Any) -> None:
-        content = json.dumps(message).encode() + b"\n"
+    def send(self, message: JobMessage) -> None:
         with self._lock:
-            self._socket.sendall(content)
+            self._socket.sendall(to_line(message))
 
     def _receive(self) -> None:
         lines = LineBuffer()
         while data := self._read():
             for line in lines.take(data):
-                message = json.loads(line)
-                if "stop" in message:
-                    self.stop_requested = True
-                elif "members" in message and self.memberships is not None:
-                    self.memberships.put(decode(Membership, message["members"]))
-                elif "dismiss" in message and self.memberships is not None:
-                    self.memberships.dismiss()
+                match from_line(line):
+                    case Stop():
+                        self.stop_requested = True
+                    case NewMembership(membership) if self.memberships is not None:
+                        self.memberships.put(membership)
+                    case Dismissal() if self.memberships is not None:
+                        self.memberships.dismiss()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self) -> bytes:
@@ -342,47 +345,48 @@ class AgentLink:
     def _send_beats(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self.send(beat=1)
+            self.send(Beat())
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Run the order's check on its settings; sends the agent what is wrong with them, if anything."""
-    message = None
+    order = decode(CheckOrder, argument)
+    why = None
     try:
-        resolve(argument["check"], "check")(argument["settings"])
+        resolve(order.check, "check")(order.settings)
     except InputError as failure:
-        message = str(failure)
-    socket.socket(fileno=descriptors[0]).sendall(json.dumps({"checked": message}).encode() + b"\n")
+        why = str(failure)
+    socket.socket(fileno=descriptors[0]).sendall(to_line(CheckResult(why)))
 
 
-def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Be one worker: run the order's entry and report what it returned. The fork server calls it."""
-    rank, host = place["rank"], place["host"]
-    agent = AgentLink(descriptors[0], Memberships(rank) if place["elastic"] else None)
+    order = decode(WorkerOrder, argument)
+    agent = AgentLink(descriptors[0], Memberships(order.rank) if order.elastic else None)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hand_on_warnings(lambda text: agent.send(warning=text))
+    hand_on_warnings(lambda text: agent.send(WarningReport(text)))
     try:
-        _set_environment(place)
-        torch.set_num_threads(place["threads"])
-        worker: Worker = LaunchedWorker(place, agent)
-        value = resolve(place["entry"], "entry")(worker, place["settings"])
-        agent.send(result={"rank": rank, "value": value})
+        _set_environment(order)
+        torch.set_num_threads(order.threads)
+        worker: Worker = LaunchedWorker(order, agent)
+        value = resolve(order.entry, "entry")(worker, order.settings)
+        agent.send(ResultReport(order.rank, value))
     except BaseException as failure:
-        agent.send(failure=asdict(describe_failure(rank, host, failure)))
+        agent.send(describe_failure(order.rank, order.host, failure))
         sys.stdout.flush()
         sys.stderr.flush()
         # A process group with a dead peer can block in its destructor.
         os._exit(1)
 
 
-def _set_environment(place: Mapping[str, Any]) -> None:
+def _set_environment(order: WorkerOrder) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = (place["rank"], place["local_rank"], place["world_size"], place["local_size"])
+    numbers = (order.rank, order.local_rank, order.world_size, order.local_size)
     os.environ.update({name: str(number) for name, number in zip(names, numbers)})
-    if place["nic"] is not None:
+    if order.nic is not None:
         # The interface that the other hosts know; the libraries' own guess may be another.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = place["nic"]
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = order.nic
 
 
 def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
@@ -401,7 +405,7 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
         # What is said in words needs no traceback.
         traceback="" if known or lost is not None else "".join(traceback.format_exception(failure)),
         exit_status=failure.exit_status if isinstance(failure, PlaitError) else 1,
-        lost=lost.value if lost is not None else None,
+        lost=lost,
         peer=peer,
         everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_of_the_disk(failure),
     )
