@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,9 @@ class PlainWorker:
 
     def report(self, progress: dict[str, Any]) -> None:
         self.reports.append(dict(progress))
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise AssertionError("there is no coordinator")
 
     def tolerate_losses(self) -> None:
         """Nobody ends the others here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ class GuestWorker:
     def ask_to_stop(self) -> None:
         """A run that diverges is measured to its end, unless it is one to a target."""
         self._reached = self._target is not None
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise NotImplementedError("runs have no coordinator")
 
     def tolerate_losses(self) -> None:
         """The job is all runs, and needs all workers."""

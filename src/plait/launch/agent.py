@@ -2,8 +2,8 @@
 
 It exchanges JSON lines with the supervisor over its standard streams and decides nothing itself:
 
-    in   the order, then `StartAll`, then possibly `Stop`, `EndWorkers` and, where workers come and go,
-         `StartWorker`, `NewMembership`, `Dismissal`;
+    in   the order, then `StartAll`, then possibly `Stop`, `EndWorkers`, questions to the coordinator and
+         answers and, where workers come and go, `StartWorker`, `NewMembership`, `Dismissal`;
          the end of the stream ends everything here, whether the supervisor is through or gone; so does its
          silence, for it sends `Beat` in between, where a network may have cut it off
     out  `HostReady` or `Refusal`, what becomes of the workers, and what they report (see `messages.py`)
@@ -31,11 +31,16 @@ from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
 from plait.launch.lines import LineBuffer, LogWriter, as_shown
 from plait.launch.messages import (
+    CHECK,
+    COORDINATOR,
     AgentOrder,
     Beat,
     CheckFailure,
     CheckOrder,
     CheckResult,
+    CloseCoordinator,
+    CoordinatorAnswer,
+    CoordinatorQuestion,
     Dismissal,
     EndWorkers,
     HostReady,
@@ -52,6 +57,7 @@ from plait.launch.messages import (
     WorkerPids,
     WorkerSilence,
     from_line,
+    process_name,
     to_line,
 )
 from plait.launch.verdict import describe_status
@@ -117,6 +123,47 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+class _Outbox:
+    """Messages to a process that may not read at once: they are kept until there is room for them."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        # Those that watch the other hosts send from threads of their own.
+        self._lock = threading.Lock()
+
+    def send(self, message: JobMessage) -> None:
+        content = memoryview(to_line(message))
+        with self._lock:
+            self._unsent.append(content)
+            self.unsent_bytes += len(content)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        with self._lock:
+            try:
+                while self._unsent and self._descriptor is not None:
+                    sent = os.write(self._descriptor, self._unsent[0])
+                    self.unsent_bytes -= sent
+                    self._unsent[0] = self._unsent[0][sent:]
+                    if not len(self._unsent[0]):
+                        self._unsent.popleft()
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone, which reading finds
+                self._descriptor = None
+            if self._descriptor is None:
+                self._unsent.clear()
+                self.unsent_bytes = 0
+
+    def close(self) -> None:
+        """Send no more: the descriptor may be another process's from now on."""
+        with self._lock:
+            self._descriptor = None
+
+
 class SupervisorLink:
     """The lines to and from the supervisor; nothing here waits once the first one has come."""
 
@@ -130,11 +177,8 @@ class SupervisorLink:
         # Only messages go to the real standard output; anything printed here goes to standard error.
         os.dup2(2, 1)
         self._lines = LineBuffer()
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
+        self.outgoing = _Outbox(self._out)
         self._early: list[JobMessage] = []
-        # Those that watch the other hosts send from threads of their own.
-        self._lock = threading.Lock()
 
     def fileno(self) -> int:
         return self._in
@@ -166,32 +210,8 @@ class SupervisorLink:
 
     def send(self, message: JobMessage) -> None:
         """Send a message, or keep it until there is room for it."""
-        if isinstance(message, OutputLine) and self._unsent_bytes > MOST_UNREAD_BYTES:
-            return
-        content = memoryview(to_line(message))
-        with self._lock:
-            self._unsent.append(content)
-            self._unsent_bytes += len(content)
-        self.flush()
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def flush(self) -> None:
-        """Send what there is room for."""
-        with self._lock:
-            try:
-                while self._unsent:
-                    sent = os.write(self._out, self._unsent[0])
-                    self._unsent_bytes -= sent
-                    self._unsent[0] = self._unsent[0][sent:]
-                    if not len(self._unsent[0]):
-                        self._unsent.popleft()
-            except BlockingIOError:
-                return
-            except OSError:  # it is gone, which reading finds
-                self._unsent.clear()
+        if not isinstance(message, OutputLine) or self.outgoing.unsent_bytes <= MOST_UNREAD_BYTES:
+            self.outgoing.send(message)
 
 
 def _messages(lines: LineBuffer, data: bytes) -> list[JobMessage]:
@@ -247,8 +267,9 @@ class _WorkerProcess:
         self.pid: int | None = None
         self.control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.control.setblocking(False)
-        prefix = f"[{host} {rank}] "
-        paths = [folder / f"rank{rank}.{kind}" if folder else None for kind in ("out", "err")]
+        self.outgoing = _Outbox(self.control.fileno())
+        prefix = f"[{host} {'coordinator' if rank == COORDINATOR else rank}] "
+        paths = [folder / f"{process_name(rank)}.{kind}" if folder else None for kind in ("out", "err")]
         self.outputs = [_Output(prefix, path, logs) for path in paths]
         self._clock = clock
         self.last_seen_s = clock.read()
@@ -281,9 +302,8 @@ class _WorkerProcess:
             found += _messages(self._lines, data)
 
     def send(self, message: JobMessage) -> None:
-        """Pass on what the supervisor says."""
-        with contextlib.suppress(OSError):
-            self.control.send(to_line(message))
+        """Pass on what is meant for the worker."""
+        self.outgoing.send(message)
 
     def kill(self) -> None:
         if self.pid is not None and not self.ended:
@@ -307,7 +327,8 @@ class Agent:
         self._clock = RunningClock(2 * TICK_S)
         self._supervisor_seen_s = self._clock.read()
         self._logs = LogWriter()
-        modules = [self._launch.entry.partition(":")[0], *self._launch.preload]
+        entries = [self._launch.entry, self._launch.coordinator or self._launch.entry]
+        modules = [*(entry.partition(":")[0] for entry in entries), *self._launch.preload]
         self._server = ForkServer(modules, order.modules)
         self._store: StoreServer | None = None
         self._store_address = ""
@@ -321,7 +342,7 @@ class Agent:
             if self._launch.check:
                 # In a process of its own, which has imported what it needs.
                 check = CheckOrder(self._launch.check, self._launch.settings)
-                self._start(self._worker_process(-1, None), "plait.launch.worker:check", check)
+                self._start(self._worker_process(CHECK, None), "plait.launch.worker:check", check)
             else:
                 self._get_ready()
             while True:
@@ -340,10 +361,8 @@ class Agent:
             self._drain()
 
     def _turn(self) -> None:
-        if self._supervisor.has_unsent:
-            self._supervisor.flush()
-        # Output that the supervisor has no room for is tried again soon.
-        for key, _ in self._selector.select(0.05 if self._supervisor.has_unsent else TICK_S):
+        # What there is no room for is tried again soon.
+        for key, _ in self._selector.select(0.05 if self._has_unsent() else TICK_S):
             key.data()
         if self._store is not None and not self._store.is_alive():
             raise RuntimeError("the store's thread has ended")
@@ -352,6 +371,14 @@ class Agent:
             self._beat = now
             self._supervisor.send(Beat())
         self._look_for_silence()
+
+    def _has_unsent(self) -> bool:
+        """Send what there is room for; whether anything is left."""
+        every = [self._supervisor.outgoing, *(worker.outgoing for worker in self._workers)]
+        waiting = [each for each in every if each.unsent_bytes]
+        for each in waiting:
+            each.flush()
+        return any(each.unsent_bytes for each in waiting)
 
     def _look_for_silence(self) -> None:
         """Report workers that give no sign of life; end where the supervisor gives none."""
@@ -392,7 +419,9 @@ class Agent:
                 case StartAll():
                     self._go(message.store)
                 case StartWorker():
-                    self._start_worker(message.rank, message.slot, joins=True)
+                    self._start_worker(message.rank, message.slot, self._launch.entry, joins=True)
+                case CoordinatorQuestion() | CoordinatorAnswer() | CloseCoordinator():
+                    self._pass_to_worker(message)
                 case Stop() | NewMembership():
                     for worker in self._workers:
                         worker.send(message)
@@ -406,13 +435,15 @@ class Agent:
         order = self._order
         watch_hosts(order, self._address, store, self._secret, self._report_unreachable)
         self._store_address = store
+        if self._launch.coordinator is not None and order.index == 0:
+            self._start_worker(COORDINATOR, 0, self._launch.coordinator)
         for local in range(order.host.slots):
-            self._start_worker(order.first_rank + local, local)
+            self._start_worker(order.first_rank + local, local, self._launch.entry)
 
     def _report_unreachable(self, index: int) -> None:
         self._supervisor.send(UnreachableHost(index))
 
-    def _start_worker(self, rank: int, local: int, joins: bool = False) -> None:
+    def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
         order, launch = self._order, self._launch
         worker = WorkerOrder(
             rank=rank,
@@ -424,7 +455,7 @@ class Agent:
             secret=order.secret,
             address=self._address,
             timeout_s=self._placement.timeout_s,
-            entry=launch.entry,
+            entry=entry,
             settings=launch.settings,
             world_size=len(order.membership.members),
             local_size=order.capacity,
@@ -470,6 +501,7 @@ class Agent:
             self._take_message(message)
         if not more:
             self._selector.unregister(worker.control)
+            worker.outgoing.close()
             worker.control.close()
 
     def _take_message(self, message: JobMessage) -> None:
@@ -480,14 +512,24 @@ class Agent:
                 self._supervisor.send(Refusal(why))
             case Beat():
                 pass
+            case CoordinatorQuestion() | CoordinatorAnswer() if self._pass_to_worker(message):
+                pass
             case _:
                 self._supervisor.send(message)
+
+    def _pass_to_worker(self, message: CoordinatorQuestion | CoordinatorAnswer | CloseCoordinator) -> bool:
+        """Give the message to the process that it is for; False where that is not on this host."""
+        rank = message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR
+        here = [worker for worker in self._workers if worker.rank == rank]
+        for worker in here:
+            worker.send(message)
+        return bool(here)
 
     def _note_end(self, worker: _WorkerProcess, status: int) -> None:
         # Its messages from before its end come first.
         self._read_worker(worker)
         worker.ended = True
-        if worker.rank >= 0:
+        if worker.rank != CHECK:
             self._supervisor.send(WorkerEnd(worker.rank, status))
         elif status:
             self._supervisor.send(CheckFailure())
@@ -500,8 +542,8 @@ class Agent:
                 while not output.closed and time.monotonic() < end:
                     if self._selector.select(0.05):
                         self._pass_on(output)
-        while self._supervisor.has_unsent and time.monotonic() < end:
-            self._supervisor.flush()
+        while self._supervisor.outgoing.unsent_bytes and time.monotonic() < end:
+            self._supervisor.outgoing.flush()
         self._logs.flush(DRAIN_S)
 
 

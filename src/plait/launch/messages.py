@@ -19,6 +19,14 @@ from plait.launch.membership import Membership
 from plait.schema.hosts import Host
 from plait.schema.placement import Placement
 
+# The numbers of processes that are no workers: the one that checks the order, and the coordinator.
+CHECK, COORDINATOR = -2, -1
+
+
+def process_name(rank: int) -> str:
+    """The name of a process's logs."""
+    return "coordinator" if rank == COORDINATOR else f"rank{rank}"
+
 
 @dataclass(frozen=True)
 class JobMessage:
@@ -45,7 +53,11 @@ def from_line(line: bytes | str) -> JobMessage | None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run and where: `entry` and `check` are functions by name, `settings` their JSON argument."""
+    """What to run and where: `entry` and `check` are functions by name, `settings` their JSON argument.
+
+    `coordinator`, where there is one, is the function of a further process on the first host, which answers
+    the workers' questions. What it returns is the job's result.
+    """
 
     placement: Placement
     entry: str
@@ -53,6 +65,7 @@ class Launch:
     logs: Path | None = None  # the folder for what workers print; none is kept where there is none
     check: str | None = None
     preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
+    coordinator: str | None = None
     saves: bool = True  # whether workers that are asked to stop have something to save first
 
 
@@ -134,6 +147,32 @@ class Dismissal(JobMessage):
 @dataclass(frozen=True)
 class Beat(JobMessage):
     """A sign of life; all of them send it to whom they report to, and the supervisor to its agents."""
+
+
+@dataclass(frozen=True)
+class CloseCoordinator(JobMessage):
+    """All workers have ended: the coordinator has no more to answer."""
+
+
+# From a worker to the coordinator and back; agents and the supervisor pass them on.
+
+
+@dataclass(frozen=True)
+class CoordinatorQuestion(JobMessage):
+    """What a worker asks the coordinator."""
+
+    rank: int
+    content: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CoordinatorAnswer(JobMessage):
+    """The answer to the worker of that rank; `failure` says why there is none."""
+
+    rank: int
+    content: Mapping[str, Any]
+    failure: str | None = None
+    wrong_input: bool = False
 
 
 # From an agent to the supervisor.
@@ -312,7 +351,9 @@ class CheckOrder:
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """One worker's place in the job; without a membership it waits until it is made a member.
+    """The place of a worker, or the coordinator, in the job.
+
+    Without a membership it waits until it is made a member.
 
     `elastic` says whether the membership may change.
     """

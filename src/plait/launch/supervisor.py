@@ -26,9 +26,13 @@ from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers
 from plait.launch.membership import Membership
 from plait.launch.messages import (
+    COORDINATOR,
     AgentOrder,
     Beat,
     CheckFailure,
+    CloseCoordinator,
+    CoordinatorAnswer,
+    CoordinatorQuestion,
     Dismissal,
     EndWorkers,
     Failure,
@@ -51,6 +55,7 @@ from plait.launch.messages import (
     WorkerPids,
     WorkerSilence,
     from_line,
+    process_name,
     to_line,
 )
 from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
@@ -90,6 +95,9 @@ class Supervisor:
         self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.placement.hosts]
         hosts = [host.name for host in launch.placement.hosts for _ in range(host.slots)]
         self._ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
+        self._coordinator: RankState | None = None
+        if launch.coordinator is not None:
+            self._coordinator = RankState(COORDINATOR, hosts[0])
         self._results: dict[int, Any] = {}
         # What workers warned of, and what there is to say of them, in the order in which it came.
         self.warnings: list[str] = []
@@ -107,10 +115,10 @@ class Supervisor:
             self._elastic = ElasticWorkers(roster, self, self._show_members)
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
-        """What each rank's entry returned; raises when any worker failed. No process is left behind.
+        """What each rank's entry, and the coordinator's, returned; raises when any of them failed.
 
-        `prepare` is called once every host has accepted the job, before any worker starts. Workers that were
-        lost and tolerated have no result.
+        No process is left behind. `prepare` is called once every host has accepted the job, before any worker
+        starts. Workers that were lost and tolerated have no result.
         """
         with self._signals_mean_stop():
             try:
@@ -295,12 +303,21 @@ class Supervisor:
         return ready[0]
 
     def _await_results(self) -> dict[int, Any]:
-        while not self._is_over():
+        self._serve_until(self._is_over)
+        if self._coordinator is not None:
+            coordinator = self._coordinator
+            self._agents[0].send(CloseCoordinator())
+            self._serve_until(lambda: coordinator.done)
+        if self._elastic is not None and self._elastic.too_few is not None:
+            raise LaunchError(f"{self._elastic.too_few}; a checkpoint was written: go on with --resume")
+        return self._results
+
+    def _serve_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
             message = self._receive(time.monotonic() + TICK_S)
             if message is not None:
                 self._take(*message)
             self._look_at_agents()
-        return self._results
 
     def _take(self, index: int, message: JobMessage) -> None:
         match message:
@@ -322,13 +339,30 @@ class Supervisor:
                 self._tolerant.add(message.rank)
             case LeftOutReport():
                 self._left_out[message.rank] = set(message.ranks)
+            case CoordinatorQuestion():
+                self._agents[0].send(message)
+            case CoordinatorAnswer():
+                self._agents[self._host_of(self._ranks[message.rank])].send(message)
             case Failure() | WorkerSilence() | WorkerEnd():
                 self._note_trouble(message)
             case _ if self._elastic is not None:
                 self._elastic.take(message)
 
+    def _state_of(self, rank: int) -> RankState:
+        if rank != COORDINATOR:
+            return self._ranks[rank]
+        assert self._coordinator is not None
+        return self._coordinator
+
+    def _host_of(self, state: RankState) -> int:
+        """The index of its host."""
+        return [host.name for host in self._placement.hosts].index(state.host)
+
     def _note_result(self, rank: int, value: Any) -> None:
-        self._ranks[rank].done = True
+        self._state_of(rank).done = True
+        if rank == COORDINATOR:
+            self._results[rank] = value
+            return
         if self._elastic is not None and self._elastic.has_left(rank):
             return
         self._results[rank] = value
@@ -363,7 +397,7 @@ class Supervisor:
 
     def _note_trouble(self, sign: Failure | WorkerSilence | WorkerEnd) -> None:
         """Note a worker's own report, its silence, or its end."""
-        state = self._ranks[sign.rank]
+        state = self._state_of(sign.rank)
         match sign:
             case Failure():
                 state.failure = sign
@@ -371,11 +405,13 @@ class Supervisor:
                 state.status = sign.status
             case WorkerSilence():
                 state.silent_s = sign.seconds
-                if self._elastic is None and self._tolerates():
+                if self._elastic is None and self._tolerates() and state is not self._coordinator:
                     return  # the others leave it out, and take it in again
         if not state.done and state.order is None:
             self._signs += 1
             state.order = self._signs
+            if state is self._coordinator:  # nobody else has what it knows
+                raise self._worker_failed(find_cause([state]))
             if not self._tolerates():
                 self._first_sign_at = self._first_sign_at or time.monotonic()
         if self._elastic is not None and self._tolerates():
@@ -442,22 +478,19 @@ class Supervisor:
         )
 
     def _log_of(self, rank: int) -> str:
-        return f" (its log: {self._launch.logs / f'rank{rank}.err'})" if self._launch.logs is not None else ""
+        logs = self._launch.logs
+        return f" (its log: {logs / process_name(rank)}.err)" if logs is not None else ""
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
         if self._elastic is not None:
             self._elastic.roster.close_host(index)
-            states = [s for s in self._ranks if self._elastic.roster.place_of(s.rank)[0] == index]
-        else:
-            first = sum(host.slots for host in self._placement.hosts[:index])
-            states = self._ranks[first : first + self._placement.hosts[index].slots]
         if not self._tolerates() or index == 0:
-            if not all(state.done for state in self._ranks):
+            if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
                 raise describe(index)
             return
-        for state in states:
-            if not state.done and state.status is None:
+        for state in self._ranks:
+            if self._host_of(state) == index and not state.done and state.status is None:
                 self._note_trouble(WorkerEnd(state.rank, -signal.SIGKILL))
         self._agents[index].end()
 
@@ -642,8 +675,9 @@ class WorkerError(LaunchError):
         if self.exit_status == InputError.exit_status:
             super().__init__(cause.summary)
         else:
-            log = f"\nits log: {logs / f'rank{cause.rank}.err'}" if logs is not None else ""
-            super().__init__(f"worker {cause.rank} on {cause.host} failed: {cause.summary}{log}")
+            log = f"\nits log: {logs / process_name(cause.rank)}.err" if logs is not None else ""
+            who = "the coordinator" if cause.rank == COORDINATOR else f"worker {cause.rank}"
+            super().__init__(f"{who} on {cause.host} failed: {cause.summary}{log}")
 
 
 class Interrupted(LaunchError):

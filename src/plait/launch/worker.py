@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -29,10 +30,14 @@ from plait.core.names import resolve
 from plait.launch.lines import LineBuffer
 from plait.launch.membership import Membership, Memberships
 from plait.launch.messages import (
+    COORDINATOR,
     Beat,
     BreakReport,
     CheckOrder,
     CheckResult,
+    CloseCoordinator,
+    CoordinatorAnswer,
+    CoordinatorQuestion,
     Dismissal,
     Failure,
     JobMessage,
@@ -161,6 +166,9 @@ class Worker(Protocol):
     def report(self, progress: dict[str, Any]) -> None:
         """Send the job's progress to the supervisor; one worker calls it a few times a second at most."""
 
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the job's coordinator answers, however long that takes."""
+
     def tolerate_losses(self) -> None:
         """From now on the end of a worker need not be the job's: the rest goes on without it.
 
@@ -271,6 +279,12 @@ class LaunchedWorker:
     def report(self, progress: dict[str, Any]) -> None:
         self._agent.send(ProgressReport(progress))
 
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer = self._agent.ask(CoordinatorQuestion(self.id, question))
+        if answer.failure is not None:
+            raise (InputError if answer.wrong_input else PlaitError)(answer.failure)
+        return answer.content
+
     def tolerate_losses(self) -> None:
         self._agent.send(ToleranceReport(self.rank))
 
@@ -304,8 +318,43 @@ class LaunchedWorker:
         self._agent.send(ResizeRequest(workers, why))
 
 
+AnswerFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class CoordinatorProcess:
+    """The process that answers the questions of the workers; `membership` is the first one."""
+
+    def __init__(self, order: WorkerOrder, agent: AgentLink) -> None:
+        assert order.membership is not None
+        self.membership = order.membership
+        self.is_elastic = order.elastic
+        self._agent = agent
+
+    def report(self, progress: dict[str, Any]) -> None:
+        self._agent.send(ProgressReport(progress))
+
+    def serve(self, answer: AnswerFunction, follow: Callable[[Membership], None]) -> None:
+        """Answer questions one after the other, and follow the members, until all workers have ended."""
+        while True:
+            match self._agent.inbox.get():
+                case CoordinatorQuestion() as question:
+                    self._agent.send(_answered(question, answer))
+                case NewMembership(membership):
+                    follow(membership)
+                case CloseCoordinator():
+                    return
+
+
+def _answered(question: CoordinatorQuestion, answer: AnswerFunction) -> CoordinatorAnswer:
+    try:
+        return CoordinatorAnswer(question.rank, answer(question.content))
+    except Exception as failure:  # the worker must not wait for ever
+        words = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
+        return CoordinatorAnswer(question.rank, {}, words, isinstance(failure, InputError))
+
+
 class AgentLink:
-    """The socket to this host's agent: requests to stop come, progress and the end's report go.
+    """The socket to this host's agent: requests to stop and answers come, questions and reports go.
 
     Signs of life go there too, so that a process that is stopped is noticed. When the agent is gone, so is
     this process.
@@ -316,12 +365,21 @@ class AgentLink:
         self._lock = threading.Lock()
         self.memberships = memberships
         self.stop_requested = False
+        # Answers or, for the coordinator, all that there is to answer.
+        self.inbox: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         for target in (self._receive, self._send_beats):
             threading.Thread(target=target, name="plait-agent-link", daemon=True).start()
 
     def send(self, message: JobMessage) -> None:
         with self._lock:
             self._socket.sendall(to_line(message))
+
+    def ask(self, question: CoordinatorQuestion) -> CoordinatorAnswer:
+        """The coordinator's answer; one thread asks."""
+        self.send(question)
+        answer = self.inbox.get()
+        assert isinstance(answer, CoordinatorAnswer)
+        return answer
 
     def _receive(self) -> None:
         lines = LineBuffer()
@@ -334,6 +392,8 @@ class AgentLink:
                         self.memberships.put(membership)
                     case Dismissal() if self.memberships is not None:
                         self.memberships.dismiss()
+                    case message:
+                        self.inbox.put(message)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self) -> bytes:
@@ -360,17 +420,21 @@ def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Be one worker: run the order's entry and report what it returned. The fork server calls it."""
+    """Be a worker, or the coordinator: run the order's entry and report what it returned.
+
+    The fork server calls it.
+    """
     order = decode(WorkerOrder, argument)
-    agent = AgentLink(descriptors[0], Memberships(order.rank) if order.elastic else None)
+    is_worker = order.rank != COORDINATOR
+    agent = AgentLink(descriptors[0], Memberships(order.rank) if order.elastic and is_worker else None)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hand_on_warnings(lambda text: agent.send(WarningReport(text)))
     try:
         _set_environment(order)
         torch.set_num_threads(order.threads)
-        worker: Worker = LaunchedWorker(order, agent)
-        value = resolve(order.entry, "entry")(worker, order.settings)
+        process = LaunchedWorker(order, agent) if is_worker else CoordinatorProcess(order, agent)
+        value = resolve(order.entry, "entry")(process, order.settings)
         agent.send(ResultReport(order.rank, value))
     except BaseException as failure:
         agent.send(describe_failure(order.rank, order.host, failure))
