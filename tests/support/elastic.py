@@ -121,7 +121,6 @@ def train_elastic(
     join_members(worker, settings)
     parts = components.build(settings, torch.device("cpu"))
     run = Run(worker, settings, parts, RunDir(folder))
-    assert worker.memberships is not None
     table = Announcements(worker.memberships, versions)
     if settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.

@@ -16,6 +16,7 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError
+from plait.launch.membership import fixed_memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.results import RunResult
@@ -51,10 +52,10 @@ class PlainWorker:
     ) -> None:
         in_world = dist.is_initialized()
         self.rank = self.id = self.local_rank = dist.get_rank() if in_world else 0
-        self.memberships = None
         self.world_size = dist.get_world_size() if in_world else 1
         self.hosts = tuple(hosts or ("localhost",) * self.world_size)
         self.host = self.hosts[self.rank]
+        self.memberships = fixed_memberships(self.rank, self.hosts)
         self.timeout_s = 30.0
         self.reports: list[dict[str, Any]] = []
         self._address = address

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
+from plait.launch.membership import fixed_memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import CheckpointSettings, TrainSettings
@@ -27,7 +28,7 @@ class GuestWorker:
 
     def __init__(self, worker: Worker, name: str, target: float | None) -> None:
         self.rank, self.world_size, self.local_rank = worker.rank, worker.world_size, worker.local_rank
-        self.id, self.memberships = worker.id, None
+        self.id, self.memberships = worker.id, fixed_memberships(worker.rank, worker.hosts)
         self.host, self.hosts, self.timeout_s = worker.host, worker.hosts, worker.timeout_s
         self.store: dist.Store = dist.PrefixStore(f"bench/{name}", worker.store)
         secret = worker.rendezvous.secret

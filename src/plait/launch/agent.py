@@ -27,37 +27,18 @@ from plait.comm.running_clock import RunningClock
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.core.errors import InputError
+from plait.launch import messages
 from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
 from plait.launch.lines import LineBuffer, LogWriter, as_shown
 from plait.launch.messages import (
-    CHECK,
     COORDINATOR,
     AgentOrder,
-    Beat,
-    CheckFailure,
-    CheckOrder,
-    CheckResult,
-    CloseCoordinator,
     CoordinatorAnswer,
     CoordinatorQuestion,
-    Dismissal,
-    EndWorkers,
-    HostReady,
     JobMessage,
-    NewMembership,
-    OutputLine,
-    Refusal,
-    StartAll,
-    StartWorker,
-    Stop,
-    UnreachableHost,
-    WorkerEnd,
     WorkerOrder,
-    WorkerPids,
-    WorkerSilence,
     from_line,
-    process_name,
     to_line,
 )
 from plait.launch.verdict import describe_status
@@ -210,7 +191,7 @@ class SupervisorLink:
 
     def send(self, message: JobMessage) -> None:
         """Send a message, or keep it until there is room for it."""
-        if not isinstance(message, OutputLine) or self.outgoing.unsent_bytes <= MOST_UNREAD_BYTES:
+        if not isinstance(message, messages.OutputLine) or self.outgoing.unsent_bytes <= MOST_UNREAD_BYTES:
             self.outgoing.send(message)
 
 
@@ -242,7 +223,7 @@ class _Output:
             return True
         self.keep(data)
         for line in self._lines.take(data) if data else self._lines.rest():
-            supervisor.send(OutputLine(f"{self._prefix}{as_shown(line)}"))
+            supervisor.send(messages.OutputLine(f"{self._prefix}{as_shown(line)}"))
         return bool(data)
 
     def keep(self, data: bytes) -> None:
@@ -269,7 +250,8 @@ class _WorkerProcess:
         self.control.setblocking(False)
         self.outgoing = _Outbox(self.control.fileno())
         prefix = f"[{host} {'coordinator' if rank == COORDINATOR else rank}] "
-        paths = [folder / f"{process_name(rank)}.{kind}" if folder else None for kind in ("out", "err")]
+        name = messages.process_name(rank)
+        paths = [folder / f"{name}.{kind}" if folder else None for kind in ("out", "err")]
         self.outputs = [_Output(prefix, path, logs) for path in paths]
         self._clock = clock
         self.last_seen_s = clock.read()
@@ -341,8 +323,8 @@ class Agent:
         try:
             if self._launch.check:
                 # In a process of its own, which has imported what it needs.
-                check = CheckOrder(self._launch.check, self._launch.settings)
-                self._start(self._worker_process(CHECK, None), "plait.launch.worker:check", check)
+                check = messages.CheckOrder(self._launch.check, self._launch.settings)
+                self._start(self._worker_process(messages.CHECK, None), "plait.launch.worker:check", check)
             else:
                 self._get_ready()
             while True:
@@ -351,7 +333,7 @@ class Agent:
             return 0
         except ServerGoneError:
             how = describe_status(self._server.process.wait())
-            self._supervisor.send(OutputLine(f"the process that workers are forked from has {how}"))
+            self._supervisor.send(messages.OutputLine(f"the process that workers are forked from has {how}"))
             return 1
         finally:
             for worker in self._workers:
@@ -369,7 +351,7 @@ class Agent:
         now = time.monotonic()
         if now - self._beat > BEAT_S:
             self._beat = now
-            self._supervisor.send(Beat())
+            self._supervisor.send(messages.Beat())
         self._look_for_silence()
 
     def _has_unsent(self) -> bool:
@@ -389,7 +371,7 @@ class Agent:
                 continue
             if silent_s > self._placement.heartbeat_timeout_s:
                 worker.reported_silent = True
-                self._supervisor.send(WorkerSilence(worker.rank, silent_s))
+                self._supervisor.send(messages.WorkerSilence(worker.rank, silent_s))
         longest_s = self._order.supervisor_timeout_s
         if longest_s is not None and now - self._supervisor_seen_s > longest_s:
             words = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
@@ -406,29 +388,34 @@ class Agent:
         try:
             self._address = address_of(self._placement.nic, order.host.name, single_host=order.hosts == 1)
         except InputError as failure:
-            self._supervisor.send(Refusal(str(failure)))
+            self._supervisor.send(messages.Refusal(str(failure)))
             return
         if order.index == 0:
             self._store = StoreServer(self._secret, None if order.hosts == 1 else self._address)
-        self._supervisor.send(HostReady(self._store.address.text if self._store else ""))
+        self._supervisor.send(messages.HostReady(self._store.address.text if self._store else ""))
 
     def _read_supervisor(self) -> None:
         self._supervisor_seen_s = self._clock.read()
         for message in self._supervisor.receive():
             match message:
-                case StartAll():
+                case messages.StartAll():
                     self._go(message.store)
-                case StartWorker():
+                case messages.StartWorker():
                     self._start_worker(message.rank, message.slot, self._launch.entry, joins=True)
-                case CoordinatorQuestion() | CoordinatorAnswer() | CloseCoordinator():
+                case CoordinatorQuestion() | CoordinatorAnswer() | messages.CloseCoordinator():
                     self._pass_to_worker(message)
-                case Stop() | NewMembership():
+                case messages.Stop() | messages.NewMembership():
                     for worker in self._workers:
                         worker.send(message)
-                case Dismissal() | EndWorkers():
-                    for worker in self._workers:
-                        if worker.rank in message.ranks:
-                            worker.kill() if isinstance(message, EndWorkers) else worker.send(message)
+                case messages.Dismissal(ranks):
+                    for worker in self._workers_of(ranks):
+                        worker.send(message)
+                case messages.EndWorkers(ranks):
+                    for worker in self._workers_of(ranks):
+                        worker.kill()
+
+    def _workers_of(self, ranks: Sequence[int]) -> list[_WorkerProcess]:
+        return [worker for worker in self._workers if worker.rank in ranks]
 
     def _go(self, store: str) -> None:
         """Start the workers, which meet in the store, and watch the links between the hosts."""
@@ -441,7 +428,7 @@ class Agent:
             self._start_worker(order.first_rank + local, local, self._launch.entry)
 
     def _report_unreachable(self, index: int) -> None:
-        self._supervisor.send(UnreachableHost(index))
+        self._supervisor.send(messages.UnreachableHost(index))
 
     def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
         order, launch = self._order, self._launch
@@ -464,7 +451,7 @@ class Agent:
         )
         self._start(self._worker_process(rank, launch.logs), "plait.launch.worker:enter", worker)
 
-    def _start(self, worker: _WorkerProcess, function: str, order: CheckOrder | WorkerOrder) -> None:
+    def _start(self, worker: _WorkerProcess, function: str, order: messages.CheckOrder | WorkerOrder) -> None:
         self._workers.append(worker)
         self._starting.append(worker)
         self._server.fork(function, encode(order), worker.descriptors())
@@ -491,13 +478,13 @@ class Agent:
         worker.last_seen_s = self._clock.read()
         if worker.rank >= 0 and not self._starting:
             pids = {w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended and w.pid}
-            self._supervisor.send(WorkerPids(pids))
+            self._supervisor.send(messages.WorkerPids(pids))
 
     def _read_worker(self, worker: _WorkerProcess) -> None:
         if worker.control.fileno() < 0:  # its end was noticed in the same moment
             return
-        messages, more = worker.receive()
-        for message in messages:
+        received, more = worker.receive()
+        for message in received:
             self._take_message(message)
         if not more:
             self._selector.unregister(worker.control)
@@ -506,21 +493,20 @@ class Agent:
 
     def _take_message(self, message: JobMessage) -> None:
         match message:
-            case CheckResult(why=None):
+            case messages.CheckResult(why=None):
                 self._get_ready()
-            case CheckResult(why=str(why)):
-                self._supervisor.send(Refusal(why))
-            case Beat():
+            case messages.CheckResult(why=str(why)):
+                self._supervisor.send(messages.Refusal(why))
+            case messages.Beat():
                 pass
             case CoordinatorQuestion() | CoordinatorAnswer() if self._pass_to_worker(message):
                 pass
             case _:
                 self._supervisor.send(message)
 
-    def _pass_to_worker(self, message: CoordinatorQuestion | CoordinatorAnswer | CloseCoordinator) -> bool:
-        """Give the message to the process that it is for; False where that is not on this host."""
-        rank = message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR
-        here = [worker for worker in self._workers if worker.rank == rank]
+    def _pass_to_worker(self, message: JobMessage) -> bool:
+        """Give an answer, or a message to the coordinator, to its process; False where that is elsewhere."""
+        here = self._workers_of([message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR])
         for worker in here:
             worker.send(message)
         return bool(here)
@@ -529,10 +515,10 @@ class Agent:
         # Its messages from before its end come first.
         self._read_worker(worker)
         worker.ended = True
-        if worker.rank != CHECK:
-            self._supervisor.send(WorkerEnd(worker.rank, status))
+        if worker.rank != messages.CHECK:
+            self._supervisor.send(messages.WorkerEnd(worker.rank, status))
         elif status:
-            self._supervisor.send(CheckFailure())
+            self._supervisor.send(messages.CheckFailure())
 
     def _drain(self) -> None:
         """Pass on what workers printed last, while the supervisor reads it."""

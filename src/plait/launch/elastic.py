@@ -1,4 +1,4 @@
-"""The workers of an elastic job: what agents report goes to the roster, and what it answers is done."""
+"""The members of a job: what agents report goes to the roster, and what it answers is done."""
 
 from __future__ import annotations
 
@@ -48,10 +48,20 @@ class Processes(Protocol):
 
 
 class ElasticWorkers:
-    """Keeps the number of workers of a job at the requested one when workers are lost."""
+    """Keeps the number of workers of a job at the requested one when workers are lost.
 
-    def __init__(self, roster: Roster, processes: Processes, on_joined: Callable[[Membership], None]) -> None:
+    Where the workers of the job are fixed (`can_change` is False), nothing that they report changes them.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        processes: Processes,
+        on_joined: Callable[[Membership], None],
+        can_change: bool = True,
+    ) -> None:
         self.roster = roster
+        self.can_change = can_change
         self._processes = processes
         self._on_joined = on_joined
         self._joined_version = 1
@@ -61,6 +71,8 @@ class ElasticWorkers:
 
     def take(self, report: JobMessage) -> None:
         """Handle the report of a worker."""
+        if not self.can_change:
+            return
         roster = self.roster
         match report:
             case ReadyReport():
@@ -74,6 +86,8 @@ class ElasticWorkers:
                 self._broken = self._broken or (report.version, report.why, time.monotonic())
             case ResizeRequest():
                 self.serve(ControlRequest(report.workers, by=POLICY, why=report.why))
+            case _:
+                return
         self.proceed()
 
     def serve(self, asked: ControlRequest) -> None:
@@ -105,6 +119,11 @@ class ElasticWorkers:
             "is_settled": roster.all_joined and is_reached,
             "hosts": {host.name: slots for host, slots in zip(roster.hosts, roster.capacity)},
         }
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether workers may come, leave and be lost: all of the first version have taken their places."""
+        return self.roster.has_begun
 
     def has_left(self, worker: int) -> bool:
         return worker in self._left

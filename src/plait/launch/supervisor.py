@@ -22,46 +22,25 @@ from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
 from plait.core.errors import InputError, LaunchError
 from plait.core.names import own_folders
+from plait.launch import messages
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers
 from plait.launch.membership import Membership
 from plait.launch.messages import (
     COORDINATOR,
     AgentOrder,
-    Beat,
-    CheckFailure,
-    CloseCoordinator,
     CoordinatorAnswer,
     CoordinatorQuestion,
-    Dismissal,
-    EndWorkers,
     Failure,
-    HostReady,
     JobMessage,
     Launch,
-    LeftOutReport,
-    NewMembership,
-    OutputLine,
-    ProgressReport,
-    Refusal,
-    ResultReport,
-    StartAll,
-    StartWorker,
-    Stop,
-    ToleranceReport,
-    UnreachableHost,
-    WarningReport,
-    WorkerEnd,
-    WorkerPids,
-    WorkerSilence,
     from_line,
-    process_name,
     to_line,
 )
 from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
+from plait.schema.placement import ElasticRules, Placement
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -109,10 +88,9 @@ class Supervisor:
         self._first_done_at: float | None = None
         self._stops = 0
         self._begun = False
-        self._elastic: ElasticWorkers | None = None
-        if launch.placement.elastic is not None:
-            roster = Roster(launch.placement.hosts, self._capacity(), launch.placement.elastic)
-            self._elastic = ElasticWorkers(roster, self, self._show_members)
+        rules = launch.placement.elastic
+        roster = Roster(launch.placement.hosts, self._capacity(), rules or ElasticRules())
+        self._members = ElasticWorkers(roster, self, self._show_members, can_change=rules is not None)
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """What each rank's entry, and the coordinator's, returned; raises when any of them failed.
@@ -128,7 +106,7 @@ class Supervisor:
                 prepare()
                 # From here on agents pass a request to stop on, also to workers not announced yet.
                 self._begun = True
-                self._broadcast(StartAll(store))
+                self._broadcast(messages.StartAll(store))
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -153,7 +131,7 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
-        self._inbox.put((-1, Stop()))
+        self._inbox.put((-1, messages.Stop()))
 
     def request_control(self, asked: ControlRequest) -> None:
         """Have a request for another number of workers answered; from any thread."""
@@ -164,21 +142,21 @@ class Supervisor:
         host = self._placement.hosts[start.host].name
         assert start.worker == len(self._ranks)
         self._ranks.append(RankState(start.worker, host))
-        self._agents[start.host].send(StartWorker(start.worker, start.slot))
+        self._agents[start.host].send(messages.StartWorker(start.worker, start.slot))
 
     def end_workers(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             self._ranks[worker].ended_here = True
-        self._broadcast(EndWorkers(workers))
+        self._broadcast(messages.EndWorkers(workers))
 
     def send_membership(self, membership: Membership) -> None:
-        self._broadcast(NewMembership(membership))
+        self._broadcast(messages.NewMembership(membership))
 
     def dismiss_workers(self, workers: Sequence[int]) -> None:
-        self._broadcast(Dismissal(tuple(workers)))
+        self._broadcast(messages.Dismissal(tuple(workers)))
 
     def stop_workers(self) -> None:
-        self._broadcast(Stop())
+        self._broadcast(messages.Stop())
 
     def warn(self, words: str) -> None:
         self._display.printed(f"warning: {words}")
@@ -221,16 +199,11 @@ class Supervisor:
             launch=self._launch,
             index=index,
             capacity=self._capacity()[index],
-            membership=self._first_membership(),
+            membership=self._members.roster.membership,
             secret=self._secret.hex(),
             folder=os.getcwd(),
             modules=tuple(own_folders()),
             supervisor_timeout_s=None if is_local else CUT_OFF * self._agent_timeout_s,
-        )
-
-    def _first_membership(self) -> Membership:
-        return Membership(
-            1, tuple(state.rank for state in self._ranks), tuple(state.host for state in self._ranks)
         )
 
     def _broadcast(self, message: JobMessage) -> None:
@@ -245,14 +218,14 @@ class Supervisor:
             except queue.Empty:
                 return None
             match message:
-                case Stop():
+                case messages.Stop():
                     self._on_stop()
                     continue
                 case ControlRequest():
                     self._on_control(message)
                     continue
             self._agents[index].last_seen_s = self._clock.read()
-            if not isinstance(message, OutputLine):
+            if not isinstance(message, messages.OutputLine):
                 return index, message
             self._print(index, message.text)
 
@@ -271,17 +244,16 @@ class Supervisor:
         if not self._launch.saves:
             raise Interrupted("stopped while measuring; nothing was trained")
         self._display.stopping()
-        if self._elastic is not None:
-            self._elastic.stop()
-        self._broadcast(Stop())
+        self._members.stop()
+        self._broadcast(messages.Stop())
 
     def _on_control(self, asked: ControlRequest) -> None:
-        if self._elastic is None:
+        if not self._members.can_change:
             asked.answer.put(InputError("the job's workers are fixed; start it with parallel.elastic: true"))
         elif self._stops and (asked.workers or asked.hosts):
             asked.answer.put(InputError("the job is being stopped; its workers stay as they are"))
         else:
-            self._elastic.serve(asked)
+            self._members.serve(asked)
 
     def _await_ready(self) -> str:
         """The address of the job's store, once every host has accepted the order."""
@@ -294,11 +266,11 @@ class Supervisor:
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
             index, said = message
             match said:
-                case AgentEnd() | CheckFailure():
+                case AgentEnd() | messages.CheckFailure():
                     raise self._agent_gone(index)
-                case Refusal():
+                case messages.Refusal():
                     raise InputError(said.why)
-                case HostReady():
+                case messages.HostReady():
                     ready[index] = said.store
         return ready[0]
 
@@ -306,10 +278,10 @@ class Supervisor:
         self._serve_until(self._is_over)
         if self._coordinator is not None:
             coordinator = self._coordinator
-            self._agents[0].send(CloseCoordinator())
+            self._agents[0].send(messages.CloseCoordinator())
             self._serve_until(lambda: coordinator.done)
-        if self._elastic is not None and self._elastic.too_few is not None:
-            raise LaunchError(f"{self._elastic.too_few}; a checkpoint was written: go on with --resume")
+        if self._members.too_few is not None:
+            raise LaunchError(f"{self._members.too_few}; a checkpoint was written: go on with --resume")
         return self._results
 
     def _serve_until(self, is_over: Callable[[], bool]) -> None:
@@ -323,30 +295,29 @@ class Supervisor:
         match message:
             case AgentEnd():
                 self._lose_host(index, self._agent_gone)
-            case UnreachableHost():
+            case messages.UnreachableHost():
                 self._lose_host(message.index, self._link_lost)
-            case WorkerPids():
+            case messages.WorkerPids():
                 self._note_workers(message.pids)
-            case WarningReport():
+            case messages.WarningReport():
                 self._note_warning(message.text)
-            case ProgressReport():
-                if self._elastic is not None:
-                    self._elastic.on_progress(message.progress.get("step", -1))
+            case messages.ProgressReport():
+                self._members.on_progress(message.progress.get("step", -1))
                 self._display.progressed(message.progress)
-            case ResultReport():
+            case messages.ResultReport():
                 self._note_result(message.rank, message.value)
-            case ToleranceReport():
+            case messages.ToleranceReport():
                 self._tolerant.add(message.rank)
-            case LeftOutReport():
+            case messages.LeftOutReport():
                 self._left_out[message.rank] = set(message.ranks)
             case CoordinatorQuestion():
                 self._agents[0].send(message)
             case CoordinatorAnswer():
                 self._agents[self._host_of(self._ranks[message.rank])].send(message)
-            case Failure() | WorkerSilence() | WorkerEnd():
+            case Failure() | messages.WorkerSilence() | messages.WorkerEnd():
                 self._note_trouble(message)
-            case _ if self._elastic is not None:
-                self._elastic.take(message)
+            case _:
+                self._members.take(message)
 
     def _state_of(self, rank: int) -> RankState:
         if rank != COORDINATOR:
@@ -363,21 +334,20 @@ class Supervisor:
         if rank == COORDINATOR:
             self._results[rank] = value
             return
-        if self._elastic is not None and self._elastic.has_left(rank):
+        if self._members.has_left(rank):
             return
         self._results[rank] = value
         self._first_done_at = self._first_done_at or time.monotonic()
-        if self._elastic is not None:
-            self._elastic.on_done(rank)
+        self._members.on_done(rank)
 
-    def _note_elastic_trouble(self, elastic: ElasticWorkers, state: RankState) -> None:
+    def _note_elastic_trouble(self, state: RankState) -> None:
         """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
 
         One that never took part is given up whatever it reports: those that train have not met it.
         """
         if state.done or state.ended_here:
             return
-        has_joined = elastic.roster.has_joined(state.rank)
+        has_joined = self._members.roster.has_joined(state.rank)
         if state.failure is not None and state.lost_peer is None and has_joined:
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
@@ -386,26 +356,26 @@ class Supervisor:
                 words = f"hung: no sign of life for {state.silent_s:.0f} s"
             lost = "is lost" if has_joined else "could not join"
             self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on")
-            elastic.on_gone(state.rank, words)
-            if not has_joined and elastic.roster.gives_up_joiners:
+            self._members.on_gone(state.rank, words)
+            if not has_joined and self._members.roster.gives_up_joiners:
                 self.warn(
                     f"no more workers are started after {MOST_FAILED_STARTS} that could not join"
                     f"{self._log_of(state.rank)}; try again with plait resize"
                 )
         elif state.silent_s is not None:
-            self._broadcast(EndWorkers((state.rank,)))
+            self._broadcast(messages.EndWorkers((state.rank,)))
 
-    def _note_trouble(self, sign: Failure | WorkerSilence | WorkerEnd) -> None:
+    def _note_trouble(self, sign: Failure | messages.WorkerSilence | messages.WorkerEnd) -> None:
         """Note a worker's own report, its silence, or its end."""
         state = self._state_of(sign.rank)
         match sign:
             case Failure():
                 state.failure = sign
-            case WorkerEnd():
+            case messages.WorkerEnd():
                 state.status = sign.status
-            case WorkerSilence():
+            case messages.WorkerSilence():
                 state.silent_s = sign.seconds
-                if self._elastic is None and self._tolerates() and state is not self._coordinator:
+                if not self._members.can_change and self._tolerates() and state is not self._coordinator:
                     return  # the others leave it out, and take it in again
         if not state.done and state.order is None:
             self._signs += 1
@@ -414,18 +384,17 @@ class Supervisor:
                 raise self._worker_failed(find_cause([state]))
             if not self._tolerates():
                 self._first_sign_at = self._first_sign_at or time.monotonic()
-        if self._elastic is not None and self._tolerates():
-            self._note_elastic_trouble(self._elastic, state)
+        if self._members.has_begun:
+            self._note_elastic_trouble(state)
 
     def _tolerates(self) -> bool:
-        if self._elastic is not None:
-            return self._elastic.roster.has_begun
-        return len(self._tolerant) == len(self._ranks)
+        """Whether the job goes on without workers that are lost."""
+        return self._members.has_begun or len(self._tolerant) == len(self._ranks)
 
     def _is_over(self) -> bool:
         """Whether all workers are done, or lost where that is tolerated; raises where the job has failed."""
-        if self._elastic is not None and self._tolerates():
-            return self._elastic.is_over()
+        if self._members.has_begun:
+            return self._members.is_over()
         if self._tolerates():
             return self._is_over_with_losses()
         if self._first_sign_at is not None:
@@ -455,7 +424,7 @@ class Supervisor:
         left_out = set().union(*(self._left_out.get(rank, set()) for rank in self._results))
         hanging = [s.rank in left_out or s.silent_s is not None for s in waited_for]
         if all(hanging) and self._has_lingered():
-            self._broadcast(EndWorkers(tuple(state.rank for state in waited_for)))
+            self._broadcast(messages.EndWorkers(tuple(state.rank for state in waited_for)))
 
     def _has_lingered(self) -> bool:
         return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
@@ -463,7 +432,7 @@ class Supervisor:
     def _note_workers(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
             self._ranks[rank].pid = pid
-        if self._elastic is not None and self._elastic.roster.has_begun:
+        if self._members.has_begun:
             return
         if all(state.pid is not None for state in self._ranks):
             self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
@@ -479,19 +448,18 @@ class Supervisor:
 
     def _log_of(self, rank: int) -> str:
         logs = self._launch.logs
-        return f" (its log: {logs / process_name(rank)}.err)" if logs is not None else ""
+        return f" (its log: {logs / messages.process_name(rank)}.err)" if logs is not None else ""
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
-        if self._elastic is not None:
-            self._elastic.roster.close_host(index)
+        self._members.roster.close_host(index)
         if not self._tolerates() or index == 0:
             if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
                 raise describe(index)
             return
         for state in self._ranks:
             if self._host_of(state) == index and not state.done and state.status is None:
-                self._note_trouble(WorkerEnd(state.rank, -signal.SIGKILL))
+                self._note_trouble(messages.WorkerEnd(state.rank, -signal.SIGKILL))
         self._agents[index].end()
 
     @property
@@ -552,7 +520,7 @@ class Supervisor:
         # What they printed last has been read by now; later requests to stop have nobody to reach.
         while not self._inbox.empty():
             index, message = self._inbox.get()
-            if isinstance(message, OutputLine):
+            if isinstance(message, messages.OutputLine):
                 self._print(index, message.text)
 
 
@@ -648,7 +616,7 @@ class _AgentProcess:
                 try:
                     message = self._unsent.get(timeout=BEAT_S)
                 except queue.Empty:
-                    message = Beat()
+                    message = messages.Beat()
         with contextlib.suppress(OSError):
             stream.close()
 
@@ -656,13 +624,13 @@ class _AgentProcess:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             # A remote shell may greet on the same stream.
-            self._inbox.put((self.index, from_line(line) or OutputLine(line.rstrip("\n"))))
+            self._inbox.put((self.index, from_line(line) or messages.OutputLine(line.rstrip("\n"))))
         self._inbox.put((self.index, AgentEnd()))
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._inbox.put((self.index, OutputLine(line.rstrip("\n"))))
+            self._inbox.put((self.index, messages.OutputLine(line.rstrip("\n"))))
 
 
 class WorkerError(LaunchError):
@@ -675,7 +643,7 @@ class WorkerError(LaunchError):
         if self.exit_status == InputError.exit_status:
             super().__init__(cause.summary)
         else:
-            log = f"\nits log: {logs / process_name(cause.rank)}.err" if logs is not None else ""
+            log = f"\nits log: {logs / messages.process_name(cause.rank)}.err" if logs is not None else ""
             who = "the coordinator" if cause.rank == COORDINATOR else f"worker {cause.rank}"
             super().__init__(f"{who} on {cause.host} failed: {cause.summary}{log}")
 

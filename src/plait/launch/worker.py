@@ -27,31 +27,15 @@ from plait.core.codec import decode
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.logs import hand_on_warnings
 from plait.core.names import resolve
+from plait.launch import messages
 from plait.launch.lines import LineBuffer
 from plait.launch.membership import Membership, Memberships
 from plait.launch.messages import (
     COORDINATOR,
-    Beat,
-    BreakReport,
-    CheckOrder,
-    CheckResult,
-    CloseCoordinator,
     CoordinatorAnswer,
     CoordinatorQuestion,
-    Dismissal,
     Failure,
     JobMessage,
-    JoinReport,
-    LeaveReport,
-    LeftOutReport,
-    NewMembership,
-    ProgressReport,
-    ReadyReport,
-    ResizeRequest,
-    ResultReport,
-    Stop,
-    ToleranceReport,
-    WarningReport,
     WorkerOrder,
     from_line,
     to_line,
@@ -69,21 +53,23 @@ _TORCH_SILENT = ("Timed out waiting", "timed out", "Timeout")
 class JobStore(dist.Store):
     """The job's store with the face that torch's process groups know: all its keys, or those below `prefix`.
 
-    A wait of one that has `memberships` ends when a member is lost: nobody would set the key.
+    A wait of one that has a `check`, which raises when a member is lost, ends then: nobody would set the key.
     """
 
-    def __init__(self, client: StoreClient, prefix: str = "", memberships: Memberships | None = None) -> None:
+    def __init__(
+        self, client: StoreClient, prefix: str = "", check: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._client = client
         self._prefix = prefix
-        self._memberships = memberships
+        self._check = check
         self.address = client.address.text
 
     def set(self, key: str, value: str | bytes) -> None:
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        if self._memberships is not None:
+        if self._check is not None:
             self.wait([key])
         return self._client.get(self._prefix + key)
 
@@ -99,12 +85,12 @@ class JobStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = [self._prefix + key for key in keys]
         seconds = self._client.timeout_s if timeout is None else timeout.total_seconds()
-        if self._memberships is None:
+        if self._check is None:
             self._client.wait(names, seconds)
             return
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > LOOK_S:
-            self._memberships.raise_loss()
+            self._check()
             with contextlib.suppress(StoreTimeout):
                 self._client.wait(names, LOOK_S)
                 return
@@ -132,7 +118,7 @@ class Worker(Protocol):
     """This process in its job: rank, world size, the job's store, and the request to stop.
 
     `hosts` names the host of each rank, and `host` this worker's. `id` is this process's number in the job;
-    where workers come and go (`memberships` is not None) its rank is its place among the members, and -1
+    where workers come and go (`memberships.can_change`) its rank is its place among the members, and -1
     until it is one of them.
     """
 
@@ -141,7 +127,7 @@ class Worker(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def memberships(self) -> Memberships | None: ...
+    def memberships(self) -> Memberships: ...
     @property
     def local_rank(self) -> int: ...
     @property
@@ -241,10 +227,12 @@ class LaunchedWorker:
         self.rank = membership.rank_of(self.id)
         self.hosts = membership.hosts
         store = self.store
-        if self.memberships is not None:
-            self.memberships.enter(membership)
+        self.memberships.enter(membership)
+        if self.memberships.can_change:
             self.memberships.on_loss(self._cut_world)
-            store = JobStore(self._client, f"plait/version/{membership.version}/", self.memberships)
+            store = JobStore(
+                self._client, f"plait/version/{membership.version}/", self.memberships.raise_loss
+            )
             self._stores.append(store)
         self.rendezvous = Rendezvous(
             store,
@@ -253,11 +241,11 @@ class LaunchedWorker:
             self.hosts,
             self._address,
             self.timeout_s,
-            check=None if self.memberships is None else self.memberships.raise_loss,
+            check=self.memberships.raise_loss if self.memberships.can_change else None,
         )
 
     def leave_world(self) -> None:
-        if self.memberships is not None and self.rank >= 0 and (loss := self.memberships.loss()) is not None:
+        if self.rank >= 0 and (loss := self.memberships.loss()) is not None:
             self._cut_world(loss)
         with self._world_lock:
             self._world = None
@@ -277,7 +265,7 @@ class LaunchedWorker:
         self._agent.stop_requested = True
 
     def report(self, progress: dict[str, Any]) -> None:
-        self._agent.send(ProgressReport(progress))
+        self._agent.send(messages.ProgressReport(progress))
 
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         answer = self._agent.ask(CoordinatorQuestion(self.id, question))
@@ -286,36 +274,33 @@ class LaunchedWorker:
         return answer.content
 
     def tolerate_losses(self) -> None:
-        self._agent.send(ToleranceReport(self.rank))
+        self._agent.send(messages.ToleranceReport(self.rank))
 
     def leave_out(self, ranks: Sequence[int]) -> None:
-        self._agent.send(LeftOutReport(self.rank, tuple(ranks)))
+        self._agent.send(messages.LeftOutReport(self.rank, tuple(ranks)))
 
     def join(self, backend: str) -> None:
         world = join_world(backend, self.rendezvous)
         with self._world_lock:
             self._world = world
-        if self.memberships is not None:
-            self.memberships.raise_loss()
+        self.memberships.raise_loss()
 
     def report_ready(self) -> None:
-        self._agent.send(ReadyReport(self.id))
+        self._agent.send(messages.ReadyReport(self.id))
 
     def report_joined(self) -> None:
-        assert self.memberships is not None
-        self._agent.send(JoinReport(self.id, self.memberships.current.version))
+        self._agent.send(messages.JoinReport(self.id, self.memberships.current.version))
 
     def report_left(self) -> None:
-        self._agent.send(LeaveReport(self.id))
+        self._agent.send(messages.LeaveReport(self.id))
 
     def report_broken(self, loss: PeerError) -> None:
-        assert self.memberships is not None
         current = self.memberships.current
         peer = None if loss.peer is None else current.members[loss.peer]
-        self._agent.send(BreakReport(self.id, current.version, peer, str(loss)))
+        self._agent.send(messages.BreakReport(self.id, current.version, peer, str(loss)))
 
     def ask_to_resize(self, workers: int, why: str) -> None:
-        self._agent.send(ResizeRequest(workers, why))
+        self._agent.send(messages.ResizeRequest(workers, why))
 
 
 AnswerFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -331,7 +316,7 @@ class CoordinatorProcess:
         self._agent = agent
 
     def report(self, progress: dict[str, Any]) -> None:
-        self._agent.send(ProgressReport(progress))
+        self._agent.send(messages.ProgressReport(progress))
 
     def serve(self, answer: AnswerFunction, follow: Callable[[Membership], None]) -> None:
         """Answer questions one after the other, and follow the members, until all workers have ended."""
@@ -339,9 +324,9 @@ class CoordinatorProcess:
             match self._agent.inbox.get():
                 case CoordinatorQuestion() as question:
                     self._agent.send(_answered(question, answer))
-                case NewMembership(membership):
+                case messages.NewMembership(membership):
                     follow(membership)
-                case CloseCoordinator():
+                case messages.CloseCoordinator():
                     return
 
 
@@ -360,10 +345,11 @@ class AgentLink:
     this process.
     """
 
-    def __init__(self, descriptor: int, memberships: Memberships | None = None) -> None:
+    def __init__(self, descriptor: int, memberships: Memberships, is_worker: bool = True) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self.memberships = memberships
+        self._is_worker = is_worker
         self.stop_requested = False
         # Answers or, for the coordinator, all that there is to answer.
         self.inbox: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
@@ -386,11 +372,11 @@ class AgentLink:
         while data := self._read():
             for line in lines.take(data):
                 match from_line(line):
-                    case Stop():
+                    case messages.Stop():
                         self.stop_requested = True
-                    case NewMembership(membership) if self.memberships is not None:
+                    case messages.NewMembership(membership) if self._is_worker:
                         self.memberships.put(membership)
-                    case Dismissal() if self.memberships is not None:
+                    case messages.Dismissal():
                         self.memberships.dismiss()
                     case message:
                         self.inbox.put(message)
@@ -405,18 +391,18 @@ class AgentLink:
     def _send_beats(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self.send(Beat())
+            self.send(messages.Beat())
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Run the order's check on its settings; sends the agent what is wrong with them, if anything."""
-    order = decode(CheckOrder, argument)
+    order = decode(messages.CheckOrder, argument)
     why = None
     try:
         resolve(order.check, "check")(order.settings)
     except InputError as failure:
         why = str(failure)
-    socket.socket(fileno=descriptors[0]).sendall(to_line(CheckResult(why)))
+    socket.socket(fileno=descriptors[0]).sendall(to_line(messages.CheckResult(why)))
 
 
 def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -426,16 +412,16 @@ def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """
     order = decode(WorkerOrder, argument)
     is_worker = order.rank != COORDINATOR
-    agent = AgentLink(descriptors[0], Memberships(order.rank) if order.elastic and is_worker else None)
+    agent = AgentLink(descriptors[0], Memberships(order.rank, order.elastic), is_worker)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hand_on_warnings(lambda text: agent.send(WarningReport(text)))
+    hand_on_warnings(lambda text: agent.send(messages.WarningReport(text)))
     try:
         _set_environment(order)
         torch.set_num_threads(order.threads)
         process = LaunchedWorker(order, agent) if is_worker else CoordinatorProcess(order, agent)
         value = resolve(order.entry, "entry")(process, order.settings)
-        agent.send(ResultReport(order.rank, value))
+        agent.send(messages.ResultReport(order.rank, value))
     except BaseException as failure:
         agent.send(describe_failure(order.rank, order.host, failure))
         sys.stdout.flush()

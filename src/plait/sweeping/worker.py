@@ -60,9 +60,9 @@ def sweep(worker: Worker, order: dict[str, Any]) -> None:
     if settings.workers_per_array > 1:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
         group = make_worker_group(worker, settings, device)
-    if worker.memberships is not None or worker.world_size > settings.workers_per_array:
+    if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, order.get("run"))
-    members = None if worker.memberships is None else SweepMembers(worker)
+    members = SweepMembers(worker) if worker.memberships.can_change else None
     sets = DataSets(partial(look_at_data, worker))
     try:
         training = SweepTraining(worker, settings, folder, sets, device, group, members, fresh)

@@ -121,7 +121,8 @@ class Loop(RunStart):
         self._changes = (0, 0)
         self._unsaved: UnsavedState | None = None
         memberships = run.worker.memberships
-        self._switch = None if memberships is None else MemberSwitch(ElasticMembers(run, memberships), self)
+        members = ElasticMembers(run, memberships) if memberships.can_change else None
+        self._switch = None if members is None else MemberSwitch(members, self)
 
     def train(self, resume: bool) -> RunResult | None:
         """Train to the end or until asked to stop; what the run came to. All ranks call it together.

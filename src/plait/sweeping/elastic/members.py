@@ -14,7 +14,6 @@ class SweepMembers:
     """This worker among the members of an elastic sweep. Each trains trials of its own, so nobody waits."""
 
     def __init__(self, worker: Worker) -> None:
-        assert worker.memberships is not None
         self._worker = cast("ElasticWorker", worker)
         self._memberships = worker.memberships
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch, seed_all
 from plait.data.sampler import mix
+from plait.launch.membership import Memberships, fixed_memberships
 from plait.pipeline import named_state
 from plait.sweeping.engines.fused import TrialInit, TrialTensors
 from plait.sweeping.worker_group import ALONE, GroupSum, WorkerGroup
@@ -24,7 +25,7 @@ class _Alone:
 
     rank: int = 0
     world_size: int = 1
-    memberships: None = None
+    memberships: Memberships = field(default_factory=lambda: fixed_memberships(0, ["localhost"]))
 
     def stop_requested(self) -> bool:
         return False

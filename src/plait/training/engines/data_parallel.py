@@ -87,7 +87,7 @@ class DataParallelEngine(WholeModelStart):
             self._monitor = StepMonitor(run, shared=run.worker.world_size > 1)
         settings = with_topology_for(run.settings, run.worker.world_size)
         self._step = TrainStep(run.worker, settings, run.parts, monitor=self._monitor)
-        if run.worker.memberships is not None:
+        if run.worker.memberships.can_change:
             run.worker.memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
             run.metrics.note(self._step.chosen)
@@ -151,7 +151,7 @@ class DataParallelEngine(WholeModelStart):
     @contextlib.contextmanager
     def _undone_by_losses(self) -> Iterator[None]:
         """Give buffers back what they held where another worker is lost in a step: it is taken again."""
-        if self._run.worker.memberships is None:
+        if not self._run.worker.memberships.can_change:
             yield
             return
         buffers = [buffer for buffer in self._run.parts.model.buffers() if buffer.numel()]

@@ -90,7 +90,7 @@ class TrainStep:
         settings, named = self._settings.optimizer, dict(self._parts.model.named_parameters())
         check_gradients_left(settings.kind, find_traits(settings, named))
         parameters, notes = list(self._parts.model.parameters()), 3 + notes_of(self._worker.world_size)
-        may_fail = self._worker.memberships is not None
+        may_fail = self._worker.memberships.can_change
         # Some optimizers keep the gradients.
         own_memory = not is_known(self._parts.optimizer)
         return AllReduce(
@@ -161,8 +161,7 @@ class TrainStep:
         return loss, requests
 
     def _own_requests(self) -> StepRequests:
-        memberships = self._worker.memberships
-        return StepRequests(self._worker.stop_requested(), memberships is not None and memberships.is_asked)
+        return StepRequests(self._worker.stop_requested(), self._worker.memberships.is_asked)
 
     def _agree(self, sync: AllReduce, loss: Tensor, batch: Batch) -> tuple[Tensor, StepRequests]:
         """Sum gradients, the loss, the workers' requests, and the monitor's measurements."""
