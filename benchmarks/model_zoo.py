@@ -45,7 +45,7 @@ from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.alone import LoneMode, seeded_for
 from plait.pipeline.verify.in_process import Choices, StagedModel
-from plait.pipeline.verify.stages import Checked, Example, prepare_stages
+from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
 from plait.profiler.trace import trace
 from plait.verification import same_random_numbers
 
@@ -145,7 +145,7 @@ def stages_verdict(case: Case) -> Verdict:
     return Verdict("WRONG", wrong) if wrong else Verdict("right", "; ".join(checked.notes))
 
 
-def prepare(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Checked:
+def prepare(case: Case, model: nn.Module, batches: Sequence[Batch]) -> VerifiedStages:
     """The model in two stages, verified as a run would be."""
     first, second = batches
     traced = trace(model, first, others=[second], evaluation=False)

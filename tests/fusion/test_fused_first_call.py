@@ -200,11 +200,11 @@ def test_where_memory_is_short_trials_are_compared_a_few_at_a_time(monkeypatch, 
     caplog.set_level(logging.INFO, "plait.fusion.fusing")
     widths = []
 
-    def short(check, fused, scene, trace=None):
+    def short(check, fused, phase, trace=None):
         widths.append(fused[0].trials)
         if fused[0].trials > 2:
             raise torch.OutOfMemoryError("no memory")
-        return together(check, fused, scene, trace)
+        return together(check, fused, phase, trace)
 
     together = Check._together
     monkeypatch.setattr(Check, "_together", short)

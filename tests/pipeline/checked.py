@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.pipeline.verify.in_process import Choices, StagedModel
-from plait.pipeline.verify.stages import Checked, Example, prepare_stages
+from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
 from plait.profiler.trace import trace
 from support.hard_models import HARD
 from support.traced_models import as_double, tensors_of
@@ -35,7 +35,7 @@ def prepare(
     place: str,
     choices: Choices | None = None,
     verify: bool = True,
-) -> Checked:
+) -> VerifiedStages:
     """The model in two stages, cut in front of the layer `place`."""
     first, second = batches
     traced = trace(model, first, others=[second], evaluation=False)
@@ -49,7 +49,7 @@ def prepare(
     return prepare_stages(traced, (ids[:at], ids[at:]), retrace, example)
 
 
-def staged(checked: Checked, choices: Choices | None = None) -> StagedModel:
+def staged(checked: VerifiedStages, choices: Choices | None = None) -> StagedModel:
     return StagedModel(checked.traced, checked.stages, square_loss, choices or Choices())
 
 

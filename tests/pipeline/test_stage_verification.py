@@ -17,8 +17,8 @@ from plait.core.errors import InputError
 from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunDir
+from plait.pipeline import module_state
 from plait.pipeline.cutting.cut import StageError
-from plait.pipeline.verify import module_state
 from plait.pipeline.verify import stages as verify
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.stages import Example
@@ -161,10 +161,10 @@ def test_branches_that_draw_in_another_order_in_stages_than_in_the_model_are_not
     ids = [layer.id for layer in traced.layers]
     after = {*second, *ids[ids.index("right_last") + 1 :]}
     stages = ([id for id in ids if id not in after], [id for id in ids if id in after])
-    parting = verify.find_parting(traced, stages, Example([(one, None), (other, None)], square_loss))
+    mismatch = verify.find_mismatch(traced, stages, Example([(one, None), (other, None)], square_loss))
     keeps_order = second == ("right_last",)
-    assert (parting is None) == keeps_order
-    assert keeps_order or "right_drop" in str(parting)
+    assert (mismatch is None) == keeps_order
+    assert keeps_order or "right_drop" in str(mismatch)
 
 
 def test_a_batch_with_other_tensors_than_the_trace_had_is_refused() -> None:

@@ -24,6 +24,7 @@ from plait.sweeping.search.space import combinations
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.verification.verify import Mismatch
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank
 from support.world import run_ranks
@@ -95,9 +96,9 @@ def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
 
 
-def refused_rank(rank: int, settings: SweepSettings, folder: Path, resolve: Any) -> str:
+def refused_rank(rank: int, settings: SweepSettings, folder: Path, verify: Any) -> str:
     """What a sweep says that is refused."""
-    check._Check._resolve = resolve or check._Check._resolve  # type: ignore[method-assign]
+    check.verify = verify or check.verify
     try:
         sweep_rank(rank, settings, folder)
     except InputError as failure:
@@ -107,8 +108,8 @@ def refused_rank(rank: int, settings: SweepSettings, folder: Path, resolve: Any)
     return "not refused"
 
 
-def never(check: Any) -> str:
-    return "trial 0 parts from the trial alone"
+def never(find: Any, mend: Any, attempts: int) -> Mismatch:
+    return Mismatch("trial 0 parts from the trial alone")
 
 
 def test_stages_that_no_way_makes_right_are_refused_in_one_sentence(tmp_path: Path):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from plait.verification.attributes import is_full
+from plait.verification.python_state import slots_of_class
 
 _PLAIN = (
     bool,
@@ -208,16 +209,6 @@ def _attributes(value: Any, inner: Callable[[Any], Hashable]) -> tuple[Hashable,
         if hasattr(value, name):
             named[name] = getattr(value, name)
     return tuple((name, inner(part)) for name, part in sorted(named.items(), key=lambda pair: str(pair[0])))
-
-
-def slots_of_class(kind: type) -> list[str]:
-    found = []
-    for base in kind.__mro__:
-        names = vars(base).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            hidden = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _code(code: types.CodeType) -> tuple[Hashable, ...]:

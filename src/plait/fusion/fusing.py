@@ -19,11 +19,11 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.shared import Shared
 from plait.fusion.verify import (
-    BatchRehearsal,
-    CallRehearsal,
+    Candidate,
+    FirstCallCandidate,
     NothingToCompareError,
-    Rehearsal,
     log_verdict,
+    on_batches,
     verify_fused,
 )
 
@@ -70,21 +70,21 @@ def fuse(
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
     if not isinstance(verify, bool):
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        reasons = _verified(BatchRehearsal(models, seeds, ages, batches), reasons)
+        reasons = _verified(on_batches(models, seeds, ages, batches), reasons)
     made = FusedModule(models, seeds, ages, reasons)
     made.first_call = FirstCall(models) if verify is True else None
     return made
 
 
-def _verified(rehearsal: Rehearsal, unfused: Mapping[str, str]) -> dict[str, str]:
+def _verified(candidate: Candidate, unfused: Mapping[str, str]) -> dict[str, str]:
     """The submodules that must run trial by trial, and why."""
-    verdict = verify_fused(rehearsal, unfused)
+    verdict = verify_fused(candidate, unfused)
     if verdict.refused is not None:
         raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
     log_verdict(verdict, unfused)
     log.info(
         "compared %d fused trials with the models alone in %.1f s; fuse(..., verify=False) leaves it out",
-        len(rehearsal.models),
+        len(candidate.models),
         verdict.seconds,
     )
     return dict(verdict.unfused)
@@ -111,9 +111,9 @@ class FirstCall:
             return
         # Tensors made in inference mode, or without gradients, are compared with gradients all the same.
         with torch.inference_mode(False), torch.enable_grad():
-            rehearsal = CallRehearsal(fused, self._models, function, *_plain((args, kwargs)))
+            candidate = FirstCallCandidate(fused, self._models, function, _plain((args, kwargs)))
             try:
-                found = _verified(rehearsal, fused.unfused)
+                found = _verified(candidate, fused.unfused)
             except NothingToCompareError as failure:
                 log.warning("fused trials were not verified: %s", failure)
                 return

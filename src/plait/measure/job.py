@@ -31,7 +31,7 @@ from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cutting.cut import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.stages import Example, find_parting
+from plait.pipeline.verify.stages import Example, find_mismatch
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model
@@ -45,6 +45,7 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
 from plait.training.worker_group import group_of_world
 from plait.verification import same_random_numbers
+from plait.verification.verify import Mismatch, verify
 from plait.workloads.losses import build_loss
 
 # Steps that data parallelism is tried out for, at least and at most.
@@ -225,9 +226,9 @@ def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Se
         contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
     batches = [to_device(content, device, dtype) for content in contents]
     loss = build_loss(settings.loss, settings.loss_args)
-    parting = find_parting(traced, stages, Example(batches, loss, Choices(quick=False)))
-    if parting is not None:
-        raise StageError(f"the stages do not compute what the model computes: {parting}")
+    mismatch = find_mismatch(traced, stages, Example(batches, loss, Choices(quick=False)))
+    if mismatch is not None:
+        raise StageError(f"the stages do not compute what the model computes: {mismatch}")
 
 
 _ALL_THE_SAME = "measure its layers all the same with --set verify=off"
@@ -258,37 +259,39 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
         Choices(lambda: _autocast(settings, device), quick=False),
         lambda: components.build_model(settings.model, settings.seed).to(device, _dtype(settings)),
     )
-    whole, notes = frozenset[str](), list[str]()
-    while True:
-        words, path = _first_objection(model, example, whole)
-        if words and path is None:
-            raise StageError(
-                f"{words}; so no plan can cut it: train it without one (parallel.plan: data-parallel), or "
-                f"{_ALL_THE_SAME}"
-            )
-        if path is None:
-            return Verification(time.perf_counter() - started, tuple(notes))
-        notes.append(f"{words}; so a run keeps the layers of {path} in one stage")
-        whole |= {path}
+    whole, notes = set[str](), list[str]()
+
+    def mend(mismatch: Mismatch) -> bool:
+        if not mismatch.module or mismatch.module in whole:
+            return False
+        notes.append(f"{mismatch}; so a run keeps the layers of {mismatch.module} in one stage")
+        whole.add(mismatch.module)
+        return True
+
+    attempts = 1 + sum(1 for _ in model.modules())
+    left = verify(lambda: _layer_mismatch(model, example, frozenset(whole)), mend, attempts)
+    if left is not None:
+        raise StageError(
+            f"{left}; so no plan can cut it: train it without one (parallel.plan: data-parallel), or "
+            f"{_ALL_THE_SAME}"
+        )
+    return Verification(time.perf_counter() - started, tuple(notes))
 
 
-def _first_objection(model: nn.Module, example: Example, whole: frozenset[str]) -> tuple[str, str | None]:
+def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -> Mismatch | None:
     """What the layers do otherwise than the model, and in which module; the modules of `whole` are called."""
     inputs, others = (as_arguments(inputs) for inputs, _ in example.batches)
     with explaining_type_errors(model, inputs), example.choices.autocast():
         traced = trace(model, inputs, others=[others], whole=whole)
-    concerns = traced.concerns or (traced.evaluation.concerns if traced.evaluation is not None else ())
-    if concerns:
-        words, path = concerns[0].words, concerns[0].path
-    else:
-        try:
-            parting = find_parting(traced, [[layer.id for layer in traced.layers]], example)
-        except InputError as failure:
-            raise StageError(f"{failure} ({_ALL_THE_SAME})") from failure
-        if parting is None:
-            return "", None
-        words, path = f"its layers do not compute what the model computes: {parting}", parting.path or ""
-    return words, path if path and path not in whole else None
+    for concern in traced.concerns or (traced.evaluation.concerns if traced.evaluation is not None else ()):
+        return Mismatch(concern.words, concern.path)
+    try:
+        mismatch = find_mismatch(traced, [[layer.id for layer in traced.layers]], example)
+    except InputError as failure:
+        raise StageError(f"{failure} ({_ALL_THE_SAME})") from failure
+    if mismatch is not None:
+        mismatch = replace(mismatch, why=f"its layers do not compute what the model computes: {mismatch}")
+    return mismatch
 
 
 def _model_and_batches(settings: TrainSettings, device: torch.device) -> tuple[nn.Module, list[Any]]:

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
-from plait.core.errors import PlanError
+from plait.core.errors import JobError, PlanError
 from plait.pipeline.layout import PipelineLayout
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.traced import TracedModel
@@ -69,6 +69,16 @@ def _check_ties(pipeline_layout: PipelineLayout, stages_of: Mapping[str, tuple[i
                 f"parameter {name!r} is tied between stages {list(stages)} with {sorted(counts)} replicas; "
                 f"schedule stash updates them at different times: give them equal replicas, or use "
                 f"schedule 2bw or flush"
+            )
+
+
+def check_untied(traced: TracedModel, pipeline_layout: PipelineLayout, why: str) -> None:
+    """Refuse parameters that stages on several workers share; `why` says what is wrong with that."""
+    for name, stages in find_stages(traced, pipeline_layout).items():
+        if len(stages) > 1 and len(pipeline_layout.holders(*stages)) > 1:
+            raise JobError(
+                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, {why}; use a plan "
+                f"that keeps its layers in one stage"
             )
 
 

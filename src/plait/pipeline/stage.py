@@ -18,8 +18,8 @@ from plait.data.calling import explaining_type_errors
 from plait.data.loader import seed_all
 from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.module_state import ModuleMemory, Remembered
 from plait.pipeline.split_backward import DeferWeights
-from plait.pipeline.verify.module_state import ModuleMemory, Remembered
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
 from plait.verification.observe import RandomState

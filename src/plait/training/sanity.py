@@ -46,14 +46,8 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
         batches = _read(parts, settings, wanted, rank, world_size)
         # A model without memory is evaluated in its stages only.
         if batches and parts.pieces is None:
-            with contextlib.ExitStack() as kept:
-                kept.enter_context(unchanged_random_numbers())
-                metric = None if parts.metric is None else parts.metric[1]
-                held = {"model": parts.model, "loss": parts.loss, "metric": metric}
-                kept.enter_context(unchanged_state(held))
-                for each in (parts.model, parts.loss, metric):
-                    if isinstance(each, torch.nn.Module):
-                        kept.enter_context(_unchanged(each))
+            held = {"model": parts.model, "loss": parts.loss, "metric": parts.metric and parts.metric[1]}
+            with unchanged_random_numbers(), unchanged_state(held):
                 return _evaluate(parts, batches)
         return ""
     except Exception as failure:
@@ -164,23 +158,3 @@ def _copied(function: T) -> T:
         with contextlib.suppress(Exception):
             return copy.deepcopy(function)
     return function
-
-
-@contextlib.contextmanager
-def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards buffers have the values, and modules the attributes, that they have now."""
-    # Scripted modules keep theirs elsewhere.
-    plain = [module for module in model.modules() if isinstance(module._buffers, dict)]
-    modules = [(module, dict(module.__dict__), dict(module._buffers)) for module in plain]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in modules:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, before in values:
-                buffer.copy_(before)

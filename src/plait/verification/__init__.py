@@ -1,10 +1,13 @@
-"""Whether what was built computes what the plain model computes, and where they part."""
+"""Whether what was built computes what the plain model computes, and where they differ."""
 
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import (
+    BUFFER,
+    GRADIENT,
     Observation,
     RandomState,
     copied_gradient,
+    first_names,
     observe_outputs,
     observe_step,
     same_random_numbers,
@@ -12,7 +15,7 @@ from plait.verification.observe import (
 )
 
 __all__ = [
-    "Difference", "Noise", "Observation", "RandomState", "copied_gradient", "find_differences",
-    "measure_noise", "observe_outputs", "observe_step", "perturb", "same_random_numbers",
-    "unchanged_random_numbers",
+    "BUFFER", "GRADIENT", "Difference", "Noise", "Observation", "RandomState", "copied_gradient",
+    "find_differences", "first_names", "measure_noise", "observe_outputs", "observe_step", "perturb",
+    "same_random_numbers", "unchanged_random_numbers",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from plait.verification.python_state import Root, roots_of_code
+from plait.verification.python_state import TORCHS, Root, roots_of_code
 
 # Larger containers and tensors are not read: masks, tables, caches.
 MOST_ITEMS = 4096
@@ -31,8 +31,7 @@ _ROUNDING = 1e-4
 _SCALARS = (bool, int, float, str, type(None))
 # They refer to code, which twins have in common.
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device)
-# Attributes that torch's own code gives to modules, recurrent ones among them, and to optimizers.
-_OF_MODULES = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
+# Attributes that torch's own code gives to optimizers.
 _OF_OPTIMIZERS = frozenset(
     [
         "defaults", "state", "param_groups", "_zero_grad_profile_name", "_step_count", "_opt_called",
@@ -107,7 +106,7 @@ def _is_own(owner: Any, name: str, value: Any) -> bool:
     if isinstance(owner, torch.optim.Optimizer):
         hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
         return name not in _OF_OPTIMIZERS and not hooks
-    return name not in _OF_MODULES
+    return name not in TORCHS
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:

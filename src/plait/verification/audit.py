@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.verification.attributes import same_plain, shifted
-from plait.verification.compare import Difference, Noise, dense, find_differences, measure_noise, perturb
+from plait.verification.compare import (
+    Difference,
+    Noise,
+    dense,
+    find_differences,
+    measure_noise,
+    perturb_in_place,
+)
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
 
@@ -100,35 +107,35 @@ class Replay:
         self._before = before
         self._parts = parts
         self._finish = finish
-        self.expected = self._take()
+        self._expected = self._take()
 
-    def complete(self, found: ObservedStep) -> ObservedStep:
-        """What the run did, with the parameters that forward wrote in plain PyTorch alone as they were.
+    def compare(
+        self,
+        found: ObservedStep,
+        rounding: Rounding,
+        harmless: set[str],
+        any_differs: Callable[[bool], bool] = bool,
+    ) -> tuple[float, list[Difference]]:
+        """The largest difference of what the run did, and where it did something else than rounding explains.
 
-        What is written may be equal to what was there, or a rounding away from it.
+        What rounding explains is measured, from weights rounded otherwise, where what is known of it does not
+        suffice for one of the workers, which `any_differs` asks. What the run leaves in Python counts where
+        forward goes by it; the names of what it does not go by are added to `harmless`.
         """
-        kept = {name: self._before.tensors[name] for name in {**found.written, **self.expected.written}}
-        self.expected = replace(self.expected, written={**kept, **self.expected.written})
-        return replace(found, written={**kept, **found.written})
+        # What forward writes may be equal to what was there, or a rounding away from it.
+        kept = {name: self._before.tensors[name] for name in {**found.written, **self._expected.written}}
+        expected = replace(self._expected, written={**kept, **self._expected.written}).tensors()
+        own = replace(found, written={**kept, **found.written}).tensors()
+        differences = find_differences(expected, own, rounding.of(expected))
+        if any_differs(bool(differences)):
+            noise = measure_noise(expected, lambda seed: self._take(seed).tensors())
+            rounding.learn(expected, noise)
+            differences = find_differences(expected, own, noise)
+        return largest_difference(expected, own), [*differences, *self._attributes(found, harmless)]
 
-    def differences(self, found: ObservedStep, rounding: Rounding) -> list[Difference]:
-        """Where the run has done something else than rounding explains, as far as it is known."""
-        expected = self.expected.tensors()
-        return list(find_differences(expected, found.tensors(), rounding.of(expected)))
-
-    def measured_differences(self, found: ObservedStep, rounding: Rounding) -> list[Difference]:
-        """The same once it is measured how far rounding takes this step: from weights rounded otherwise."""
-        expected = self.expected.tensors()
-        noise = measure_noise(expected, lambda seed: self._take(seed).tensors())
-        rounding.learn(expected, noise)
-        return list(find_differences(expected, found.tensors(), noise))
-
-    def attribute_differences(self, found: ObservedStep, harmless: set[str]) -> list[Difference]:
-        """What the run leaves in Python other than plain PyTorch does, and by which forward goes.
-
-        The names of what it does not go by are added to `harmless`.
-        """
-        differences = self._unlike(found.attributes, self.expected.attributes, harmless, "in plain PyTorch")
+    def _attributes(self, found: ObservedStep, harmless: set[str]) -> list[Difference]:
+        """What the run leaves in Python other than plain PyTorch does, and by which forward goes."""
+        differences = self._unlike(found.attributes, self._expected.attributes, harmless, "in plain PyTorch")
         here = self._before.attributes.values
         return differences + self._unlike(here, self._made, harmless, "in a model made anew")
 
@@ -152,9 +159,7 @@ class Replay:
         self._plain.load(self._before)
         parameters = self._plain.parameters()
         if seed is not None:
-            with torch.no_grad():
-                for parameter, moved in zip(parameters.values(), perturb(list(parameters.values()), seed)):
-                    parameter.copy_(moved)
+            perturb_in_place(parameters.values(), seed)
         with unchanged_random_numbers():
             loss = self._plain.step(self._parts)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,13 @@ def perturb(batch: Any, seed: int = 0, step: float = 0.0) -> Any:
         return leaf * (1 + signs * max(step, torch.finfo(leaf.dtype).eps))
 
     return pytree.tree_map(move, batch)
+
+
+def perturb_in_place(tensors: Iterable[Tensor], seed: int, step: float = 0.0) -> None:
+    """Round weights otherwise; see `perturb`."""
+    with torch.no_grad():
+        for number, tensor in enumerate(tensors):
+            tensor.copy_(perturb(tensor.data, 1000 * seed + number, step))
 
 
 def measure_noise(

@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 
 # By name, in the order in which a model comes to them; None is a gradient that there is not.
 Observation = Mapping[str, Tensor | None]
+# What the names of an observation begin with.
+GRADIENT, BUFFER = "the gradient of ", "the buffer "
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,14 @@ def observe_step(
             loss.backward()
     if backward:
         for name, parameter in model.named_parameters():
-            found[f"the gradient of {name}"] = copied_gradient(parameter.grad)
+            found[f"{GRADIENT}{name}"] = copied_gradient(parameter.grad)
     for name, buffer in model.named_buffers():
-        found[f"the buffer {name}"] = buffer.detach().clone()
+        found[f"{BUFFER}{name}"] = buffer.detach().clone()
     return found
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter or buffer, the first that it has."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}

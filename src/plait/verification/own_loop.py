@@ -20,7 +20,6 @@ from plait.verification.audit import (
     Replay,
     Rounding,
     changed_tensors,
-    largest_difference,
     sum_over_workers,
 )
 from plait.verification.observe import RandomState, unchanged_random_numbers
@@ -100,12 +99,8 @@ def audit(
     with unchanged_random_numbers(), unchanged_state(live.objects):
         own = (make_model or (lambda: copy.deepcopy(live.model)))()
         replay = Replay(PlainModel(own, loss), before, [part], _mean_over_ranks)
-        found = replay.complete(found)
-        differences = replay.differences(found, Rounding())
-        if _any_rank(bool(differences)):
-            differences = replay.measured_differences(found, Rounding())
-        differences += [*replay.attribute_differences(found, set()), *twin.differences()]
-    largest = largest_difference(replay.expected.tensors(), found.tensors())
+        largest, differences = replay.compare(found, Rounding(), set(), _any_rank)
+        differences += twin.differences()
     return AuditReport(largest, tuple(map(str, differences)), before.attributes.unseen)
 
 

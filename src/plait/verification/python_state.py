@@ -26,9 +26,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 # Attributes of modules that are torch's own: tensors, modules and the mode are followed elsewhere.
-_TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
+TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # Packages whose objects keep nothing that a model goes by, and would be followed for ever.
 _FOREIGN = frozenset([*sys.stdlib_module_names, "torch", "numpy", "plait", "sympy", "safetensors"])
@@ -149,16 +150,33 @@ def state_of(model: nn.Module) -> PythonState:
 
 @contextlib.contextmanager
 def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
-    """Afterwards models, objects and functions hold in Python what they held before, and so do globals."""
+    """Afterwards models, objects and functions hold in Python what they held before, and so do globals.
+
+    Buffers of modules have the values that they had; parameters are not looked at.
+    """
     found: dict[str, Any] = {}
     for name, item in items.items():
         parts = item.named_modules(prefix=name) if isinstance(item, nn.Module) else [(name, item)]
         found |= dict(parts)
     state = PythonState(found)
+    modules = [part for part in found.values() if isinstance(part, nn.Module)]
+    # Scripted modules register theirs elsewhere.
+    registered = [(m._buffers, dict(m._buffers)) for m in modules if isinstance(m._buffers, dict)]
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+    values = [(b, b.detach().clone()) for b in buffers.values() if not isinstance(b, UninitializedBuffer)]
     try:
         yield state
     finally:
         state.restore()
+        for now, held in registered:
+            now.clear()
+            now.update(held)
+        with torch.no_grad():
+            for buffer, before in values:
+                if buffer.shape != before.shape:
+                    buffer.data = before
+                elif not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 def changed(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> list[Name]:
@@ -281,20 +299,24 @@ def _is_foreign(item: Any, packages: Collection[str] = _FOREIGN) -> bool:
 
 def _attributes(module: Any) -> list[str]:
     """The names of a module's own attributes in Python."""
-    return [name for name in getattr(module, "__dict__", ()) if name not in _TORCHS]
+    return [name for name in getattr(module, "__dict__", ()) if name not in TORCHS]
 
 
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of an object, also those that it has no dict for."""
     yield from getattr(value, "__dict__", {}).items()
-    for kind in type(value).__mro__:
-        for name in _as_names(kind.__dict__.get("__slots__", ())):
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                yield name, getattr(value, name)
+    yield from ((name, getattr(value, name)) for name in slots_of_class(type(value)) if hasattr(value, name))
 
 
-def _as_names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
+def slots_of_class(kind: type) -> list[str]:
+    """The names of the attributes that instances have no dict for."""
+    found = []
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            hidden = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -317,8 +339,8 @@ def _generator_state(value: Any) -> Any:
     return None
 
 
-def _restoring(value: Any) -> Callable[[], object] | None:
-    """What puts the content of `value` back; None where it has none that can change."""
+def restoring_numbers(value: Any) -> Callable[[], object] | None:
+    """What puts an array of numpy, or a source of random numbers, back; None where it is neither."""
     if isinstance(value, random.Random):
         state = value.getstate()
         return lambda: value.setstate(state)
@@ -331,9 +353,17 @@ def _restoring(value: Any) -> Callable[[], object] | None:
     if isinstance(value, numpy.random.RandomState):
         legacy = value.get_state()
         return lambda: value.set_state(legacy)
-    if isinstance(value, numpy.ndarray) and value.size <= _MOST_ELEMENTS and value.flags.writeable:
+    if isinstance(value, numpy.ndarray) and value.flags.writeable:
         numbers = value.copy()
         return lambda: numpy.copyto(value, numbers)
+    return None
+
+
+def _restoring(value: Any) -> Callable[[], object] | None:
+    """What puts the content of `value` back; None where it has none that can change."""
+    is_large = isinstance(value, numpy.ndarray) and value.size > _MOST_ELEMENTS
+    if not is_large and (restore := restoring_numbers(value)) is not None:
+        return restore
     if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
         return _refilling(value, dict(value), lambda held: dict.update(value, held))
     if isinstance(value, os._Environ):

@@ -1,17 +1,15 @@
 """Verification of fused trials: what they compute together is what each computes alone."""
 
-from plait.fusion.verify.check import (
-    FEW_SCENES,
-    SCENES,
+from plait.fusion.verify.candidates import (
     TF32_EPS,
-    Rehearsal,
-    Verdict,
-    log_verdict,
-    verify_fused,
+    Candidate,
+    FirstCallCandidate,
+    NothingToCompareError,
+    on_batches,
 )
-from plait.fusion.verify.rehearsals import BatchRehearsal, CallRehearsal, NothingToCompareError
+from plait.fusion.verify.check import FEW_PHASES, PHASES, Verdict, log_verdict, verify_fused
 
 __all__ = [
-    "FEW_SCENES", "SCENES", "TF32_EPS", "BatchRehearsal", "CallRehearsal", "NothingToCompareError",
-    "Rehearsal", "Verdict", "log_verdict", "verify_fused",
+    "FEW_PHASES", "PHASES", "TF32_EPS", "Candidate", "FirstCallCandidate", "NothingToCompareError", "Verdict",
+    "log_verdict", "on_batches", "verify_fused",
 ]  # fmt: skip

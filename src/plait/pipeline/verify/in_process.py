@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,17 @@ from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
-from plait.verification import Observation, RandomState, copied_gradient, observe_outputs
+from plait.verification import (
+    BUFFER,
+    GRADIENT,
+    Observation,
+    RandomState,
+    copied_gradient,
+    first_names,
+    observe_outputs,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class StagedModel:
         choices: Choices,
         fresh: Callable[[], nn.Module] | None = None,
     ) -> None:
-        self.stages = [copied(cut(traced, ids), traced, ids, fresh) for ids in stages]
+        self.stages = [_copied_stage(traced, ids, fresh) for ids in stages]
         self.modules = [stage.module for stage in self.stages]
         on_cpu = all(p.device.type == "cpu" for module in self.modules for p in module.parameters())
         if choices.quick and on_cpu:
@@ -165,11 +175,11 @@ class StagedModel:
 
 
 def observe_staged(
-    staged: StagedModel, model: nn.Module, inputs: Any, target: Any, loss: Loss | None
+    staged: StagedModel, expected: Observation, inputs: Any, target: Any, loss: Loss | None
 ) -> Observation:
-    """What `verification.observe_step` would find of the plain `model`, here found of its stages.
+    """What `verification.observe_step` would find of the plain model, here found of its stages.
 
-    Without a loss it is an evaluation.
+    That is `expected`, where they are right. Without a loss it is an evaluation.
     """
     staged.drop_gradients()
     found: dict[str, Tensor | None] = {}
@@ -180,42 +190,52 @@ def observe_staged(
         found |= observe_outputs(output)
         found["the loss"] = value
         grads = staged.gradients()
-        for name, _ in model.named_parameters():
-            found[f"the gradient of {name}"] = copied_gradient(grads.get(name))
-    for name, buffer in _held_buffers(staged, model).items():
-        found[f"the buffer {name}"] = buffer.detach().clone()
+        for name, _ in staged.model.named_parameters():
+            found[f"{GRADIENT}{name}"] = copied_gradient(grads.get(name))
+    for name, buffer in _held_buffers(staged, expected).items():
+        found[name] = buffer.detach().clone()
     return found
 
 
-def _held_buffers(staged: StagedModel, model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of `model`, by their first names, as the stages have them.
+def _held_buffers(staged: StagedModel, expected: Observation) -> dict[str, Tensor]:
+    """The buffers that are `expected`, as the stages have them.
 
-    Of a buffer in several stages, a copy that differs from the model's. One that no stage holds is as it was
-    before the first step, since nothing in a pipeline changes it.
+    Of a buffer in several stages, a copy that differs from what is expected. One that no stage holds is as it
+    was before the first step, since nothing in a pipeline changes it.
     """
-    first: dict[int, str] = {}
-    names = {n: first.setdefault(id(b), n) for n, b in model.named_buffers(remove_duplicate=False)}
-    known = dict(model.named_buffers())
+    names = first_names(staged.model)
+    known = {name: value for name, value in expected.items() if value is not None and name.startswith(BUFFER)}
     held: dict[str, Tensor] = {}
-    for _, name, buffer in staged.buffers():
-        name = names.get(name, name)
+    for _, path, buffer in staged.buffers():
+        name = f"{BUFFER}{names.get(path, path)}"
         if name in known and (name not in held or torch.equal(held[name], known[name])):
             held[name] = buffer
-    before = dict(staged.model.named_buffers())
+    before = {f"{BUFFER}{name}": buffer for name, buffer in staged.model.named_buffers()}
     return {name: own for name in known if (own := held.get(name, before.get(name))) is not None}
 
 
-def copied(
-    stage: StageModule, traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
-) -> StageModule:
-    """`stage` on a copy of what it holds of the model."""
+def copied(value: T, otherwise: Callable[[], T] | None) -> T:
+    """A copy, to be run and thrown away; what `otherwise` gives where it cannot be copied."""
     try:
-        return replace(stage, module=copy.deepcopy(stage.module))
+        return copy.deepcopy(value)
     except Exception:
-        if fresh is None:
+        if otherwise is None:
             raise
-    constants = {name: tensor.detach().clone() for name, tensor in traced.constants.items()}
-    return cut(replace(traced, model=fresh(), constants=constants), ids)
+        return otherwise()
+
+
+def _copied_stage(
+    traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
+) -> StageModule:
+    """A stage on a copy of what it holds of the model."""
+    stage = cut(traced, ids)
+
+    def anew() -> Any:
+        assert fresh is not None
+        constants = {name: tensor.detach().clone() for name, tensor in traced.constants.items()}
+        return cut(replace(traced, model=fresh(), constants=constants), ids).module
+
+    return replace(stage, module=copied(stage.module, None if fresh is None else anew))
 
 
 def _received(

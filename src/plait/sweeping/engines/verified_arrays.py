@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
-from plait.fusion import FusedModule, fuse
-from plait.fusion.verify import FEW_SCENES, TF32_EPS, Verdict, verify_fused
+from plait.fusion import FusedModule
+from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, Verdict, verify_fused
 from plait.training.batch_streams import next_batches, open_stream
 from plait.training.components import AUTOCAST, Components
 from plait.training.fused.fused_components import TrialInit, fused_loss, losses_alone, losses_of, together
-from plait.training.fused.rounds import Piece, rounds_of
+from plait.training.fused.rounds import rounds_of
 from plait.verification import same_random_numbers
 
 
@@ -29,18 +29,18 @@ def verify_entries(
 
     Two batches of each trial's own data are used, `share` of each: a worker's place and how many there are.
     """
-    return verify_rehearsed(ArrayRehearsal(entries, first_batches(entries, share)), known)
+    return verify_candidate(ArrayCandidate(entries, first_batches(entries, share)), known)
 
 
-def verify_rehearsed(rehearsal: ArrayRehearsal, known: Verdict | None) -> Verdict:
+def verify_candidate(candidate: ArrayCandidate, known: Verdict | None) -> Verdict:
     """What must run trial by trial, beginning with what is `known` of trials of this kind.
 
     Of a kind that is known each trial takes one step and is evaluated once, else twice.
     """
     if known is None:
-        return verify_fused(rehearsal)
-    rehearsal.loss_alone = known.loss_alone
-    verdict = verify_fused(rehearsal, known.unfused, FEW_SCENES)
+        return verify_fused(candidate)
+    candidate.loss_alone = known.loss_alone
+    verdict = verify_fused(candidate, known.unfused, FEW_PHASES)
     return replace(verdict, has_python_state=known.has_python_state or verdict.has_python_state)
 
 
@@ -58,75 +58,52 @@ def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[
     return [[streams[key][number] for key in keys] for number in range(2)]
 
 
-class ArrayRehearsal:
+class ArrayCandidate(Candidate):
     """The trials of an array on the first microbatches of two steps."""
-
-    in_stages = False
 
     def __init__(
         self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]], microbatches: int = 0
     ) -> None:
         self._entries = entries
-        self._batches = batches
-        self._loss = fused_loss([entry.settings for entry in entries])
-        self._count = microbatches or entries[0].settings.accumulate
-        self._pieces = [_first_pieces(step, self._count) for step in batches]
-        self.models = [entry.parts.model for entry in entries]
-        self.seeds = [mix(entry.settings.seed) for entry in entries]
-        self.ages = [entry.age for entry in entries]
+        count = microbatches or entries[0].settings.accumulate
+        self._pieces = [rounds_of(step, count)[0][0] for step in batches]
+        super().__init__(
+            [entry.parts.model for entry in entries],
+            [mix(entry.settings.seed) for entry in entries],
+            [entry.age for entry in entries],
+            coarsest_rounding(entries[0]),
+        )
         self.loss_alone = False
 
-    def some(self, trials: Sequence[int]) -> ArrayRehearsal:
-        """The same for some of the trials."""
-        if len(trials) == len(self._entries):
-            return self
-        entries = [self._entries[trial] for trial in trials]
-        return self._like(entries, [[step[trial] for trial in trials] for step in self._batches])
-
-    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> ArrayRehearsal:
-        made = ArrayRehearsal(entries, batches, self._count)
-        made.loss_alone = self.loss_alone
-        return made
-
-    def prepare(self, trial: int) -> None:
-        """A model begins with the weights it has."""
-
-    @property
-    def step(self) -> float:
-        """The rounding of the coarsest numbers that are computed with."""
-        return coarsest_rounding(self._entries[0])
-
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
-        """The trials in one module."""
-        return [fuse(models, self.seeds, self.ages, unfused, verify=False)]
-
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """The outputs of all trials, trials first, and their losses."""
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
-        contents, counts = self._contents(batch)
+        contents, counts = self._contents(trials, batch)
         parts = self._entries[0].parts
         inputs, target = together(parts, contents, max(counts))
         with padded_rows(whole, counts), parts.autocast():
             outputs = forward(whole, inputs)
-            losses = self._losses(whole, outputs, target, counts)
+            losses = self._losses(whole, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
-    def _contents(self, batch: int) -> tuple[list[Any], list[int]]:
+    def _contents(self, trials: Sequence[int], batch: int) -> tuple[list[Any], list[int]]:
         """What each trial gets, and of how many rows."""
-        pieces = self._pieces[batch]
+        pieces = [self._pieces[batch][trial] for trial in trials]
         return [content for content, _ in pieces], [count for _, count in pieces]
 
-    def _losses(self, fused: FusedModule, outputs: Any, target: Any, counts: Sequence[int]) -> Tensor:
+    def _losses(
+        self, fused: FusedModule, trials: Sequence[int], outputs: Any, target: Any, counts: Sequence[int]
+    ) -> Tensor:
+        entries = [self._entries[trial] for trial in trials]
         if self.loss_alone:
-            return losses_alone(self._entries, outputs, target, counts)
-        return losses_of(fused, self._entries, self._loss, outputs, target, counts)
+            return losses_alone(entries, outputs, target, counts)
+        loss = fused_loss([entry.settings for entry in entries])
+        return losses_of(fused, entries, loss, outputs, target, counts)
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model gives for its own batch, and its loss."""
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
         parts: Components = self._entries[trial].parts
         inputs, target = to_device(self._pieces[batch][trial][0], parts.device, parts.dtype)
         with parts.autocast():
-            outputs = forward(model, inputs)
+            outputs = forward(parts.model, inputs)
             return self._comparable(outputs, batch), parts.loss(outputs, target)
 
     def _comparable(self, outputs: Any, batch: int) -> Any:
@@ -145,7 +122,3 @@ def coarsest_rounding(entry: TrialInit) -> float:
 def padded_rows(fused: FusedModule, counts: Sequence[int]) -> AbstractContextManager[None]:
     """Within, each trial has so many rows of its own; padding after them where they differ."""
     return fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
-
-
-def _first_pieces(batches: Sequence[Batch], accumulate: int) -> list[Piece]:
-    return rounds_of(batches, accumulate)[0][0]

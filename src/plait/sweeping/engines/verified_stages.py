@@ -15,17 +15,17 @@ from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import Verdict
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
-from plait.pipeline.gradient_sync import find_stages
+from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.verify.stages import Checked
+from plait.pipeline.verify.stages import VerifiedStages
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.traced_constants import Values, check_values, plain_values
 from plait.sweeping.engines.verified_arrays import (
-    ArrayRehearsal,
+    ArrayCandidate,
     first_batches,
     padded_rows,
-    verify_rehearsed,
+    verify_candidate,
 )
 from plait.training.engines.pipeline_setup import prepare_pipeline
 from plait.training.fused.fused_components import TrialInit, stacked
@@ -38,7 +38,7 @@ class StagesOfTrials:
     `checked.fine` are the stages in the layers of the plan, from which other workers come to the same.
     """
 
-    checked: Checked
+    checked: VerifiedStages
     layout: PipelineLayout
     values: Values
 
@@ -58,25 +58,15 @@ def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify:
         raise
     except InputError as failure:
         raise JobError(f"parallel.plan: {failure}") from None
-    check_ties(checked.traced, layout)
+    check_untied(checked.traced, layout, "which arrays in stages cannot sum")
     return StagesOfTrials(checked, layout, values)
-
-
-def check_ties(traced: TracedModel, layout: PipelineLayout) -> None:
-    """Refuse weights that several stages use."""
-    for name, stages in find_stages(traced, layout).items():
-        if len(stages) > 1:
-            raise JobError(
-                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which arrays in "
-                f"stages cannot sum; use a plan that keeps its layers in one stage, or --replicas"
-            )
 
 
 def verify_stages(
     entries: Sequence[TrialInit], stages: StagesOfTrials, known: Verdict | None = None
 ) -> Verdict:
     """What must run trial by trial for these trials to train together, in stages, as they do alone."""
-    return verify_rehearsed(StagedRehearsal(entries, stages, first_batches(entries, (0, 1))), known)
+    return verify_candidate(StagedCandidate(entries, stages, first_batches(entries, (0, 1))), known)
 
 
 def of_stage(verdict: Verdict, module: nn.Module) -> Verdict:
@@ -85,7 +75,7 @@ def of_stage(verdict: Verdict, module: nn.Module) -> Verdict:
     return replace(verdict, unfused={name: why for name, why in verdict.unfused.items() if name in names})
 
 
-class StagedRehearsal(ArrayRehearsal):
+class StagedCandidate(ArrayCandidate):
     """The trials of an array in stages, all of them in this process, on the first microbatches of two steps.
 
     Later stages go on with the draws of those before, as a model alone does; in training each has streams of
@@ -105,26 +95,20 @@ class StagedRehearsal(ArrayRehearsal):
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
         self._cut: list[StageModule] = []
 
-    def _like(self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]]) -> StagedRehearsal:
-        made = StagedRehearsal(entries, self._stages, batches)
-        made.loss_alone = self.loss_alone
-        return made
-
-    def fuse(self, models: Sequence[nn.Module], unfused: Mapping[str, str]) -> list[FusedModule]:
-        """The trials in one module for each stage."""
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> list[FusedModule]:
         for entry in self._entries:
             check_values(self._traced, self._stages.values, plain_values(entry.parts.model))
         fused, self._cut = [], []
         for layers in self._stages.layout.stages:
-            own = [cut(replace(self._traced, model=model), layers) for model in models]
+            own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
             kept = of_stage(Verdict(unfused), own[0].module).unfused
-            fused.append(fuse([stage.module for stage in own], self.seeds, self.ages, kept, verify=False))
+            seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
+            fused.append(fuse([stage.module for stage in own], seeds, ages, kept, verify=False))
             self._cut.append(own[0])
         return fused
 
-    def together(self, fused: Sequence[FusedModule], batch: int) -> tuple[Any, Tensor]:
-        """The outputs of all trials, trials first, and their losses."""
-        contents, counts = self._contents(batch)
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        contents, counts = self._contents(trials, batch)
         inputs, target = stacked(self._entries[0].parts, contents, max(counts))
         training = fused[0].training
         traced = self._traced if training else self._evaluated
@@ -137,7 +121,7 @@ class StagedRehearsal(ArrayRehearsal):
             draws, one.draws_before = one.draws, 0
         outputs = traced.rebuild_output([values[name] for name in traced.outputs])
         with padded_rows(fused[-1], counts), self._entries[0].parts.autocast():
-            losses = self._losses(fused[-1], outputs, target, counts)
+            losses = self._losses(fused[-1], trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
     def _run(
@@ -156,11 +140,10 @@ class StagedRehearsal(ArrayRehearsal):
             outcome = fused(*(received[value.name] for value in own))
         return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
 
-    def alone(self, model: nn.Module, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model gives for its own batch, and its loss."""
-        if not model.training and self._traced.no_evaluation is not None:
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
+        if not self.models[trial].training and self._traced.no_evaluation is not None:
             raise TraceError(self._traced.no_evaluation)  # then it is never evaluated in stages
-        return super().alone(model, trial, batch)
+        return super().alone(trial, batch)
 
 
 def _received(tensor: Tensor, name: str, route: StageEdge) -> Tensor:

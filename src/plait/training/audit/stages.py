@@ -29,7 +29,7 @@ from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.run import Run
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
-from plait.verification.audit import ObservedStep, Replay, largest_difference
+from plait.verification.audit import ObservedStep, Replay
 from plait.verification.compare import Difference, Noise, find_differences
 from plait.verification.observe import unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
@@ -290,13 +290,9 @@ class AuditedStages:
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
             replay = Replay(plain, self._before, parts, self._finish, is_first=run.trial.step == 0)
-            found = replay.complete(found)
-            differences = replay.differences(found, record.rounding)
-            if differences:
-                differences = replay.measured_differences(found, record.rounding)
-            differences += replay.attribute_differences(found, record.harmless)
+            largest, differences = replay.compare(found, record.rounding, record.harmless)
             differences += self._update_differences(plain, found, after)
-        return largest_difference(replay.expected.tensors(), found.tensors()), differences
+        return largest, differences
 
     def _finish(self, loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         """Take the loss scale out and clip, unless each update has."""

@@ -33,7 +33,6 @@ from plait.verification.audit import (
     ObservedStep,
     Replay,
     changed_tensors,
-    largest_difference,
     sum_over_workers,
 )
 from plait.verification.compare import Difference
@@ -114,14 +113,11 @@ class AuditedStep:
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)
-            found = replay.complete(found)
-            differences = replay.differences(found, record.rounding)
-            largest = largest_difference(replay.expected.tensors(), found.tensors())
-            others = self._gather([bool(differences), self._checksum()])
-            if any(differs for differs, _ in others):
-                differences = replay.measured_differences(found, record.rounding)
-            differences += [*replay.attribute_differences(found, record.harmless), *update]
-        if len({checksum for _, checksum in others}) > 1:
+            largest, differences = replay.compare(
+                found, record.rounding, record.harmless, lambda differs: any(self._gather(differs))
+            )
+            differences += update
+        if len(set(self._gather(self._checksum()))) > 1:
             differences += unlike_replicas(self._live.parameters())
         after = time.perf_counter() - started
         self._run.metrics.leave_out(after)

@@ -16,6 +16,7 @@ from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
+from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import pieces_of
 from plait.planner.schedules.operations import Update
@@ -26,7 +27,7 @@ from plait.sync.averaging.whole_state import rest_of_state
 from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together
-from plait.training.engines.replica_layout import check_ties, replica_layouts
+from plait.training.engines.replica_layout import replica_layouts
 from plait.training.evaluate import sums_of
 from plait.training.optimizers.lr_schedule import set_lr
 
@@ -89,7 +90,7 @@ class PipelineReplica:
             worker, settings, parts, self.pipeline_layout, folder
         )
         traced = self.checked.traced
-        check_ties(traced, self.pipeline_layout)
+        check_untied(traced, self.pipeline_layout, "which average apart from each other under this sync")
         self._channels, self.pipeline = open_pipeline(
             worker, settings, parts, traced, self.pipeline_layout, hosts
         )

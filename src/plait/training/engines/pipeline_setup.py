@@ -27,7 +27,7 @@ from plait.pipeline.gradient_sync import find_holders, find_stages
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.stages import Checked, Example, prepare_stages
+from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
@@ -81,7 +81,7 @@ def _examples(settings: TrainSettings, parts: Components, few: int) -> list[tupl
 
 def prepare_pipeline(
     settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout, verify: bool
-) -> tuple[Checked, PipelineLayout]:
+) -> tuple[VerifiedStages, PipelineLayout]:
     """The model in whole modules wherever the layout does not cut through them, verified if asked."""
     traced = trace_parts(settings, parts, evaluation=False)
     _check_layers(settings, traced, pipeline_layout)
@@ -137,7 +137,7 @@ def prepare_together(
     parts: Components,
     pipeline_layout: PipelineLayout,
     folder: RunDir | None,
-) -> tuple[Checked, PipelineLayout]:
+) -> tuple[VerifiedStages, PipelineLayout]:
     """As `prepare_pipeline`, verified by rank 0 for all; all workers call it together.
 
     A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
@@ -327,7 +327,7 @@ def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) 
     return replace(state, model=whole, optimizer=optimizer)
 
 
-def report_verification(recorder: MetricsLogger, found: Checked) -> None:
+def report_verification(recorder: MetricsLogger, found: VerifiedStages) -> None:
     """Write down what the verification of a pipeline came to."""
     for note in found.notes:
         recorder.warn(f"verify: {note}")

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.core.errors import JobError
-from plait.pipeline.gradient_sync import find_holders
 from plait.pipeline.layout import PipelineLayout
-from plait.profiler.traced import TracedModel
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import FAULT_TOLERANT, read_options
@@ -63,14 +61,3 @@ def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> 
             f"leave it out, or use sync: all-reduce"
         )
     read_options(kind, settings.sync.options, len(replica_layouts(pipeline_layout)))
-
-
-def check_ties(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
-    """Refuse parameters that two stages share: their averages would go apart."""
-    for name, workers in find_holders(traced, pipeline_layout).items():
-        if len(workers) > 1:
-            raise JobError(
-                f"parallel.sync: parameter {name!r} is tied between stages on workers {workers}, which "
-                f"average apart from each other; cut the model so that one stage holds it, or use "
-                f"sync: all-reduce"
-            )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,10 +16,9 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from plait.fusion.describe import slots_of_class
-from plait.fusion.dispatch.tensor import TrialTensor
+from plait.verification.python_state import restoring_numbers, slots_of_class
 
 # A model that refers to more objects than this keeps those that are further away as they become.
 _MOST = 200_000
@@ -28,13 +26,13 @@ _LEFT_ALONE = (type, types.ModuleType, logging.Logger, logging.Handler, str, byt
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[None]:
-    """Within, `model` may run and change: its tensors are copies; afterwards all of it is as before.
+def borrowed(*items: Any) -> Iterator[None]:
+    """Within, a model and its loss may run and change: their tensors are copies; afterwards all is as before.
 
-    That is its tensors, their gradients, and what its attributes hold, as far as Python objects lead.
+    That is tensors, their gradients, and what attributes hold, as far as Python objects lead.
     """
     taken = _Taken()
-    taken.take(model)
+    taken.take(items)
     try:
         yield
     finally:
@@ -54,8 +52,8 @@ class _Taken:
                 back()
 
     @torch.no_grad()
-    def take(self, model: nn.Module) -> None:
-        waiting: list[Any] = [model]
+    def take(self, items: tuple[Any, ...]) -> None:
+        waiting: list[Any] = list(items)
         while waiting and len(self._seen) < _MOST:
             value = waiting.pop()
             if id(value) not in self._seen and not isinstance(value, _LEFT_ALONE):
@@ -65,15 +63,16 @@ class _Taken:
 
     def _take(self, value: Any) -> list[Any]:
         """Note how `value` is put back; what it refers to."""
-        if isinstance(value, TrialTensor):
-            return [value.stacked]
         if isinstance(value, Tensor):
+            if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # one around others
+                return [held for held in vars(value).values() if isinstance(held, Tensor)]
             self._take_tensor(value)
             return []
-        if (found := self._take_container(value)) is not None:
-            return found
-        if self._take_generator(value):
+        if (restore := restoring_numbers(value)) is not None:
+            self._back.append(restore)
             return []
+        if (held := self._take_container(value)) is not None:
+            return held
         if isinstance(value, types.FunctionType):
             return self._take_function(value)
         if isinstance(value, types.MethodType):
@@ -108,39 +107,16 @@ class _Taken:
             items = dict(value)
             self._back += [functools.partial(value.update, items), value.clear]
             return [*items.values(), *(vars(value).values() if hasattr(value, "__dict__") else ())]
-        if isinstance(value, (list, deque)):
-            parts = list(value)
-            self._back += [functools.partial(value.extend, parts), value.clear]
-            return parts
-        if isinstance(value, set):
-            members = set(value)
-            self._back += [functools.partial(value.update, members), value.clear]
-            return list(members)
-        if isinstance(value, (numpy.ndarray, bytearray)):
+        if isinstance(value, (list, deque, set)):
+            members = list(value)
+            fill: Any = value.update if isinstance(value, set) else value.extend
+            self._back += [functools.partial(fill, members), value.clear]
+            return members
+        if isinstance(value, bytearray):
             content = value.copy()
-            everything: Any = ... if isinstance(value, numpy.ndarray) else slice(None)
-            self._back.append(lambda: value.__setitem__(everything, content))
+            self._back.append(lambda: value.__setitem__(slice(None), content))
             return []
-        return None
-
-    def _take_generator(self, value: Any) -> bool:
-        """Note how a source of random numbers is put back, where it is one."""
-        state: Any
-        if isinstance(value, torch.Generator):
-            state = value.get_state()
-            self._back.append(lambda: value.set_state(state))
-        elif isinstance(value, random.Random):
-            state = value.getstate()
-            self._back.append(lambda: value.setstate(state))
-        elif isinstance(value, numpy.random.Generator):
-            state = value.bit_generator.state
-            self._back.append(lambda: setattr(value.bit_generator, "state", state))
-        elif isinstance(value, numpy.random.RandomState):
-            state = value.get_state()
-            self._back.append(lambda: value.set_state(state))
-        else:
-            return False
-        return True
+        return [] if isinstance(value, numpy.ndarray) else None
 
     def _take_function(self, function: types.FunctionType) -> list[Any]:
         found: list[Any] = [function.__defaults__, function.__kwdefaults__, function.__dict__]

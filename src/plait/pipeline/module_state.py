@@ -9,12 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from plait.verification.python_state import PythonState
+from plait.verification.python_state import TORCHS, PythonState
 
 # Up to this many numbers a buffer is copied whether or not it has ever been written.
 COPIED_ELEMENTS = 1 << 18
-# Attributes of modules that are torch's own.
-_TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class ModuleMemory:
     def capture(self, copies: bool = True) -> Remembered:
         """What there is now; without `copies` the buffers themselves, which nobody may write to meanwhile."""
         attributes = [
-            (module, {name: value for name, value in module.__dict__.items() if name not in _TORCHS})
+            (module, {name: value for name, value in module.__dict__.items() if name not in TORCHS})
             for module in self._modules
         ]
         tensors = []
@@ -89,7 +87,7 @@ class ModuleMemory:
         if remembered.deep is not None:
             remembered.deep.restore()
         for module, attributes in remembered.attributes:
-            for name in [name for name in module.__dict__ if name not in _TORCHS]:
+            for name in [name for name in module.__dict__ if name not in TORCHS]:
                 if name not in attributes:
                     del module.__dict__[name]
             module.__dict__.update(attributes)

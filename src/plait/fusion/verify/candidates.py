@@ -1,0 +1,212 @@
+"""How trials run, together and alone: on batches that are given, or on the arguments of a first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.fusion.check import check_models
+from plait.fusion.errors import FusionError
+from plait.fusion.module import FusedModule
+from plait.fusion.shared import Shared
+
+# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is configured otherwise.
+TF32_EPS = 2.0**-10
+
+
+class NothingToCompareError(FusionError):
+    """What a model returns holds nothing that can be seen."""
+
+
+class Candidate:
+    """Trials to be fused, and how some of them run on their batches, 0 and 1: together and alone.
+
+    `models` are the plain models, as whoever makes them made them; they stay as they are. `rounding` is that
+    of the coarsest numbers which are computed with. `in_stages` says that trials are cut, so that the fused
+    form opens some of the modules, and `loss_alone` that losses are computed trial by trial; verification
+    sets it where they must be.
+    """
+
+    in_stages = False
+    loss_alone = True
+
+    def __init__(
+        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], rounding: float
+    ) -> None:
+        self.models, self.seeds, self.ages, self.rounding = models, seeds, ages, rounding
+
+    def prepare(self, trial: int) -> None:
+        """Give the model of a trial, which is borrowed, the weights it begins with, where not its own."""
+
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        """Some trials fused as they are to be trained: in one module, or in one for each stage."""
+        check_models([self.models[trial] for trial in trials])
+        return [self._module(trials, unfused)]
+
+    def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
+        seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
+        return FusedModule([self.models[trial] for trial in trials], seeds, ages, unfused)
+
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        """The outputs of all trials that are fused, trials first, and their losses."""
+        raise NotImplementedError
+
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
+        """What one trial's plain model gives for its own batch, and its loss."""
+        raise NotImplementedError
+
+
+class CallCandidate(Candidate):
+    """Trials on two calls of their fused module, given by the arguments.
+
+    The loss is a weighting of all that a call returns.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        seeds: Sequence[int],
+        ages: Sequence[int],
+        rounding: float,
+        calls: Sequence[tuple[Any, Any]],
+        function: Callable[..., Any] = lambda model, *args, **kwargs: model(*args, **kwargs),
+    ) -> None:
+        super().__init__(models, seeds, ages, rounding)
+        self._calls, self._function = calls, function
+
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        (whole,) = fused
+
+        def given(x: Any) -> Any:
+            if isinstance(x, Shared):
+                return Shared(_leaf(x.tensor))
+            return _leaf(x, torch.tensor(trials, device=x.device)) if isinstance(x, Tensor) else x
+
+        args, kwargs = pytree.tree_map(given, self._calls[batch])
+        outputs = whole.call(self._function, *args, **kwargs)
+        each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
+        return outputs, torch.stack([_total(own) for own in each])
+
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
+        def given(x: Any) -> Any:
+            if isinstance(x, Shared):
+                return _leaf(x.tensor)
+            return _leaf(x, trial) if isinstance(x, Tensor) else x
+
+        args, kwargs = pytree.tree_map(given, self._calls[batch])
+        outputs = self._function(self.models[trial], *args, **kwargs)
+        return outputs, _total(outputs)
+
+
+class FirstCallCandidate(CallCandidate):
+    """Trials on the arguments of a fused module's call, with the weights that it has now.
+
+    Both batches are those arguments: others might be none that the models take.
+    """
+
+    def __init__(
+        self,
+        fused: FusedModule,
+        models: Sequence[nn.Module],
+        function: Callable[..., Any],
+        arguments: tuple[Any, Any],
+    ) -> None:
+        seeds, ages, rounding = fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module)
+        super().__init__(models, seeds, ages, rounding, [arguments] * 2, function)
+        self._fused = fused
+
+    def prepare(self, trial: int) -> None:
+        _follow(self.models[trial], self._fused.module, lambda x: x.detach()[trial].clone())
+
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+        device = self._fused.seeds.device
+        made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
+        _follow(made.module, self._fused.module, lambda x: x.detach()[index])
+        return [made]
+
+
+def on_batches(
+    models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]
+) -> Candidate:
+    """Trials on batches that plain models take: a tensor, a tuple of them, or named ones.
+
+    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
+    are not of one shape, a copy with numbers that are a little smaller.
+    """
+    if not batches:
+        raise FusionError("fuse: verify found no batches, expected one or more that the models take")
+    given = [_arguments(batch) for batch in batches]
+    tensors = [[x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)] for batch in given]
+    are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1
+
+    def own(trial: int) -> list[Any]:
+        chosen = given[((trial if are_alike else 0) + 1) % len(given)]
+        factor = 1.0 if are_alike else 1.0 - 0.01 * trial
+        leaves = pytree.tree_leaves(chosen)
+        return [x * factor if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+
+    each = zip(*(own(trial) for trial in range(len(models))))
+    stacked = [torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in each]
+    second = pytree.tree_unflatten(stacked, pytree.tree_structure(given[1 % len(given)]))
+    calls = [pytree.tree_map_only(Tensor, Shared, given[0]), second]
+    return CallCandidate(models, seeds, ages, _rounding_of(models[0]), calls)
+
+
+def _leaf(tensor: Tensor, index: Any = None) -> Tensor:
+    """A tensor, or a part of it, in memory of its own."""
+    part = tensor.detach() if index is None else tensor.detach()[index]
+    return part.clone().requires_grad_(tensor.requires_grad)
+
+
+def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
+    """Give `model` the tensors that `pick` takes of the fused ones, their modes and what is frozen."""
+    parts, own = dict(fused.named_modules()), dict(model.named_modules())
+    for path, part in own.items():
+        if path in parts:
+            part.training = parts[path].training
+    for kind in ("named_parameters", "named_buffers"):
+        tensors = dict(getattr(fused, kind)(remove_duplicate=False))
+        for name, tensor in getattr(model, kind)():
+            if name in tensors:
+                tensor.data = pick(tensors[name])
+                if tensor.requires_grad != tensors[name].requires_grad:
+                    tensor.requires_grad_(tensors[name].requires_grad)
+
+
+def _rounding_of(model: nn.Module) -> float:
+    """How coarsely numbers are rounded beyond their own type: by autocast, or by products in TF32."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if torch.is_autocast_enabled(device):
+        return torch.finfo(torch.get_autocast_dtype(device)).eps
+    on_gpu = any(p.is_cuda and p.dtype == torch.float32 for p in model.parameters())
+    return TF32_EPS if on_gpu else 0.0
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def _total(outputs: Any) -> Tensor:
+    """Something to differentiate: a fixed weighting of all numbers that a model returned."""
+    tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+    parts = [
+        (x * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)).sum()
+        for x in tensors
+    ]
+    if not parts:
+        raise NothingToCompareError(
+            f"verify: the model returns {_kind(outputs)}, in which no tensors of numbers are seen; return a "
+            f"tensor, a tuple, a dict or a named tuple of tensors"
+        )
+    return torch.stack([part.to(parts[0]) for part in parts]).sum()
+
+
+def _kind(outputs: Any) -> str:
+    return "nothing" if outputs is None else f"a {type(outputs).__name__}"
