@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.comm.rendezvous import Rendezvous
+from plait.launch.membership import fixed_memberships
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
@@ -60,10 +61,10 @@ class LoneWorker:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = self.local_rank = self.id = rank
         self.world_size = world_size
-        self.memberships = None
         self.host = "localhost"
         self.timeout_s = 60.0
         self.hosts = (self.host,) * world_size
+        self.memberships = fixed_memberships(rank, self.hosts)
 
     @property
     def rendezvous(self) -> Rendezvous:

@@ -27,8 +27,9 @@ from plait.core.events import Recorded, read
 from plait.core.files import write_output, write_picture
 from plait.core.names import resolve
 from plait.launch.display import Silent
+from plait.launch.messages import Launch
 from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Launch, Supervisor
+from plait.launch.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 

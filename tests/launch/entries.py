@@ -126,3 +126,25 @@ def go_on_without(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
     if worker.rank == 0:
         time.sleep(settings["longer_s"])
     return {"rank": worker.rank}
+
+
+def coordinate(process: Any, settings: dict[str, Any]) -> str:
+    """Doubles numbers until all workers have ended, or fails in that way."""
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if settings.get("how") == "refuse":
+            raise InputError("--over: found nothing")
+        if settings.get("how") == "raise":
+            os._exit(7)
+        return {"twice": 2 * question["number"], "text": question["text"]}
+
+    process.serve(answer, lambda membership: None)
+    return f"for {len(process.membership.members)} workers"
+
+
+def ask(worker: Any, settings: dict[str, Any]) -> list[int]:
+    # More than the socket to the coordinator or to the worker takes at once.
+    text = "x" * (1 << 20)
+    answers = [worker.ask({"number": number, "text": text}) for number in range(worker.rank, 6)]
+    assert all(each["text"] == text for each in answers)
+    return [each["twice"] for each in answers]

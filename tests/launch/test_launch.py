@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from plait.core.errors import InputError, LaunchError
+from plait.launch.messages import COORDINATOR
 from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
@@ -62,6 +63,27 @@ def test_one_workers_failure_ends_all_and_names_the_cause(how, message, status, 
     assert (caught.value.rank, caught.value.exit_status) == (1, status)
     assert caught.value.traceback.count("Traceback") == (1 if how == "raise" else 0)
     assert not any("Traceback" in line for line in memory.lines)
+
+
+@pytest.mark.parametrize("hosts", [(Host("localhost", 2),), (Host("localhost", 1), Host("other", 1))])
+def test_the_coordinator_answers_each_worker_and_its_result_comes_last(hosts, tmp_path: Path):
+    shell = "env PLAIT_HOST={host}"
+    changes = {"hosts": hosts, "shell": shell, "nic": "lo"} if len(hosts) > 1 else {"hosts": hosts}
+    results = launch_entry("ask", tmp_path, Memory(), coordinator="entries:coordinate", **changes)
+    assert results == {COORDINATOR: "for 2 workers", 0: [0, 2, 4, 6, 8, 10], 1: [2, 4, 6, 8, 10]}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "the coordinator on localhost failed: ended with status 7"),
+        ("refuse", "--over: found nothing"),
+    ],
+)
+def test_a_coordinator_that_fails_or_refuses_ends_the_job(how, message, tmp_path: Path):
+    with pytest.raises(WorkerError) as caught:
+        launch_entry("ask", tmp_path, Memory(), settings={"how": how}, coordinator="entries:coordinate")
+    assert str(caught.value).splitlines()[0] == message
 
 
 def test_a_stop_that_comes_before_the_workers_were_reported_reaches_them(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def states(**signs: Any) -> list[RankState]:
         elif isinstance(sign, float):
             state.silent_s = sign
         else:
-            state.failure = vars(describe_failure(state.rank, "here", sign))
+            state.failure = describe_failure(state.rank, "here", sign)
             state.status = 1
     return made
 
@@ -87,7 +88,7 @@ def test_what_messages_say_changes_nothing(signs: dict[str, Any], named: int, _:
     assert find_cause(known).rank == named
     for state in known:
         if state.failure is not None:
-            state.failure = {**state.failure, "summary": words, "traceback": words}
+            state.failure = replace(state.failure, summary=words, traceback=words)
     assert find_cause(known).rank == named
     assert is_conclusive(known) == is_conclusive(states(**signs))
 

@@ -37,7 +37,7 @@ def most_copies(pipeline_layout, stage):
     last = max(place for place, op in enumerate(ops) if isinstance(op, Forward))
     # Behind the last forward gradients take the place of microbatches, which become fewer.
     for op in ops[: last + 1]:
-        gradients = tied.pending_rounds
+        gradients = len(tied._rounds)
         if isinstance(op, Forward):
             used[op.microbatch] = tied.bring(op, work)
             tied.versions.use(used[op.microbatch])

@@ -61,9 +61,6 @@ def test_every_layer_but_the_input_is_in_exactly_one_stage():
     plan = make_plan(vgg(), machines(4, 1e9))
     layers = [layer for stage in plan.stages for layer in stage.layers]
     assert sorted(layers) == sorted(node.id for node in vgg().nodes if node.description != "Input")
-    stage_of = {layer: number for number, stage in enumerate(plan.stages) for layer in stage.layers}
-    document = pipedream.read(PROFILES / "vgg16.txt").with_stages(stage_of)
-    assert pipedream.parse(str(document)).stages() == stage_of
 
 
 def test_the_gains_are_over_what_the_plain_plans_take():

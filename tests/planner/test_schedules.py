@@ -20,8 +20,6 @@ from plait.planner.schedules.operations import (
     BackwardWeight,
     Forward,
     Update,
-    peer_before,
-    peer_behind,
 )
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
@@ -32,6 +30,17 @@ from support.plans import straight_layout
 replicated = st.lists(st.integers(1, 4), min_size=1, max_size=16).map(straight_layout)
 microbatches = st.integers(1, 64)
 PLAIN = [kind for kind in Schedule if kind is not Schedule.INTERLEAVED]
+
+
+def peer_before(layout: Layout, op: Forward) -> int | None:
+    """Whom a forward receives from; None where the loader feeds the stage."""
+    return layout.worker(op.stage - 1, op.microbatch) if op.stage > 0 else None
+
+
+def peer_behind(layout: Layout, op: Backward | BackwardInput) -> int | None:
+    """Whom a backward receives from; None where the loss does."""
+    last = len(layout.stages) - 1
+    return layout.worker(op.stage + 1, op.microbatch) if op.stage < last else None
 
 
 def messages_per_channel(schedule: Schedule, layout: Layout, depths: Mapping[int, int] | None = None) -> int:

@@ -166,7 +166,11 @@ def test_the_shape_of_a_value_is_known_before_it_is_made() -> None:
     inputs = (torch.zeros(6, 9, dtype=torch.long), torch.ones(6, dtype=torch.long))
     ids = [layer.id for layer in traced.layers]
     stage = cut(traced, ids[: ids.index("head")])
-    sizes = traced.sizes_of(inputs)
+    sizes = {
+        symbol: size
+        for name, tensor in zip(traced.inputs, inputs, strict=True)
+        for symbol, size in zip(traced.value(name).shape, tensor.shape, strict=True)
+    }
     shapes = [
         tuple(size if isinstance(size, int) else int(size.subs(sizes)) for size in value.shape)
         for value in stage.outputs

@@ -300,6 +300,7 @@ def test_a_job_is_read_from_a_path_or_its_name(tmp_path: Path, monkeypatch: pyte
         ("name: &a [" + "1, " * 300 + "]\nx: &b [" + "*a, " * 300 + "]\n", "too many values"),
         ("x" * 2_000_000, "larger than 1 MB"),
         ("name: a\nname: b\n", "name: given twice"),
+        ('name: "\\ud83d"', "name: found '\\ud83d', which is no text in Unicode"),
         ("- 1", "found a list, expected keys such as name, model and data"),
         ("", "found nothing, expected keys"),
     ],

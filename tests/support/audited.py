@@ -16,12 +16,15 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from plait.data.batches import seed_all
+from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
 from plait.pipeline.gradient_sync import GradientReducer
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training import components
 from plait.training.audit.record import DifferenceError
+from plait.training.components import Components
 from plait.training.run import Run
 from plait.training.worker import make_loop
 from support.training import PlainWorker
@@ -248,11 +251,16 @@ def use_model(run: Run) -> None:
     run.parts.model(torch.zeros(4, 64, dtype=torch.float64))
 
 
+def seed_apart(parts: Components, seed: int, step: int, rank: int) -> None:
+    """Each worker goes on with random numbers of its own in the update."""
+    seed_all(mix(seed, step, rank))
+
+
 # What is put in the place of a part of an engine, which is then wrong.
 BROKEN: dict[str, tuple[str, Any]] = {
     "flags alone": ("plait.training.evaluate.evaluation_mode", flags_alone),
     "rates anew": ("plait.training.components.set_lr", rates_anew),
-    "a seed for each worker": ("plait.training.engines.train_step.seed_all", lambda seed: None),
+    "a seed for each worker": ("plait.training.components.Components.seed_step", seed_apart),
     "later parts are lost": ("plait.sync.allreduce.buckets.AllReduce._take", take_first),
     "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
     "a model that was used": ("plait.training.run_loop.check_loss", use_model),

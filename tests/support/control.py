@@ -11,6 +11,7 @@ from pathlib import Path
 from plait.launch.control import serving
 from plait.launch.elastic import ControlRequest, ElasticWorkers
 from plait.launch.membership import Membership
+from plait.launch.messages import JoinReport
 from plait.launch.roster import Roster, Start
 from plait.launch.run_dir import RunDir
 from plait.schema.hosts import Host
@@ -54,7 +55,7 @@ def endpoint(path: Path) -> Iterator[RunDir]:
         Roster((Host("w0", 2), Host("w1", 0)), [2, 2], ElasticRules(1, 4)), NoProcesses(), lambda _: None
     )
     for member in (0, 1):
-        workers.take({"joined": {"rank": member, "version": 1}})
+        workers.take(JoinReport(member, 1))
     requests: queue.SimpleQueue[ControlRequest | None] = queue.SimpleQueue()
 
     def answer() -> None:

@@ -17,6 +17,7 @@ from plait.adapt.changes import BatchSizeChange, ChangeRequest, WorkersChange
 from plait.comm.store import StoreServer
 from plait.core.errors import LostPeer, PeerError
 from plait.launch.membership import Membership, Memberships
+from plait.launch.messages import BreakReport, JobMessage, WorkerOrder
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker
 from plait.schema.settings import TrainSettings
@@ -51,12 +52,12 @@ class ScriptedAgent:
         # Nobody is lost while others leave.
         self.memberships.dismiss()
         self.stop_requested = False
-        self.said: list[dict[str, Any]] = []
+        self.said: list[JobMessage] = []
         self._after_loss = after_loss
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: JobMessage) -> None:
         self.said.append(message)
-        if "broken" in message:
+        if isinstance(message, BreakReport):
             assert self._after_loss is not None
             self.memberships.put(self._after_loss)
 
@@ -82,19 +83,20 @@ def elastic_worker(rank: int, versions: Versions, store: str, agent: ScriptedAge
     """The worker of that number: of the first version, or one that joins with the first that it is in."""
     numbers = [n for n, (_, members) in enumerate(versions, 1) if rank in members]
     first = membership(numbers[0], versions[numbers[0] - 1][1])
-    place = {
-        "rank": rank,
-        "host": "here",
-        "local_rank": rank,
-        "timeout_s": 30.0,
-        "secret": SECRET.hex(),
-        "address": "127.0.0.1",
-        "store": store,
-        "membership": vars(first) if numbers[0] == 1 else None,
-    }
+    order = WorkerOrder(
+        rank=rank,
+        host="here",
+        local_rank=rank,
+        membership=first if numbers[0] == 1 else None,
+        elastic=True,
+        store=store,
+        secret=SECRET.hex(),
+        address="127.0.0.1",
+        timeout_s=30.0,
+    )
     if numbers[0] > 1:
         agent.memberships.put(first)
-    return LaunchedWorker(place, agent)  # type: ignore[arg-type]
+    return LaunchedWorker(order, agent)  # type: ignore[arg-type]
 
 
 def train_elastic(
@@ -120,7 +122,6 @@ def train_elastic(
     join_members(worker, settings)
     parts = components.build(settings, torch.device("cpu"))
     run = Run(worker, settings, parts, RunDir(folder))
-    assert worker.memberships is not None
     table = Announcements(worker.memberships, versions)
     if settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
@@ -136,7 +137,7 @@ def train_elastic(
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},
-        "said": [next(iter(message)) for message in agent.said],
+        "said": [type(message).__name__ for message in agent.said],
     }
 
 

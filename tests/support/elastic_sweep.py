@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,10 +21,12 @@ from torch import nn
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.launch.membership import Membership, Memberships
+from plait.launch.messages import CoordinatorAnswer, CoordinatorQuestion, JobMessage, JoinReport, WorkerOrder
 from plait.launch.worker import LaunchedWorker
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.settings import SweepSettings
 from support.averaging import open_store
+from support.coordinating import AnsweringThread, ask_over, make_coordinator
 from support.meeting import SECRET
 from support.world import run_ranks
 
@@ -54,35 +56,33 @@ class ScriptedSweepAgent:
     """
 
     def __init__(
-        self, worker: int, store: dist.Store, first: tuple[int, ...], script: Sequence[Change]
+        self,
+        worker: int,
+        store: dist.Store,
+        questions: dist.Store,
+        first: tuple[int, ...],
+        script: Sequence[Change],
     ) -> None:
         self.memberships = Memberships(worker)
         # Nobody is lost here between a change and the end of those that leave.
         self.memberships.dismiss()
         self.store = store
+        self.questions = questions
         self._worker = worker
         self._script = list(script)
         self._is_stopped = False
         self._calls = 0
-        self._versions = self._list_versions(first)
+        self._versions = list_versions(first, script)
         threading.Thread(target=self._follow, daemon=True).start()
-
-    def _list_versions(self, first: tuple[int, ...]) -> dict[int, Membership]:
-        lost: tuple[int, ...] = ()
-        found = {1: _membership(1, first, lost)}
-        for version, change in enumerate(self._script, 2):
-            lost += (change.worker,) if change.lost else ()
-            found[version] = _membership(version, change.members, lost)
-        return found
 
     @property
     def first(self) -> Membership:
         """The first version that this worker is a member of."""
         return next(each for each in self._versions.values() if self._worker in each.members)
 
-    def send(self, **message: Any) -> None:
-        if "joined" in message:
-            self.store.set(f"test/joined/{message['joined']['version']}/{self._worker}", "")
+    def send(self, message: JobMessage) -> None:
+        if isinstance(message, JoinReport):
+            self.store.set(f"test/joined/{message.version}/{self._worker}", "")
 
     @property
     def stop_requested(self) -> bool:
@@ -109,14 +109,36 @@ class ScriptedSweepAgent:
         while self.memberships.latest().version < version:
             time.sleep(0.001)
 
+    def ask(self, question: CoordinatorQuestion) -> CoordinatorAnswer:
+        return CoordinatorAnswer(question.rank, ask_over(self.questions, question.content))
+
     def _follow(self) -> None:
         for version, change in enumerate(self._script, 2):
-            self.store.wait([f"test/version/{version}"], DEADLINE)
-            if change.lost:
-                _wait_until_dead(int(self.store.get(f"test/version/{version}")))
+            self.store.wait([f"test/followed/{version}"], DEADLINE)
             if version >= self.first.version:
                 self.memberships.put(self._versions[version])
             self._is_stopped = change.stop
+
+
+def list_versions(first: tuple[int, ...], script: Sequence[Change]) -> dict[int, Membership]:
+    lost: tuple[int, ...] = ()
+    found = {1: _membership(1, first, lost)}
+    for version, change in enumerate(script, 2):
+        lost += (change.worker,) if change.lost else ()
+        found[version] = _membership(version, change.members, lost)
+    return found
+
+
+def follow_versions(
+    store: dist.Store, first: tuple[int, ...], script: Sequence[Change], follow: Callable[[Membership], None]
+) -> None:
+    """Have the coordinator follow each version, before any worker knows of it."""
+    for version, membership in list(list_versions(first, script).items())[1:]:
+        store.wait([f"test/version/{version}"], DEADLINE)
+        if script[version - 2].lost:
+            _wait_until_dead(int(store.get(f"test/version/{version}")))
+        follow(membership)
+        store.set(f"test/followed/{version}", "")
 
 
 def _membership(version: int, members: tuple[int, ...], lost: tuple[int, ...]) -> Membership:
@@ -138,38 +160,51 @@ def sweep_elastic(
     address: str,
     first: tuple[int, ...],
     script: Sequence[Change],
-) -> dict[str, Any]:
-    """Take part in the sweep as the worker of that number; what it returned."""
+) -> bool:
+    """Take part in the sweep as the worker of that number, to its end."""
     torch.set_num_threads(1)
-    agent = ScriptedSweepAgent(rank, open_store(address, rank), first, script)
+    stores = open_store(address, rank), open_store(address, rank)
+    agent = ScriptedSweepAgent(rank, *stores, first, script)
     is_first = rank in first
     if is_first:
         agent.memberships.put(agent.first)
-    place = {
-        "rank": rank,
-        "host": "here",
-        "local_rank": rank,
-        "timeout_s": DEADLINE.total_seconds(),
-        "secret": SECRET.hex(),
-        "address": "127.0.0.1",
-        "store": address,
-        "membership": vars(agent.first) if is_first else None,
-    }
-    worker = LaunchedWorker(place, agent)  # type: ignore[arg-type]
-    order = {"settings": encode(settings), "folder": str(folder), "resume": False}
-    return sweep_worker.sweep(worker, order)
+    order = WorkerOrder(
+        rank=rank,
+        host="here",
+        local_rank=rank,
+        membership=agent.first if is_first else None,
+        elastic=True,
+        store=address,
+        secret=SECRET.hex(),
+        address="127.0.0.1",
+        timeout_s=DEADLINE.total_seconds(),
+    )
+    worker = LaunchedWorker(order, agent)  # type: ignore[arg-type]
+    sweep = {"settings": encode(settings), "folder": str(folder), "resume": False}
+    sweep_worker.sweep(worker, sweep)
+    return True
 
 
 def run_elastic_sweep(
     settings: SweepSettings, folder: Path, first: tuple[int, ...], *script: Change
-) -> list[dict[str, Any] | None]:
-    """What each worker of an elastic sweep returned: the result, {} where it left, None where it was lost."""
+) -> tuple[dict[str, Any], list[bool | None]]:
+    """The result of an elastic sweep, and whether each worker came to its end: None where it was lost."""
     store = StoreServer(SECRET)
     workers = 1 + max(max(members) for members in [first, *(change.members for change in script)])
     lost = tuple(change.worker for change in script if change.lost)
+    address = store.address.text
+    coordinator = make_coordinator(settings, folder, first, elastic=True)
+    answers = AnsweringThread(open_store(address), coordinator)
+
+    def follow(membership: Membership) -> None:
+        with answers.lock:
+            coordinator.follow(membership)
+
+    arguments = (open_store(address), first, script, follow)
+    threading.Thread(target=follow_versions, args=arguments, daemon=True).start()
     try:
-        arguments = (settings, folder, store.address.text, first, script)
-        return run_ranks(workers, sweep_elastic, *arguments, may_die=lost)
+        ended = run_ranks(workers, sweep_elastic, settings, folder, address, first, script, may_die=lost)
+        return answers.close(), ended
     finally:
         store.close()
 

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 
 from plait.launch.display import WorkerState
-from plait.launch.supervisor import Launch, Supervisor
+from plait.launch.messages import Launch
+from plait.launch.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 from support.server import MARK, sessions_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from plait.sweeping import worker as sweep_worker
 from plait.sweeping.search.space import Dimension, parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
+from support.averaging import open_store
+from support.coordinating import AnsweringThread, ask_over, make_coordinator
 from support.meeting import SECRET
 from support.training import PlainWorker, digits_job, train_here
 from support.world import run_ranks
@@ -154,7 +157,11 @@ def sweep_here(
     torch.set_num_threads(1)
     order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
     sweep_worker.check_order(order)
-    return sweep_worker.sweep(PlainWorker(stop_file), order)
+    worker = PlainWorker(stop_file)
+    coordinator = make_coordinator(settings, folder, (0,), resume)
+    worker.ask = coordinator.answer
+    sweep_worker.sweep(worker, order)
+    return coordinator.close().to_dict()
 
 
 def sweep_rank(
@@ -164,11 +171,19 @@ def sweep_rank(
     order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
     address = StoreServer(SECRET).address.text if rank == 0 else None
     worker = PlainWorker(stop_file, address=broadcast_value(address, 0))
+    worker.ask = partial(ask_over, worker.store)
+    coordinator = None
+    if rank == 0:
+        ranks = tuple(range(worker.world_size))
+        made = make_coordinator(settings, folder, ranks, resume)
+        coordinator = AnsweringThread(open_store(str(worker.store.address)), made)
     with mock.patch.object(dist, "destroy_process_group"):
-        found = sweep_worker.sweep(worker, order)
+        sweep_worker.sweep(worker, order)
+    dist.barrier()
+    result = {} if coordinator is None else coordinator.close()
     # The first rank holds the store.
     dist.barrier()
-    return found
+    return result
 
 
 def sweeps_rank(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -> dict[str, Any]:

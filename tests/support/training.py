@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError
+from plait.launch.membership import fixed_memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.results import RunResult
@@ -51,10 +52,10 @@ class PlainWorker:
     ) -> None:
         in_world = dist.is_initialized()
         self.rank = self.id = self.local_rank = dist.get_rank() if in_world else 0
-        self.memberships = None
         self.world_size = dist.get_world_size() if in_world else 1
         self.hosts = tuple(hosts or ("localhost",) * self.world_size)
         self.host = self.hosts[self.rank]
+        self.memberships = fixed_memberships(self.rank, self.hosts)
         self.timeout_s = 30.0
         self.reports: list[dict[str, Any]] = []
         self._address = address
@@ -79,6 +80,9 @@ class PlainWorker:
 
     def report(self, progress: dict[str, Any]) -> None:
         self.reports.append(dict(progress))
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise AssertionError("there is no coordinator")
 
     def tolerate_losses(self) -> None:
         """Nobody ends the others here."""

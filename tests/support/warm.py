@@ -5,7 +5,7 @@ It is for worlds alone: importing it traces models, which takes seconds.
 
 import torch
 
-from plait.launch.preload import import_all
+from plait.launch.fork_server import import_all
 from plait.workloads.data.digits import digits
 
 # With CUDA, tracing looks at the GPU, which a process that was forked then cannot use.

@@ -6,19 +6,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from plait.core.codec import encode
 from plait.launch.membership import Membership
-from plait.launch.run_dir import RunDir
-from plait.sweeping.coordinator import Coordinator
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.assignments import HAND_OVER_S, Assignments
 from plait.sweeping.settings import SweepSettings
+from support.coordinating import make_coordinator
 from support.sweeping import sweep_of
 from support.training import digits_job
 
@@ -37,36 +36,15 @@ class Workers:
     """Workers of a sweep without models: their trials are numbers of steps, and so are the states on disk."""
 
     def __init__(self, sweep: SweepSettings, folder: Path) -> None:
-        self._sweep = sweep
-        self._folder = RunDir(folder)
         self.membership = Membership(1, (0, 1), ("here",) * 2)
         # By worker: its trials, each with its step and the step that it trains to.
         self.trials: dict[int, dict[int, list[int]]] = {0: {}, 1: {}}
         self.saved: Counter[int] = Counter()
         self.taken: Counter[tuple[int, int]] = Counter()
-        self._holders: list[int] = []
-        self._connected: set[int] = set()
-        self.coordinator = self._coordinate(0, None)
-
-    def _coordinate(self, worker: int, holders: Sequence[int] | None) -> Coordinator:
-        self._coordinating = worker
-        self._connected.clear()
-        known = SimpleNamespace(current=self.membership, latest=lambda: self.membership)
-        stub: Any = SimpleNamespace(
-            id=worker,
-            world_size=len(self.membership.members),
-            memberships=known,
-            report=lambda progress: None,
-        )
-        return Coordinator(stub, self._sweep, self._folder, SETS, False, holders, self._set_holders)
-
-    def _set_holders(self, workers: Sequence[int]) -> None:
-        self._holders = list(workers)
+        self.coordinator = make_coordinator(sweep, folder, self.membership.members, elastic=True)
+        self.coordinator.answer({"ask": "data", **encode(SETS.describe(sweep.train))})
 
     def ask(self, worker: int, **question: Any) -> dict[str, Any]:
-        if worker not in self._connected:
-            self._connected.add(worker)
-            self.coordinator.answer({"ask": "hold", "worker": worker, "trials": sorted(self.trials[worker])})
         return self.coordinator.answer({"worker": worker, **question})
 
     def act(self, act: str, worker: int) -> None:
@@ -148,9 +126,7 @@ class Workers:
     def _publish(self, members: tuple[int, ...], lost: tuple[int, ...] | None = None) -> None:
         lost = self.membership.lost if lost is None else lost
         self.membership = Membership(self.membership.version + 1, members, ("here",) * len(members), lost)
-        if members[0] != self._coordinating:
-            self.coordinator.suspend()
-            self.coordinator = self._coordinate(members[0], self._holders)
+        self.coordinator.follow(self.membership)
 
     def finish(self) -> None:
         """Train with the workers that are left until all trials have ended."""
@@ -158,7 +134,7 @@ class Workers:
             for worker in list(self.trials):
                 self.act("take", worker)
                 self.act("train", worker)
-            if self.ask(self._coordinating, ask="look").get("over"):
+            if self.ask(min(self.trials), ask="look").get("over"):
                 return
         raise AssertionError("the sweep does not come to its end")
 
@@ -199,12 +175,3 @@ def test_the_worker_with_the_most_trials_divides_them_among_itself_and_the_idle_
     assert assignments.to_hand_over(0, HAND_OVER_S) == 4
     # What is handed back is for them, not for those that have trials.
     assert [worker for worker in range(4) if assignments.may_take(worker)] == [2, 3]
-
-
-def test_nothing_is_assigned_before_all_workers_have_confirmed_their_trials():
-    assignments = Assignments(unconfirmed=[1, 2])
-    assert not assignments.may_take(0)
-    assignments.confirm(1, [4])
-    assert assignments.lose(2) == []
-    assert assignments.may_take(0)
-    assert assignments.lose(1) == [4]

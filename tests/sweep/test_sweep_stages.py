@@ -304,4 +304,4 @@ def test_models_that_stages_cannot_share_are_refused_with_the_reason(
 
 
 def test_trials_in_stages_may_differ_in_weights_and_in_numbers_of_torchs_own_modules():
-    assert make_stage(keeps("same")).trials == 4
+    assert make_stage(keeps("same"))._own.trials == 4

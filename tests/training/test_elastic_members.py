@@ -13,6 +13,7 @@ import torch
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import WorkersChanged
+from plait.launch.membership import Memberships
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
 from plait.schema.topology_spec import TopologySpec
@@ -47,7 +48,7 @@ def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
     assert [change.left for change in changes] == [(), (0, 2), (1,), ()]
     assert [change.joined for change in changes] == [(2, 3), (), (), (4,)]
     # What a policy asks for goes to the supervisor, once.
-    assert ["resize" in each["said"] for each in found] == [True, False, False, False, False]
+    assert ["ResizeRequest" in each["said"] for each in found] == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize(("victim", "topology"), [(0, "default"), (2, "native")])
@@ -130,7 +131,7 @@ def test_what_forward_keeps_in_python_and_a_joiner_would_not_have_is_refused(
 ):
     settings = replace(case_settings(CASES["extra state"], "one"), model=ModelSettings(f"{HERE}{model}"))
     worker: Any = PlainWorker()
-    worker.memberships = object()
+    worker.memberships = Memberships(0)
     run = Run(worker, settings, components.build(settings, torch.device("cpu")), RunDir(tmp_path))
     with pytest.raises(JobError, match=words) if words else contextlib.nullcontext():
         check_kept(run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
+from plait.launch.membership import fixed_memberships
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import CheckpointSettings, TrainSettings
@@ -27,7 +28,7 @@ class GuestWorker:
 
     def __init__(self, worker: Worker, name: str, target: float | None) -> None:
         self.rank, self.world_size, self.local_rank = worker.rank, worker.world_size, worker.local_rank
-        self.id, self.memberships = worker.id, None
+        self.id, self.memberships = worker.id, fixed_memberships(worker.rank, worker.hosts)
         self.host, self.hosts, self.timeout_s = worker.host, worker.hosts, worker.timeout_s
         self.store: dist.Store = dist.PrefixStore(f"bench/{name}", worker.store)
         secret = worker.rendezvous.secret
@@ -41,6 +42,9 @@ class GuestWorker:
     def ask_to_stop(self) -> None:
         """A run that diverges is measured to its end, unless it is one to a target."""
         self._reached = self._target is not None
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise NotImplementedError("runs have no coordinator")
 
     def tolerate_losses(self) -> None:
         """The job is all runs, and needs all workers."""

@@ -13,8 +13,8 @@ KEPT = 200
 class SignalHistory:
     """The newest signals, oldest first; `record` is called with each as it comes."""
 
-    def __init__(self, record: Callable[[Signals], None] = lambda _: None, kept: int = KEPT) -> None:
-        self._signals: deque[Signals] = deque(maxlen=kept)
+    def __init__(self, record: Callable[[Signals], None] = lambda _: None) -> None:
+        self._signals: deque[Signals] = deque(maxlen=KEPT)
         # The step of the signals that policies were asked about last.
         self.asked_at = 0
         self._record = record
@@ -31,8 +31,3 @@ class SignalHistory:
     def newest(self) -> tuple[Signals, ...]:
         """All that are kept, oldest first."""
         return tuple(self._signals)
-
-    @property
-    def last_step(self) -> int:
-        """The step that the newest signals tell of; 0 where there are none."""
-        return self._signals[-1].step if self._signals else 0

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from plait.core.units import count_of, show_rate, show_seconds
@@ -19,61 +20,67 @@ from plait.schema.results import RunResult, show_metric, show_metrics
 PLAIN_LINE_S = 5.0
 
 
-class RunDisplay:
-    """Shows a run's progress on standard error; what workers print goes there too, above the live line."""
+class ProgressDisplay:
+    """Shows progress on standard error, on a terminal by `_live`; what workers print goes there, too."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live = self._console.is_terminal and not quiet
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[numbers]}"),
-            console=self._console,
-            transient=True,
-        )
-        self._task: TaskID | None = None
+        self._live: Progress | Live | None = None
         self._said = 0.0
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._progress.start()
-            self._task = self._progress.add_task("starting", total=None, numbers="")
+        if self._console.is_terminal and not self._quiet:
+            self._live = self._make_live()
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
+
+    def _make_live(self) -> Progress | Live:
+        raise NotImplementedError
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self._said = time.monotonic()
-
-    def progressed(self, progress: Mapping[str, Any]) -> None:
-        if self._quiet:
-            return
-        text = describe(progress)
-        if self._task is not None:
-            total, done = progress["steps"], progress["step"]
-            self._progress.update(
-                self._task, description="training", total=total, completed=done, numbers=text
-            )
-        elif time.monotonic() - self._said > PLAIN_LINE_S:
-            self._say(text)
 
     def printed(self, line: str) -> None:
         if not self._quiet:
             self._console.print(line, markup=False)
 
     def stopping(self) -> None:
-        self._say("stopping: finishing the step and writing a checkpoint (again to end at once)")
+        self.printed("stopping: finishing the step and writing a checkpoint (again to end at once)")
 
-    def _say(self, text: str) -> None:
-        self._said = time.monotonic()
-        if not self._quiet:
-            self._console.print(text, markup=False)
+    def _say_rarely(self, text: str) -> None:
+        if time.monotonic() - self._said > PLAIN_LINE_S:
+            self._said = time.monotonic()
+            self.printed(text)
+
+
+class RunDisplay(ProgressDisplay):
+    """Shows a run: a bar on a terminal, a line now and then elsewhere."""
+
+    def _make_live(self) -> Progress:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        progress = Progress(*columns, console=self._console, transient=True)
+        progress.add_task("starting", total=None, numbers="")
+        return progress
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        text = describe(progress)
+        if isinstance(self._live, Progress):
+            total, done = progress["steps"], progress["step"]
+            (task,) = self._live.task_ids
+            self._live.update(task, description="training", total=total, completed=done, numbers=text)
+        else:
+            self._say_rarely(text)
 
 
 def describe(progress: Mapping[str, Any]) -> str:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.show import describe, print_table
+from plait.cli.show import ProgressDisplay, describe, print_table
 from plait.cli.train import (
     STOPPED,
     HostsOption,
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from plait.launch.display import WorkerState
 
 SHOWN = 20
-PLAIN_LINE_S = 5.0
 
 
 def sweep(
@@ -152,29 +149,17 @@ def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> 
     return [("device", kind), *here]
 
 
-class SweepDisplay:
-    """Shows a sweep on standard error: a live table on a terminal, a line now and then elsewhere."""
+class SweepDisplay(ProgressDisplay):
+    """Shows a sweep: a live table on a terminal, a line now and then elsewhere."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet = quiet
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        is_live = self._console.is_terminal and not quiet
-        self._live = Live(console=self._console, transient=True, refresh_per_second=4) if is_live else None
-        self._said = 0.0
+        super().__init__(quiet)
         # How many arrays were shown, and how.
         self._arrays: dict[int, tuple[bool, str]] = {}
         self._failed: set[str] = set()
 
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+    def _make_live(self) -> Live:
+        return Live(console=self._console, transient=True, refresh_per_second=4)
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         """The table will tell."""
@@ -184,13 +169,12 @@ class SweepDisplay:
         for trial, why in progress.get("failed", {}).items():
             if trial not in self._failed:
                 self._failed.add(trial)
-                self._say(f"trial {trial} failed: {why}")
-        if self._live is not None:
+                self.printed(f"trial {trial} failed: {why}")
+        if isinstance(self._live, Live):
             rows = [decode(TrialResult, row) for row in progress["rows"]]
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
-        elif time.monotonic() - self._said > PLAIN_LINE_S:
-            self._said = time.monotonic()
-            self._say(describe_sweep(progress))
+        else:
+            self._say_rarely(describe_sweep(progress))
 
     def _show_arrays(self, arrays: Sequence[ArrayResult]) -> None:
         """A line for each new array, and for one of which there is something new to say."""
@@ -198,17 +182,7 @@ class SweepDisplay:
             known = (array.fused, array.why)
             if self._arrays.get(array.number) != known:
                 self._arrays[array.number] = known
-                self._say(describe_array(array))
-
-    def printed(self, line: str) -> None:
-        self._say(line)
-
-    def stopping(self) -> None:
-        self._say("stopping: finishing the step and writing checkpoints (again to end at once)")
-
-    def _say(self, text: str) -> None:
-        if not self._quiet:
-            self._console.print(text, markup=False)
+                self.printed(describe_array(array))
 
 
 def describe_sweep(progress: Mapping[str, Any]) -> str:

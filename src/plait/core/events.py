@@ -26,6 +26,7 @@ from plait.core.files import writing
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
+FLUSH_S = 1.0
 # Lines that wait for a disk that takes none.
 MOST_KEPT = 100_000
 log = logging.getLogger(__name__)
@@ -58,19 +59,18 @@ class Recorded:
 class EventLog:
     """Appends the events of one worker to a file.
 
-    Lines are kept and reach the file at `flush_s` intervals and on close, whole or not at all. A disk that
+    Lines are kept and reach the file every second and on close, whole or not at all. A disk that
     takes none ends no run: the newest lines are kept until it does, with one warning. Opening a file that
     a killed run left behind first drops the half line at its end.
     """
 
-    def __init__(self, path: Path, rank: int, flush_s: float = 1.0) -> None:
+    def __init__(self, path: Path, rank: int) -> None:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_half_line(path)
             self._file = path.open("ab", buffering=0)
         self._path = path
         self._rank = rank
-        self._flush_s = flush_s
         # The first event is written at once: it says that a run has begun.
         self._flushed = -math.inf
         self._kept: deque[bytes] = deque(maxlen=MOST_KEPT)
@@ -79,7 +79,7 @@ class EventLog:
     def record(self, event: Event) -> None:
         line = {"t": round(time.time(), 6), "rank": self._rank, "kind": event.kind(), **encode(event)}
         self._kept.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        if time.monotonic() - self._flushed >= self._flush_s:
+        if time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:

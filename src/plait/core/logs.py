@@ -42,11 +42,11 @@ def kept_warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def show_logs(level: int = logging.INFO) -> None:
+def show_logs() -> None:
     """Send Plait's log lines to standard error; called once by a program's edge, never by the library."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s"))
     logger = logging.getLogger("plait")
     logger.handlers = [handler, *(each for each in logger.handlers if isinstance(each, WarningHandler))]
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -10,9 +10,7 @@ from typing import Any
 from plait.core.errors import JobError
 from plait.core.names import not_in_script
 from plait.core.shown import shortened, shown
-from plait.core.yaml_text import MOST_LEVELS, MOST_VALUES
-
-MOST_DIGITS = 100
+from plait.core.yaml_text import MOST_DIGITS, MOST_LEVELS, MOST_VALUES
 
 
 def plain_copy(value: Any, path: str = "") -> Any:

@@ -1,7 +1,7 @@
-"""YAML as people write it: the values of YAML 1.2 that JSON has too, and nothing that surprises.
+"""YAML with the scalars of YAML 1.2: SafeLoader with its own table of scalars, and bounds.
 
 `1e-3` is a number; `1:30`, `yes` and `2020-01-01` are text, and `010` is ten. Refused are keys given twice,
-tags for other types, and files that stay small only by naming the same values again and again.
+tags for other types, and files whose values, aliases written out, are very many.
 """
 
 from __future__ import annotations
@@ -14,20 +14,30 @@ import yaml
 
 from plait.core.shown import shortened, shown
 
-# How deep values may lie, and how many there may be once every alias is written out.
+# Levels, values with every alias written out, and letters of a whole number.
 MOST_LEVELS = 50
 MOST_VALUES = 50_000
-_MOST_DIGITS = 100
+MOST_DIGITS = 100
 
 _TAG = "tag:yaml.org,2002:"
-_NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
-_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
-_INT = re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z")
-_FLOAT = re.compile(
-    r"(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+_TYPES = {
+    "null": "null",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "seq": "a list",
+    "map": "keys and values",
+}
+# Which text is of which type, and how it may begin. The first that fits counts.
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
 )
-_MERGE = re.compile(r"<<\Z")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class YamlError(ValueError):
@@ -41,23 +51,13 @@ class YamlError(ValueError):
 def load_yaml(text: str) -> Any:
     """The value that `text` spells."""
     try:
-        return _load(text)
+        return yaml.load(text, _Loader)
     except yaml.reader.ReaderError as failure:
         raise YamlError(f"not YAML: the character {chr(failure.character)!r} is not allowed") from None
     except yaml.MarkedYAMLError as failure:
         line = failure.problem_mark.line + 1 if failure.problem_mark else None
-        raise YamlError(f"{failure.problem}", line) from None
-
-
-def _load(text: str) -> Any:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    except (yaml.scanner.ScannerError, yaml.parser.ParserError, yaml.composer.ComposerError) as failure:
-        line = failure.problem_mark.line + 1 if failure.problem_mark else None
-        raise YamlError(f"not YAML: {failure.problem}", line) from None
-    finally:
-        loader.dispose()
+        prefix = "" if isinstance(failure, yaml.constructor.ConstructorError) else "not YAML: "
+        raise YamlError(f"{prefix}{failure.problem}", line) from None
 
 
 def dump_yaml(value: Any) -> str:
@@ -65,59 +65,42 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
-class _Refused(yaml.MarkedYAMLError):
-    """Good YAML that is not read here."""
-
-
 class _Loader(yaml.SafeLoader):
-    """Counts values while it reads them, as if aliases were written out, and stops where they are many."""
+    """SafeLoader with fewer types, which refuses keys given twice and more values than a file needs."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
-    yaml_constructors = {}  # noqa: RUF012
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._levels = 0
-        self._values = 0
-        self._values_of: dict[str, int] = {}
+    _levels = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):
-            return self._compose_alias(event, parent, index)
-        before = self._values
         self._levels += 1
-        self._count(1, event)
+        if self._levels > MOST_LEVELS:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise _refused(f"nested too deeply; expected {MOST_LEVELS} levels at most", event)
         node = super().compose_node(parent, index)
         self._levels -= 1
-        if event.anchor is not None:
-            self._values_of[event.anchor] = self._values - before
         return node
 
-    def _compose_alias(self, event: Any, parent: Any, index: Any) -> Any:
-        if event.anchor in self.anchors and event.anchor not in self._values_of:
-            raise _refused(f"*{event.anchor} is part of itself; expected values that end", event)
-        self._count(self._values_of.get(event.anchor, 0), event)
-        return super().compose_node(parent, index)
+    def construct_document(self, node: Any) -> Any:
+        _count(node, {})
+        return super().construct_document(node)
 
-    def _count(self, values: int, event: Any) -> None:
-        self._values += values
-        if self._levels > MOST_LEVELS:
-            raise _refused(f"nested too deeply; expected {MOST_LEVELS} levels at most", event)
-        if self._values > MOST_VALUES:
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        name = node.tag.removeprefix(_TAG)
+        if name not in _TYPES:
+            expected = "text, numbers, true, false, null, lists and mappings"
             raise _refused(
-                f"too many values, with all aliases written out; expected {MOST_VALUES:,} at most", event
+                f"found the tag {shortened(node.tag.replace(_TAG, '!!'))}, expected {expected}", node
             )
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in seen:
-                    raise _Refused(None, None, f"{key.value}: given twice; give it once", key.start_mark)
-                seen.add((key.tag, key.value))
-        return node
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError):
+            raise _refused(f"found {shown(node.value)}, expected {_TYPES[name]}", node) from None
+        if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
+            raise _refused(f"found {shown(node.value)}, which is too large; .inf is meant?", node)
+        if isinstance(value, str):
+            # JSON spells a character beyond 16 bits as two halves.
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        return value
 
 
 class _Dumper(yaml.SafeDumper):
@@ -129,89 +112,43 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _refused(problem: str, event: Any) -> _Refused:
-    return _Refused(None, None, problem, event.start_mark)
-
-
-def _scalar(loader: _Loader, node: Any, form: re.Pattern[str], expected: str) -> str:
-    """The text of a value, which a tag may have called something that it is not."""
-    text: str = loader.construct_scalar(node)
-    if not form.match(text):
-        raise _Refused(None, None, f"found {shown(text)}, expected {expected}", node.start_mark)
-    return text
-
-
-def _null(loader: _Loader, node: Any) -> None:
-    _scalar(loader, node, _NULL, "null")
-
-
-def _bool(loader: _Loader, node: Any) -> bool:
-    return _scalar(loader, node, _BOOL, "true or false").lower() == "true"
-
-
 def _int(loader: _Loader, node: Any) -> int:
-    text = _scalar(loader, node, _INT, "a whole number")
-    if len(text) > _MOST_DIGITS:
-        raise _Refused(None, None, f"found a whole number of {len(text):,} digits", node.start_mark)
-    return int(text, 0) if text.startswith(("0x", "0o")) else int(text)
-
-
-def _float(loader: _Loader, node: Any) -> float:
-    text = _scalar(loader, node, _FLOAT, "a number").lower()
-    if text.endswith(("inf", "nan")):
-        return float(text.replace(".", "", 1))
-    if not math.isfinite(float(text)):
-        raise _Refused(
-            None, None, f"found {shown(text)}, which is too large; .inf is meant?", node.start_mark
-        )
-    return float(text)
-
-
-def _text(loader: _Loader, node: Any) -> str:
+    """SafeLoader reads a leading 0 as octal."""
     text: str = loader.construct_scalar(node)
-    if _SURROGATE.search(text):
-        try:
-            # JSON spells a character beyond 16 bits as two halves.
-            return text.encode("utf-16", "surrogatepass").decode("utf-16")
-        except UnicodeDecodeError:
-            raise _Refused(None, None, f"found {shown(text)}, half a character", node.start_mark) from None
-    return text
+    if len(text) > MOST_DIGITS:
+        raise _refused(f"found a whole number of {len(text):,} digits", node)
+    return int(text, 0 if text.startswith(("0x", "0o")) else 10)
 
 
-def _list(loader: _Loader, node: Any) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)
+_Loader.add_constructor(_TAG + "int", _int)
+for _name, _form, _first in _SCALARS:
+    for _resolver in (_Loader, _Dumper):
+        _resolver.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_form})\Z"), _first)
 
 
-def _mapping(loader: _Loader, node: Any) -> dict[Any, Any]:
-    if not isinstance(node, yaml.MappingNode):
-        raise _Refused(None, None, "found a value, expected keys and values", node.start_mark)
-    return loader.construct_mapping(node, deep=True)
+def _count(node: Any, counts: dict[Any, float]) -> float:
+    """Count the values of `node`, with all aliases written out, and refuse keys that are given twice."""
+    if node not in counts:
+        counts[node] = math.inf  # for an alias within
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            _check_keys([key for key, _ in children])
+            children = [each for pair in children for each in pair]
+        counts[node] = 1 + sum(_count(child, counts) for child in children)
+    if counts[node] > MOST_VALUES:
+        problem = "too many values, with all aliases written out (one that is part of itself has no end)"
+        raise _refused(f"{problem}; expected {MOST_VALUES:,} at most", node)
+    return counts[node]
 
 
-def _unknown(loader: _Loader, node: Any) -> None:
-    tag = shortened(node.tag.replace(_TAG, "!!"))
-    expected = "text, numbers, true, false, null, lists and mappings"
-    raise _Refused(None, None, f"found the tag {tag}, expected {expected}", node.start_mark)
+def _check_keys(keys: list[Any]) -> None:
+    seen = set()
+    for key in keys:
+        if isinstance(key, yaml.ScalarNode):
+            if (key.tag, key.value) in seen:
+                raise _refused(f"{key.value}: given twice; give it once", key)
+            seen.add((key.tag, key.value))
 
 
-for _name, _construct in {
-    "null": _null,
-    "bool": _bool,
-    "int": _int,
-    "float": _float,
-    "str": _text,
-    "seq": _list,
-    "map": _mapping,
-}.items():
-    _Loader.add_constructor(_TAG + _name, _construct)
-_Loader.add_constructor(None, _unknown)
-# The first that fits counts, and so whole numbers come before others.
-for _name, _form, _first in (
-    ("null", _NULL, ["~", "n", "N", ""]),
-    ("bool", _BOOL, list("tTfF")),
-    ("int", _INT, list("-+0123456789")),
-    ("float", _FLOAT, list("-+.0123456789")),
-    ("merge", _MERGE, ["<"]),
-):
-    _Loader.add_implicit_resolver(_TAG + _name, _form, _first)
-    _Dumper.add_implicit_resolver(_TAG + _name, _form, _first)
+def _refused(problem: str, node: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

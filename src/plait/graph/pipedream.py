@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from plait.core.files import read_text, write_output
@@ -98,16 +98,8 @@ class Document:
         """The stage of each node that has one."""
         return {record.id: int(record.stage) for record in self.records if record.stage is not None}
 
-    def with_stages(self, stage_by_id: Mapping[str, int]) -> Document:
-        """The same document, partitioned: nodes that are not named have no stage."""
-        records = (
-            replace(record, stage=str(stage_by_id[record.id]) if record.id in stage_by_id else None)
-            for record in self.records
-        )
-        return replace(self, records=tuple(records))
 
-
-def from_graph(graph: Graph, stage_by_id: Mapping[str, int] | None = None) -> Document:
+def from_graph(graph: Graph) -> Document:
     """`graph` in PipeDream's words; buffers, saved activations and tensor names have no place there."""
     records = (
         Record(
@@ -122,7 +114,7 @@ def from_graph(graph: Graph, stage_by_id: Mapping[str, int] | None = None) -> Do
         for node in graph.nodes
     )
     pairs = dict.fromkeys((edge.source, edge.target) for edge in graph.edges)
-    return Document(tuple(records), tuple(pairs)).with_stages(stage_by_id or {})
+    return Document(tuple(records), tuple(pairs))
 
 
 def read(path: Path) -> Document:

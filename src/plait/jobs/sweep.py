@@ -101,6 +101,7 @@ def sweep(
             files,
             "" if resume is not None else job.text(),
             preload=tracing_modules(settings.train),
+            coordinator="plait.sweeping.coordinator:coordinate",
         )
     result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
     write_sweep(folder.path, result)

@@ -2,15 +2,11 @@
 
 It exchanges JSON lines with the supervisor over its standard streams and decides nothing itself:
 
-    in   the order (one line), then {"go": store}, then possibly {"stop": true}, {"end": [rank, ...]} and,
-         where workers come and go, {"start": {"rank": rank, "slot": slot}}, {"members": membership},
-         {"dismiss": [rank, ...]};
+    in   the order, then `StartAll`, then possibly `Stop`, `EndWorkers`, questions to the coordinator and
+         answers and, where workers come and go, `StartWorker`, `NewMembership`, `Dismissal`;
          the end of the stream ends everything here, whether the supervisor is through or gone; so does its
-         silence, for it sends {"beat": true} in between, where a network may have cut it off
-    out  {"ready": store}, {"refused": message}, {"workers": {rank: pid}}, {"line": text}, {"progress": ...},
-         {"warning": text}, {"tolerant": rank}, {"failure": ...}, {"result": ...}, {"ended": ...},
-         {"silent": ...}, {"unreachable": host}, {"beat": true}, and reports of elastic workers (see
-         `launch/worker.py`)
+         silence, for it sends `Beat` in between, where a network may have cut it off
+    out  `HostReady` or `Refusal`, what becomes of the workers, and what they report (see `messages.py`)
 
 It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
 """
@@ -18,7 +14,6 @@ It makes no files but the workers' logs, so nothing of it is left however it end
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import socket
@@ -27,14 +22,25 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from plait.comm.running_clock import RunningClock
 from plait.comm.store import StoreServer
+from plait.core.codec import encode
 from plait.core.errors import InputError
+from plait.launch import messages
 from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
 from plait.launch.lines import LineBuffer, LogWriter, as_shown
+from plait.launch.messages import (
+    COORDINATOR,
+    AgentOrder,
+    CoordinatorAnswer,
+    CoordinatorQuestion,
+    JobMessage,
+    WorkerOrder,
+    from_line,
+    to_line,
+)
 from plait.launch.verdict import describe_status
 from plait.schema.hosts import address_of, interface_of
 
@@ -53,18 +59,19 @@ def main() -> None:
     order = supervisor.first()
     if order is None:
         return
-    os.chdir(order["cwd"])
-    os.environ.update(order["environment"])
+    placement = order.launch.placement
+    os.chdir(order.folder)
+    os.environ.update(placement.environment)
     # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
-    order["threads"] = choose_threads(order["threads"], order["slots"], len(_cores()), os.environ)
-    os.environ["OMP_NUM_THREADS"] = str(order["threads"])
+    threads = choose_threads(placement.threads, order.host.slots, len(_cores()), os.environ)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     # What code of one's own makes of a set of words should be the same on all hosts, and in the next run.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # Some builds of oneDNN leave a map of their code for profilers in /tmp, one for each process.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    status = Agent(order, supervisor).run()
+    status = Agent(order, threads, supervisor).run()
     # The store's thread is still there; it ends with the process.
     os._exit(status)
 
@@ -97,6 +104,47 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+class _Outbox:
+    """Messages to a process that may not read at once: they are kept until there is room for them."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+        self._unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        # Those that watch the other hosts send from threads of their own.
+        self._lock = threading.Lock()
+
+    def send(self, message: JobMessage) -> None:
+        content = memoryview(to_line(message))
+        with self._lock:
+            self._unsent.append(content)
+            self.unsent_bytes += len(content)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        with self._lock:
+            try:
+                while self._unsent and self._descriptor is not None:
+                    sent = os.write(self._descriptor, self._unsent[0])
+                    self.unsent_bytes -= sent
+                    self._unsent[0] = self._unsent[0][sent:]
+                    if not len(self._unsent[0]):
+                        self._unsent.popleft()
+            except BlockingIOError:
+                return
+            except OSError:  # it is gone, which reading finds
+                self._descriptor = None
+            if self._descriptor is None:
+                self._unsent.clear()
+                self.unsent_bytes = 0
+
+    def close(self) -> None:
+        """Send no more: the descriptor may be another process's from now on."""
+        with self._lock:
+            self._descriptor = None
+
+
 class SupervisorLink:
     """The lines to and from the supervisor; nothing here waits once the first one has come."""
 
@@ -110,27 +158,26 @@ class SupervisorLink:
         # Only messages go to the real standard output; anything printed here goes to standard error.
         os.dup2(2, 1)
         self._lines = LineBuffer()
-        self._unsent: deque[memoryview] = deque()
-        self._unsent_bytes = 0
-        self._early: list[dict[str, Any]] = []
-        # Those that watch the other hosts send from threads of their own.
-        self._lock = threading.Lock()
+        self.outgoing = _Outbox(self._out)
+        self._early: list[JobMessage] = []
 
     def fileno(self) -> int:
         return self._in
 
-    def first(self) -> dict[str, Any] | None:
-        """The first message, waited for; None where the supervisor has gone before."""
+    def first(self) -> AgentOrder | None:
+        """The order, waited for; None where the supervisor has gone before."""
         while not self._early:
             data = os.read(self._in, 1 << 16)
             if not data:
                 return None
-            self._early += [json.loads(line) for line in self._lines.take(data)]
+            self._early += _messages(self._lines, data)
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
-        return self._early.pop(0)
+        order = self._early.pop(0)
+        assert isinstance(order, AgentOrder)
+        return order
 
-    def receive(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[JobMessage]:
         """The messages that have come; EOFError where the supervisor has closed its end."""
         found, self._early = self._early, []
         while True:
@@ -140,36 +187,19 @@ class SupervisorLink:
                 return found
             if not data:
                 raise EOFError
-            found += [json.loads(line) for line in self._lines.take(data)]
+            found += _messages(self._lines, data)
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: JobMessage) -> None:
         """Send a message, or keep it until there is room for it."""
-        if "line" in message and self._unsent_bytes > MOST_UNREAD_BYTES:
-            return
-        content = memoryview(json.dumps(message).encode() + b"\n")
-        with self._lock:
-            self._unsent.append(content)
-            self._unsent_bytes += len(content)
-        self.flush()
+        if not isinstance(message, messages.OutputLine) or self.outgoing.unsent_bytes <= MOST_UNREAD_BYTES:
+            self.outgoing.send(message)
 
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self._unsent)
 
-    def flush(self) -> None:
-        """Send what there is room for."""
-        with self._lock:
-            try:
-                while self._unsent:
-                    sent = os.write(self._out, self._unsent[0])
-                    self._unsent_bytes -= sent
-                    self._unsent[0] = self._unsent[0][sent:]
-                    if not len(self._unsent[0]):
-                        self._unsent.popleft()
-            except BlockingIOError:
-                return
-            except OSError:  # it is gone, which reading finds
-                self._unsent.clear()
+def _messages(lines: LineBuffer, data: bytes) -> list[JobMessage]:
+    """The messages that `data` completes."""
+    found = [from_line(line) for line in lines.take(data)]
+    assert None not in found, f"found {data!r}, expected messages"
+    return [message for message in found if message is not None]
 
 
 class _Output:
@@ -193,7 +223,7 @@ class _Output:
             return True
         self.keep(data)
         for line in self._lines.take(data) if data else self._lines.rest():
-            supervisor.send(line=f"{self._prefix}{as_shown(line)}")
+            supervisor.send(messages.OutputLine(f"{self._prefix}{as_shown(line)}"))
         return bool(data)
 
     def keep(self, data: bytes) -> None:
@@ -218,8 +248,10 @@ class _WorkerProcess:
         self.pid: int | None = None
         self.control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.control.setblocking(False)
-        prefix = f"[{host} {rank}] "
-        paths = [folder / f"rank{rank}.{kind}" if folder else None for kind in ("out", "err")]
+        self.outgoing = _Outbox(self.control.fileno())
+        prefix = f"[{host} {'coordinator' if rank == COORDINATOR else rank}] "
+        name = messages.process_name(rank)
+        paths = [folder / f"{name}.{kind}" if folder else None for kind in ("out", "err")]
         self.outputs = [_Output(prefix, path, logs) for path in paths]
         self._clock = clock
         self.last_seen_s = clock.read()
@@ -236,9 +268,9 @@ class _WorkerProcess:
             os.close(output.write)
         self.theirs.close()
 
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
+    def receive(self) -> tuple[list[JobMessage], bool]:
         """The messages of the worker since the last call, and whether more may come."""
-        found: list[dict[str, Any]] = []
+        found: list[JobMessage] = []
         while True:
             try:
                 data = self.control.recv(1 << 16)
@@ -249,12 +281,11 @@ class _WorkerProcess:
             if not data:
                 return found, False
             self.last_seen_s = self._clock.read()
-            found += [json.loads(line) for line in self._lines.take(data)]
+            found += _messages(self._lines, data)
 
-    def send(self, **message: Any) -> None:
-        """Pass on what the supervisor says."""
-        with contextlib.suppress(OSError):
-            self.control.send(json.dumps(message).encode() + b"\n")
+    def send(self, message: JobMessage) -> None:
+        """Pass on what is meant for the worker."""
+        self.outgoing.send(message)
 
     def kill(self) -> None:
         if self.pid is not None and not self.ended:
@@ -265,10 +296,12 @@ class _WorkerProcess:
 class Agent:
     """Runs one order to its end; one thread, which waits for whatever comes next."""
 
-    def __init__(self, order: dict[str, Any], supervisor: SupervisorLink) -> None:
+    def __init__(self, order: AgentOrder, threads: int, supervisor: SupervisorLink) -> None:
         self._order = order
+        self._launch, self._placement = order.launch, order.launch.placement
+        self._threads = threads
         self._supervisor = supervisor
-        self._secret = bytes.fromhex(order["secret"])
+        self._secret = bytes.fromhex(order.secret)
         self._workers: list[_WorkerProcess] = []
         self._starting: deque[_WorkerProcess] = deque()
         self._selector = selectors.DefaultSelector()
@@ -276,7 +309,9 @@ class Agent:
         self._clock = RunningClock(2 * TICK_S)
         self._supervisor_seen_s = self._clock.read()
         self._logs = LogWriter()
-        self._server = ForkServer([order["entry"].partition(":")[0], *order["preload"]], order["modules"])
+        entries = [self._launch.entry, self._launch.coordinator or self._launch.entry]
+        modules = [*(entry.partition(":")[0] for entry in entries), *self._launch.preload]
+        self._server = ForkServer(modules, order.modules)
         self._store: StoreServer | None = None
         self._store_address = ""
         self._address = ""
@@ -286,10 +321,10 @@ class Agent:
         self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
         self._selector.register(self._server, selectors.EVENT_READ, self._read_server)
         try:
-            if self._order["check"]:
+            if self._launch.check:
                 # In a process of its own, which has imported what it needs.
-                function = "plait.launch.worker:check"
-                self._start(self._worker_process(-1, None), function, self._check_argument())
+                check = messages.CheckOrder(self._launch.check, self._launch.settings)
+                self._start(self._worker_process(messages.CHECK, None), "plait.launch.worker:check", check)
             else:
                 self._get_ready()
             while True:
@@ -298,7 +333,7 @@ class Agent:
             return 0
         except ServerGoneError:
             how = describe_status(self._server.process.wait())
-            self._supervisor.send(line=f"the process that workers are forked from has {how}")
+            self._supervisor.send(messages.OutputLine(f"the process that workers are forked from has {how}"))
             return 1
         finally:
             for worker in self._workers:
@@ -308,18 +343,24 @@ class Agent:
             self._drain()
 
     def _turn(self) -> None:
-        if self._supervisor.has_unsent:
-            self._supervisor.flush()
-        # Output that the supervisor has no room for is tried again soon.
-        for key, _ in self._selector.select(0.05 if self._supervisor.has_unsent else TICK_S):
+        # What there is no room for is tried again soon.
+        for key, _ in self._selector.select(0.05 if self._has_unsent() else TICK_S):
             key.data()
         if self._store is not None and not self._store.is_alive():
             raise RuntimeError("the store's thread has ended")
         now = time.monotonic()
         if now - self._beat > BEAT_S:
             self._beat = now
-            self._supervisor.send(beat=True)
+            self._supervisor.send(messages.Beat())
         self._look_for_silence()
+
+    def _has_unsent(self) -> bool:
+        """Send what there is room for; whether anything is left."""
+        every = [self._supervisor.outgoing, *(worker.outgoing for worker in self._workers)]
+        waiting = [each for each in every if each.unsent_bytes]
+        for each in waiting:
+            each.flush()
+        return any(each.unsent_bytes for each in waiting)
 
     def _look_for_silence(self) -> None:
         """Report workers that give no sign of life; end where the supervisor gives none."""
@@ -328,10 +369,10 @@ class Agent:
             silent_s = now - worker.last_seen_s
             if worker.pid is None or worker.ended or worker.reported_silent:
                 continue
-            if silent_s > self._order["heartbeat_s"]:
+            if silent_s > self._placement.heartbeat_timeout_s:
                 worker.reported_silent = True
-                self._supervisor.send(silent={"rank": worker.rank, "seconds": silent_s})
-        longest_s = self._order["supervisor_timeout_s"]
+                self._supervisor.send(messages.WorkerSilence(worker.rank, silent_s))
+        longest_s = self._order.supervisor_timeout_s
         if longest_s is not None and now - self._supervisor_seen_s > longest_s:
             words = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
             for worker in self._workers:
@@ -339,88 +380,81 @@ class Agent:
             raise EOFError
 
     def _worker_process(self, rank: int, folder: Path | None) -> _WorkerProcess:
-        return _WorkerProcess(rank, self._order["host"], folder, self._logs, self._clock)
-
-    def _check_argument(self) -> dict[str, Any]:
-        return {"check": self._order["check"], "settings": self._order["settings"]}
+        return _WorkerProcess(rank, self._order.host.name, folder, self._logs, self._clock)
 
     def _get_ready(self) -> None:
         """Find this host's address and, on the first host, open the store."""
         order = self._order
         try:
-            self._address = address_of(order["nic"], order["host"], single_host=order["hosts"] == 1)
+            self._address = address_of(self._placement.nic, order.host.name, single_host=order.hosts == 1)
         except InputError as failure:
-            self._supervisor.send(refused=str(failure))
+            self._supervisor.send(messages.Refusal(str(failure)))
             return
-        if order["index"] == 0:
-            self._store = StoreServer(self._secret, None if order["hosts"] == 1 else self._address)
-        self._supervisor.send(ready=self._store.address.text if self._store else "")
+        if order.index == 0:
+            self._store = StoreServer(self._secret, None if order.hosts == 1 else self._address)
+        self._supervisor.send(messages.HostReady(self._store.address.text if self._store else ""))
 
     def _read_supervisor(self) -> None:
         self._supervisor_seen_s = self._clock.read()
         for message in self._supervisor.receive():
-            if "go" in message:
-                self._go(message["go"])
-            elif "stop" in message:
-                for worker in self._workers:
-                    worker.send(stop=True)
-            elif "members" in message:
-                for worker in self._workers:
-                    worker.send(members=message["members"])
-            elif "dismiss" in message:
-                for worker in self._workers:
-                    if worker.rank in message["dismiss"]:
-                        worker.send(dismiss=True)
-            elif "start" in message:
-                self._start_worker(message["start"]["rank"], message["start"]["slot"], joins=True)
-            elif "end" in message:
-                for worker in self._workers:
-                    if worker.rank in message["end"]:
+            match message:
+                case messages.StartAll():
+                    self._go(message.store)
+                case messages.StartWorker():
+                    self._start_worker(message.rank, message.slot, self._launch.entry, joins=True)
+                case CoordinatorQuestion() | CoordinatorAnswer() | messages.CloseCoordinator():
+                    self._pass_to_worker(message)
+                case messages.Stop() | messages.NewMembership():
+                    for worker in self._workers:
+                        worker.send(message)
+                case messages.Dismissal(ranks):
+                    for worker in self._workers_of(ranks):
+                        worker.send(message)
+                case messages.EndWorkers(ranks):
+                    for worker in self._workers_of(ranks):
                         worker.kill()
+
+    def _workers_of(self, ranks: Sequence[int]) -> list[_WorkerProcess]:
+        return [worker for worker in self._workers if worker.rank in ranks]
 
     def _go(self, store: str) -> None:
         """Start the workers, which meet in the store, and watch the links between the hosts."""
         order = self._order
         watch_hosts(order, self._address, store, self._secret, self._report_unreachable)
         self._store_address = store
-        for local in range(order["slots"]):
-            self._start_worker(order["first_rank"] + local, local)
+        if self._launch.coordinator is not None and order.index == 0:
+            self._start_worker(COORDINATOR, 0, self._launch.coordinator)
+        for local in range(order.host.slots):
+            self._start_worker(order.first_rank + local, local, self._launch.entry)
 
     def _report_unreachable(self, index: int) -> None:
-        self._supervisor.send(unreachable=index)
+        self._supervisor.send(messages.UnreachableHost(index))
 
-    def _start_worker(self, rank: int, local: int, joins: bool = False) -> None:
-        order = self._order
-        worker = self._worker_process(rank, Path(order["logs"]) if order["logs"] else None)
-        argument = self._argument(rank, local, self._store_address)
-        if joins:
-            argument["membership"] = None
-        self._start(worker, "plait.launch.worker:enter", argument)
+    def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
+        order, launch = self._order, self._launch
+        worker = WorkerOrder(
+            rank=rank,
+            host=order.host.name,
+            local_rank=local,
+            membership=None if joins else order.membership,
+            elastic=self._placement.elastic is not None,
+            store=self._store_address,
+            secret=order.secret,
+            address=self._address,
+            timeout_s=self._placement.timeout_s,
+            entry=entry,
+            settings=launch.settings,
+            world_size=len(order.membership.members),
+            local_size=order.capacity,
+            nic=self._placement.nic or interface_of(self._address),
+            threads=self._threads,
+        )
+        self._start(self._worker_process(rank, launch.logs), "plait.launch.worker:enter", worker)
 
-    def _argument(self, rank: int, local: int, store: str) -> dict[str, Any]:
-        order = self._order
-        return {
-            "rank": rank,
-            "host": order["host"],
-            "elastic": order["elastic"],
-            "membership": order["membership"],
-            "world_size": len(order["membership"]["members"]),
-            "local_rank": local,
-            "local_size": order["capacity"],
-            "store": store,
-            "secret": order["secret"],
-            "address": self._address,
-            "nic": order["nic"] or interface_of(self._address),
-            "threads": order["threads"],
-            "timeout_s": order["timeout_s"],
-            "entry": order["entry"],
-            "settings": order["settings"],
-        }
-
-    def _start(self, worker: _WorkerProcess, function: str, argument: dict[str, Any]) -> None:
+    def _start(self, worker: _WorkerProcess, function: str, order: messages.CheckOrder | WorkerOrder) -> None:
         self._workers.append(worker)
         self._starting.append(worker)
-        self._server.fork(function, argument, worker.descriptors())
+        self._server.fork(function, encode(order), worker.descriptors())
         worker.handed_over()
         self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._read_worker(worker))
         for output in worker.outputs:
@@ -443,37 +477,48 @@ class Agent:
         worker.pid = pid
         worker.last_seen_s = self._clock.read()
         if worker.rank >= 0 and not self._starting:
-            self._supervisor.send(
-                workers={w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended}
-            )
+            pids = {w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended and w.pid}
+            self._supervisor.send(messages.WorkerPids(pids))
 
     def _read_worker(self, worker: _WorkerProcess) -> None:
         if worker.control.fileno() < 0:  # its end was noticed in the same moment
             return
-        messages, more = worker.receive()
-        for message in messages:
-            self._take_message(worker, message)
+        received, more = worker.receive()
+        for message in received:
+            self._take_message(message)
         if not more:
             self._selector.unregister(worker.control)
+            worker.outgoing.close()
             worker.control.close()
 
-    def _take_message(self, worker: _WorkerProcess, message: dict[str, Any]) -> None:
-        if "checked" in message:
-            if message["checked"] is None:
+    def _take_message(self, message: JobMessage) -> None:
+        match message:
+            case messages.CheckResult(why=None):
                 self._get_ready()
-            else:
-                self._supervisor.send(refused=message["checked"])
-        elif "beat" not in message:
-            self._supervisor.send(**message)
+            case messages.CheckResult(why=str(why)):
+                self._supervisor.send(messages.Refusal(why))
+            case messages.Beat():
+                pass
+            case CoordinatorQuestion() | CoordinatorAnswer() if self._pass_to_worker(message):
+                pass
+            case _:
+                self._supervisor.send(message)
+
+    def _pass_to_worker(self, message: JobMessage) -> bool:
+        """Give an answer, or a message to the coordinator, to its process; False where that is elsewhere."""
+        here = self._workers_of([message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR])
+        for worker in here:
+            worker.send(message)
+        return bool(here)
 
     def _note_end(self, worker: _WorkerProcess, status: int) -> None:
         # Its messages from before its end come first.
         self._read_worker(worker)
         worker.ended = True
-        if worker.rank >= 0:
-            self._supervisor.send(ended={"rank": worker.rank, "status": status})
+        if worker.rank != messages.CHECK:
+            self._supervisor.send(messages.WorkerEnd(worker.rank, status))
         elif status:
-            self._supervisor.send(refused="", failed=True)
+            self._supervisor.send(messages.CheckFailure())
 
     def _drain(self) -> None:
         """Pass on what workers printed last, while the supervisor reads it."""
@@ -483,8 +528,8 @@ class Agent:
                 while not output.closed and time.monotonic() < end:
                     if self._selector.select(0.05):
                         self._pass_on(output)
-        while self._supervisor.has_unsent and time.monotonic() < end:
-            self._supervisor.flush()
+        while self._supervisor.outgoing.unsent_bytes and time.monotonic() < end:
+            self._supervisor.outgoing.flush()
         self._logs.flush(DRAIN_S)
 
 

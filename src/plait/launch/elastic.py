@@ -1,16 +1,16 @@
-"""The workers of an elastic job: what agents report goes to the roster, and what it answers is done."""
+"""The members of a job: what agents report goes to the roster, and what it answers is done."""
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from plait.core.codec import encode
 from plait.core.errors import LaunchError, PlaitError
 from plait.launch.membership import Membership
+from plait.launch.messages import BreakReport, JobMessage, JoinReport, LeaveReport, ReadyReport, ResizeRequest
 from plait.launch.roster import NextSteps, Roster, Start
 from plait.schema.hosts import Host
 
@@ -48,10 +48,20 @@ class Processes(Protocol):
 
 
 class ElasticWorkers:
-    """Keeps the number of workers of a job at the requested one when workers are lost."""
+    """Keeps the number of workers of a job at the requested one when workers are lost.
 
-    def __init__(self, roster: Roster, processes: Processes, on_joined: Callable[[Membership], None]) -> None:
+    Where the workers of the job are fixed (`can_change` is False), nothing that they report changes them.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        processes: Processes,
+        on_joined: Callable[[Membership], None],
+        can_change: bool = True,
+    ) -> None:
         self.roster = roster
+        self.can_change = can_change
         self._processes = processes
         self._on_joined = on_joined
         self._joined_version = 1
@@ -59,26 +69,26 @@ class ElasticWorkers:
         self._broken: tuple[int, str, float] | None = None
         self.too_few: str | None = None
 
-    def take(self, value: Mapping[str, Any]) -> bool:
-        """Handle the report of a worker; False if it concerns something else."""
+    def take(self, report: JobMessage) -> None:
+        """Handle the report of a worker."""
+        if not self.can_change:
+            return
         roster = self.roster
-        if "prepared" in value:
-            roster.on_ready(value["prepared"])
-        elif "joined" in value:
-            roster.on_joined(value["joined"]["rank"], value["joined"]["version"])
-        elif "left" in value:
-            self._left.add(value["left"])
-            roster.on_left(value["left"])
-        elif "broken" in value:
-            found = value["broken"]
-            self._broken = self._broken or (found["version"], found["why"], time.monotonic())
-        elif "resize" in value:
-            request = value["resize"]
-            self.serve(ControlRequest(request["workers"], by=POLICY, why=request["why"]))
-        else:
-            return False
+        match report:
+            case ReadyReport():
+                roster.on_ready(report.rank)
+            case JoinReport():
+                roster.on_joined(report.rank, report.version)
+            case LeaveReport():
+                self._left.add(report.rank)
+                roster.on_left(report.rank)
+            case BreakReport():
+                self._broken = self._broken or (report.version, report.why, time.monotonic())
+            case ResizeRequest():
+                self.serve(ControlRequest(report.workers, by=POLICY, why=report.why))
+            case _:
+                return
         self.proceed()
-        return True
 
     def serve(self, asked: ControlRequest) -> None:
         """Apply a request to resize, or to show the workers, and answer it."""
@@ -110,6 +120,11 @@ class ElasticWorkers:
             "hosts": {host.name: slots for host, slots in zip(roster.hosts, roster.capacity)},
         }
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether workers may come, leave and be lost: all of the first version have taken their places."""
+        return self.roster.has_begun
+
     def has_left(self, worker: int) -> bool:
         return worker in self._left
 
@@ -130,13 +145,9 @@ class ElasticWorkers:
         self.roster.stop()
 
     def is_over(self) -> bool:
-        """Whether the job has ended; LaunchError where it had to, for want of workers."""
+        """Whether the job has ended; `too_few` says where it had to, for want of workers."""
         self._form_again_if_due()
-        if not self.roster.is_over():
-            return False
-        if self.too_few is not None:
-            raise LaunchError(f"{self.too_few}; a checkpoint was written: go on with --resume")
-        return True
+        return self.roster.is_over()
 
     def _form_again_if_due(self) -> None:
         if self._broken is not None and time.monotonic() > self._broken[2] + GRACE_S:
@@ -174,9 +185,3 @@ class ElasticWorkers:
             self._processes.warn(f"{steps.too_few}; the run ends")
             self._processes.stop_workers()
         return steps.publish is not None or bool(steps.end)
-
-
-def as_message(membership: Membership) -> dict[str, Any]:
-    """What agents pass on to their workers."""
-    found: dict[str, Any] = encode(membership)
-    return found

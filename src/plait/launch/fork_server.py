@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import importlib
 import json
 import os
 import selectors
@@ -18,15 +20,44 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from plait.core.names import resolve
-from plait.launch.preload import import_all, remove_empty_cache
 
 _LENGTH = struct.Struct("<I")
 _MOST_DESCRIPTORS = 8
 _PR_SET_PDEATHSIG = 1
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Import `modules`; later collections pass over all that is there by then.
+
+    A module that cannot be imported is left to the code that needs it, whose error says why.
+    """
+    collects = gc.isenabled()
+    # A seventh of the time that torch takes went into collections, and each later one through all of it
+    # stops a step for 0.2 s.
+    gc.disable()
+    try:
+        for module in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+        gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def remove_empty_cache() -> None:
+    """Remove the folder for compiled code that torch makes in the temporary folder when it is imported.
+
+    Where code was compiled it stays: it is torch's cache for later runs.
+    """
+    made = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if made is not None:
+        with contextlib.suppress(OSError):
+            os.rmdir(made.default_cache_dir())
 
 
 def die_with_parent(parent: int) -> None:

@@ -11,12 +11,12 @@ import functools
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from plait.comm.handshake import Address, Listener, connect
 from plait.comm.store import StoreClient
 from plait.core.errors import PeerError
+from plait.launch.messages import AgentOrder
 
 PURPOSE = "hosts"
 PROBE_S = 1
@@ -25,21 +25,21 @@ OPEN_S = 30.0
 
 
 def watch_hosts(
-    order: Mapping[str, Any], address: str, store: str, secret: bytes, on_lost: Callable[[int], None]
+    order: AgentOrder, address: str, store: str, secret: bytes, on_lost: Callable[[int], None]
 ) -> None:
     """From now on call `on_lost` with a host's index once it has not been reachable for `link_timeout_s`.
 
     The first host watches the others, and each of the others its link to the first: either side may be the
     one that can still reach the supervisor. A host that is out of reach is reported once.
     """
-    if order["hosts"] == 1:
+    if order.hosts == 1:
         return
-    client = StoreClient(Address(store), secret, order["first_rank"], OPEN_S)
-    timeout_s, index = order["link_timeout_s"], order["index"]
+    client = StoreClient(Address(store), secret, order.first_rank, OPEN_S)
+    timeout_s, index = order.launch.placement.link_timeout_s, order.index
     if index == 0:
         listener = Listener(secret, PURPOSE, address)
         client.set(_KEY, listener.address.text)
-        watch = functools.partial(_watch_others, listener, order["hosts"] - 1, timeout_s, on_lost)
+        watch = functools.partial(_watch_others, listener, order.hosts - 1, timeout_s, on_lost)
     else:
         watch = functools.partial(_watch_first, client, secret, index, timeout_s, on_lost)
     threading.Thread(target=watch, name="plait-hosts", daemon=True).start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plait.core.errors import LostPeer, PeerError
@@ -37,12 +37,15 @@ class Membership:
 class Memberships:
     """The versions that this worker knows of; its agent's thread adds them, the main thread waits.
 
+    Every worker has one. Where the workers of the job are fixed (`can_change` is False) it has one version.
+
     `on_loss` functions are called, in the thread that learnt of it, when a member of the version that this
     worker has entered is lost: threads that wait for that member must be woken.
     """
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, can_change: bool = True) -> None:
         self.worker = worker
+        self.can_change = can_change
         self._known: dict[int, Membership] = {}
         self._current: Membership | None = None
         self._is_dismissed = False
@@ -153,3 +156,10 @@ class Memberships:
             return None
         first = min(lost)
         return PeerError(f"worker {first} is lost", LostPeer.GONE, self._current.rank_of(first))
+
+
+def fixed_memberships(rank: int, hosts: Sequence[str]) -> Memberships:
+    """Those of the worker of that rank where a worker on each of `hosts` is a member for the whole job."""
+    found = Memberships(rank, can_change=False)
+    found.enter(Membership(1, tuple(range(len(hosts))), tuple(hosts)))
+    return found

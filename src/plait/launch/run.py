@@ -16,8 +16,9 @@ from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.units import count_of
 from plait.launch.display import Display, WorkerState
+from plait.launch.messages import Launch
 from plait.launch.run_dir import RunDir, RunKind
-from plait.launch.supervisor import Launch, Supervisor
+from plait.launch.supervisor import Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
@@ -170,12 +171,14 @@ def launch_entry(
     job_text: str,
     finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
     preload: tuple[str, ...] = (),
+    coordinator: str | None = None,
 ) -> dict[str, Any]:
     """Run the function of that kind on all workers in a run folder, once its module's `check_order` accepts.
 
     `files` say what the run is. A new run has them before any worker starts, a resumed one once the workers
-    have taken it up: until then they may refuse. `finish` may change what rank 0 returned. `preload` names
-    modules that are imported once a host, before its workers are forked.
+    have taken it up: until then they may refuse. `finish` may change what rank 0 or the coordinator returned.
+    `preload` names modules that are imported once a host, before its workers are forked; `coordinator` is as
+    in `Launch`.
     """
     check_alone()
     folder.claim(kind, resume)
@@ -194,6 +197,7 @@ def launch_entry(
                 folder.logs.absolute(),
                 check=f"{module}:check_order",
                 preload=preload,
+                coordinator=coordinator,
             ),
             finish,
         )
@@ -307,7 +311,7 @@ def _controlled(
 
 
 def _of_lowest(results: Mapping[int, Any]) -> Any:
-    """What the lowest rank returned of those that were not lost: it kept the record."""
+    """What the coordinator returned, or the lowest rank of those that were not lost: it kept the record."""
     return results[min(results)]
 
 

@@ -6,7 +6,6 @@ It imports no torch, so a command is quick to answer.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import shlex
@@ -16,23 +15,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
-from plait.core.codec import encode
 from plait.core.errors import InputError, LaunchError
 from plait.core.names import own_folders
+from plait.launch import messages
 from plait.launch.display import Display, WorkerState
-from plait.launch.elastic import ControlRequest, ElasticWorkers, as_message
+from plait.launch.elastic import ControlRequest, ElasticWorkers
 from plait.launch.membership import Membership
+from plait.launch.messages import (
+    COORDINATOR,
+    AgentOrder,
+    CoordinatorAnswer,
+    CoordinatorQuestion,
+    Failure,
+    JobMessage,
+    Launch,
+    from_line,
+    to_line,
+)
 from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
 from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import HostAccess, Placement, WorkerLimits
-from plait.schema.settings import values_of
+from plait.schema.placement import ElasticRules, Placement
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
@@ -49,19 +57,6 @@ TICK_S = 0.5
 LAST_LINES = 20
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What to run and where: `entry` and `check` are functions by name, `settings` their JSON argument."""
-
-    placement: Placement
-    entry: str
-    settings: Mapping[str, Any]
-    logs: Path | None = None  # the folder for what workers print; none is kept where there is none
-    check: str | None = None
-    preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
-    saves: bool = True  # whether workers that are asked to stop have something to save first
-
-
 class Supervisor:
     """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once.
 
@@ -73,12 +68,15 @@ class Supervisor:
         self._placement = launch.placement
         self._display = display
         self._secret = new_secret()
-        self._messages: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._inbox: _Inbox = queue.SimpleQueue()
         self._agents: list[_AgentProcess] = []
         self._clock = RunningClock(TICK_S + 2.0)
         self._printed = [deque[str](maxlen=LAST_LINES) for _ in launch.placement.hosts]
         hosts = [host.name for host in launch.placement.hosts for _ in range(host.slots)]
         self._ranks = [RankState(rank, host) for rank, host in enumerate(hosts)]
+        self._coordinator: RankState | None = None
+        if launch.coordinator is not None:
+            self._coordinator = RankState(COORDINATOR, hosts[0])
         self._results: dict[int, Any] = {}
         # What workers warned of, and what there is to say of them, in the order in which it came.
         self.warnings: list[str] = []
@@ -90,16 +88,15 @@ class Supervisor:
         self._first_done_at: float | None = None
         self._stops = 0
         self._begun = False
-        self._elastic: ElasticWorkers | None = None
-        if launch.placement.elastic is not None:
-            roster = Roster(launch.placement.hosts, self._capacity(), launch.placement.elastic)
-            self._elastic = ElasticWorkers(roster, self, self._show_members)
+        rules = launch.placement.elastic
+        roster = Roster(launch.placement.hosts, self._capacity(), rules or ElasticRules())
+        self._members = ElasticWorkers(roster, self, self._show_members, can_change=rules is not None)
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
-        """What each rank's entry returned; raises when any worker failed. No process is left behind.
+        """What each rank's entry, and the coordinator's, returned; raises when any of them failed.
 
-        `prepare` is called once every host has accepted the job, before any worker starts. Workers that were
-        lost and tolerated have no result.
+        No process is left behind. `prepare` is called once every host has accepted the job, before any worker
+        starts. Workers that were lost and tolerated have no result.
         """
         with self._signals_mean_stop():
             try:
@@ -109,7 +106,7 @@ class Supervisor:
                 prepare()
                 # From here on agents pass a request to stop on, also to workers not announced yet.
                 self._begun = True
-                self._broadcast(go=store)
+                self._broadcast(messages.StartAll(store))
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -134,32 +131,32 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
-        self._messages.put((-1, "stop", None))
+        self._inbox.put((-1, messages.Stop()))
 
     def request_control(self, asked: ControlRequest) -> None:
         """Have a request for another number of workers answered; from any thread."""
-        self._messages.put((-1, "control", asked))
+        self._inbox.put((-1, asked))
 
     def start_worker(self, start: Start) -> None:
         """Have a host's agent start a worker that joins the job."""
         host = self._placement.hosts[start.host].name
         assert start.worker == len(self._ranks)
         self._ranks.append(RankState(start.worker, host))
-        self._agents[start.host].send({"start": {"rank": start.worker, "slot": start.slot}})
+        self._agents[start.host].send(messages.StartWorker(start.worker, start.slot))
 
     def end_workers(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             self._ranks[worker].ended_here = True
-        self._broadcast(end=list(workers))
+        self._broadcast(messages.EndWorkers(workers))
 
     def send_membership(self, membership: Membership) -> None:
-        self._broadcast(members=as_message(membership))
+        self._broadcast(messages.NewMembership(membership))
 
     def dismiss_workers(self, workers: Sequence[int]) -> None:
-        self._broadcast(dismiss=list(workers))
+        self._broadcast(messages.Dismissal(tuple(workers)))
 
     def stop_workers(self) -> None:
-        self._broadcast(stop=True)
+        self._broadcast(messages.Stop())
 
     def warn(self, words: str) -> None:
         self._display.printed(f"warning: {words}")
@@ -189,65 +186,48 @@ class Supervisor:
         host = self._placement.hosts[index]
         command = agent_command(self._placement, host)
         try:
-            agent = _AgentProcess(index, command, self._messages, self._clock.read())
+            agent = _AgentProcess(index, command, self._inbox, self._clock.read())
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
         agent.send(self._order(index))
 
-    def _order(self, index: int) -> dict[str, Any]:
-        launch, host = self._launch, self._placement.hosts[index]
-        return {
-            "host": host.name,
-            "slots": host.slots,
-            "capacity": self._capacity()[index],
-            "heartbeat_s": launch.placement.heartbeat_timeout_s,
-            # A process of this machine sees at once when this one ends. Across a network nobody may tell it.
-            "supervisor_timeout_s": None if host.name == LOCAL else CUT_OFF * self._agent_timeout_s,
-            "index": index,
-            "hosts": len(launch.placement.hosts),
-            "first_rank": sum(each.slots for each in launch.placement.hosts[:index]),
-            "elastic": launch.placement.elastic is not None,
-            "membership": encode(self._first_membership()),
-            "secret": self._secret.hex(),
-            "cwd": os.getcwd(),
-            "modules": own_folders(),
-            "entry": launch.entry,
-            "check": launch.check,
-            "preload": launch.preload,
-            "settings": dict(launch.settings),
-            "logs": str(launch.logs) if launch.logs is not None else None,
-            **values_of(HostAccess, launch.placement),
-            **values_of(WorkerLimits, launch.placement),
-        }
-
-    def _first_membership(self) -> Membership:
-        return Membership(
-            1, tuple(state.rank for state in self._ranks), tuple(state.host for state in self._ranks)
+    def _order(self, index: int) -> AgentOrder:
+        # A process of this machine sees at once when this one ends. Across a network nobody may tell it.
+        is_local = self._placement.hosts[index].name == LOCAL
+        return AgentOrder(
+            launch=self._launch,
+            index=index,
+            capacity=self._capacity()[index],
+            membership=self._members.roster.membership,
+            secret=self._secret.hex(),
+            folder=os.getcwd(),
+            modules=tuple(own_folders()),
+            supervisor_timeout_s=None if is_local else CUT_OFF * self._agent_timeout_s,
         )
 
-    def _broadcast(self, **message: Any) -> None:
+    def _broadcast(self, message: JobMessage) -> None:
         for agent in self._agents:
             agent.send(message)
 
-    def _receive(self, end: float) -> tuple[int, str, Any] | None:
+    def _receive(self, end: float) -> tuple[int, JobMessage] | None:
         """The next thing that an agent said, or None at the time `end`; printed lines are passed on."""
         while True:
             try:
-                index, kind, value = self._messages.get(timeout=max(0.0, end - time.monotonic()))
+                index, message = self._inbox.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return None
-            if kind == "stop":
-                self._on_stop()
-                continue
-            if kind == "control":
-                self._on_control(value)
-                continue
+            match message:
+                case messages.Stop():
+                    self._on_stop()
+                    continue
+                case ControlRequest():
+                    self._on_control(message)
+                    continue
             self._agents[index].last_seen_s = self._clock.read()
-            if kind == "line" or (kind == "message" and "line" in value):
-                self._print(index, value if kind == "line" else value["line"])
-            else:
-                return index, kind, value
+            if not isinstance(message, messages.OutputLine):
+                return index, message
+            self._print(index, message.text)
 
     def _print(self, index: int, line: str) -> None:
         self._printed[index].append(line)
@@ -264,17 +244,16 @@ class Supervisor:
         if not self._launch.saves:
             raise Interrupted("stopped while measuring; nothing was trained")
         self._display.stopping()
-        if self._elastic is not None:
-            self._elastic.stop()
-        self._broadcast(stop=True)
+        self._members.stop()
+        self._broadcast(messages.Stop())
 
     def _on_control(self, asked: ControlRequest) -> None:
-        if self._elastic is None:
+        if not self._members.can_change:
             asked.answer.put(InputError("the job's workers are fixed; start it with parallel.elastic: true"))
         elif self._stops and (asked.workers or asked.hosts):
             asked.answer.put(InputError("the job is being stopped; its workers stay as they are"))
         else:
-            self._elastic.serve(asked)
+            self._members.serve(asked)
 
     def _await_ready(self) -> str:
         """The address of the job's store, once every host has accepted the order."""
@@ -285,113 +264,137 @@ class Supervisor:
             if message is None:
                 silent = [h.name for i, h in enumerate(self._placement.hosts) if i not in ready]
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
-            index, kind, value = message
-            if kind == "ended" or "failed" in value:
-                raise self._agent_gone(index)
-            if "refused" in value:
-                raise InputError(value["refused"])
-            if "ready" in value:
-                ready[index] = value["ready"]
+            index, said = message
+            match said:
+                case AgentEnd() | messages.CheckFailure():
+                    raise self._agent_gone(index)
+                case messages.Refusal():
+                    raise InputError(said.why)
+                case messages.HostReady():
+                    ready[index] = said.store
         return ready[0]
 
     def _await_results(self) -> dict[int, Any]:
-        while not self._is_over():
+        self._serve_until(self._is_over)
+        if self._coordinator is not None:
+            coordinator = self._coordinator
+            self._agents[0].send(messages.CloseCoordinator())
+            self._serve_until(lambda: coordinator.done)
+        if self._members.too_few is not None:
+            raise LaunchError(f"{self._members.too_few}; a checkpoint was written: go on with --resume")
+        return self._results
+
+    def _serve_until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
             message = self._receive(time.monotonic() + TICK_S)
             if message is not None:
                 self._take(*message)
             self._look_at_agents()
-        return self._results
 
-    def _take(self, index: int, kind: str, value: Any) -> None:
-        if kind == "ended":
-            self._lose_host(index, self._agent_gone)
-        elif "workers" in value:
-            self._note_workers(value["workers"])
-        elif "warning" in value:
-            self._note_warning(value["warning"])
-        elif self._elastic is not None and self._elastic.take(value):
-            pass
-        elif "progress" in value:
-            if self._elastic is not None:
-                self._elastic.on_progress(value["progress"].get("step", -1))
-            self._display.progressed(value["progress"])
-        elif "result" in value:
-            self._note_result(value["result"]["rank"], value["result"]["value"])
-        elif "tolerant" in value:
-            self._tolerant.add(value["tolerant"])
-        elif "left_out" in value:
-            self._left_out[value["left_out"]["rank"]] = set(value["left_out"]["ranks"])
-        elif "unreachable" in value:
-            self._lose_host(value["unreachable"], self._link_lost)
-        else:
-            self._note_trouble(value)
+    def _take(self, index: int, message: JobMessage) -> None:
+        match message:
+            case AgentEnd():
+                self._lose_host(index, self._agent_gone)
+            case messages.UnreachableHost():
+                self._lose_host(message.index, self._link_lost)
+            case messages.WorkerPids():
+                self._note_workers(message.pids)
+            case messages.WarningReport():
+                self._note_warning(message.text)
+            case messages.ProgressReport():
+                self._members.on_progress(message.progress.get("step", -1))
+                self._display.progressed(message.progress)
+            case messages.ResultReport():
+                self._note_result(message.rank, message.value)
+            case messages.ToleranceReport():
+                self._tolerant.add(message.rank)
+            case messages.LeftOutReport():
+                self._left_out[message.rank] = set(message.ranks)
+            case CoordinatorQuestion():
+                self._agents[0].send(message)
+            case CoordinatorAnswer():
+                self._agents[self._host_of(self._ranks[message.rank])].send(message)
+            case Failure() | messages.WorkerSilence() | messages.WorkerEnd():
+                self._note_trouble(message)
+            case _:
+                self._members.take(message)
+
+    def _state_of(self, rank: int) -> RankState:
+        if rank != COORDINATOR:
+            return self._ranks[rank]
+        assert self._coordinator is not None
+        return self._coordinator
+
+    def _host_of(self, state: RankState) -> int:
+        """The index of its host."""
+        return [host.name for host in self._placement.hosts].index(state.host)
 
     def _note_result(self, rank: int, value: Any) -> None:
-        self._ranks[rank].done = True
-        if self._elastic is not None and self._elastic.has_left(rank):
+        self._state_of(rank).done = True
+        if rank == COORDINATOR:
+            self._results[rank] = value
+            return
+        if self._members.has_left(rank):
             return
         self._results[rank] = value
         self._first_done_at = self._first_done_at or time.monotonic()
-        if self._elastic is not None:
-            self._elastic.on_done(rank)
+        self._members.on_done(rank)
 
-    def _note_elastic_trouble(self, elastic: ElasticWorkers, state: RankState) -> None:
+    def _note_elastic_trouble(self, state: RankState) -> None:
         """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
 
         One that never took part is given up whatever it reports: those that train have not met it.
         """
         if state.done or state.ended_here:
             return
-        has_joined = elastic.roster.has_joined(state.rank)
+        has_joined = self._members.roster.has_joined(state.rank)
         if state.failure is not None and state.lost_peer is None and has_joined:
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
-            words = str(state.failure["summary"]) if state.failure else describe_status(state.status)
+            words = state.failure.summary if state.failure else describe_status(state.status)
             if state.silent_s is not None:
                 words = f"hung: no sign of life for {state.silent_s:.0f} s"
             lost = "is lost" if has_joined else "could not join"
             self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on")
-            elastic.on_gone(state.rank, words)
-            if not has_joined and elastic.roster.gives_up_joiners:
+            self._members.on_gone(state.rank, words)
+            if not has_joined and self._members.roster.gives_up_joiners:
                 self.warn(
                     f"no more workers are started after {MOST_FAILED_STARTS} that could not join"
                     f"{self._log_of(state.rank)}; try again with plait resize"
                 )
         elif state.silent_s is not None:
-            self._broadcast(end=[state.rank])
+            self._broadcast(messages.EndWorkers((state.rank,)))
 
-    def _note_trouble(self, value: Mapping[str, Any]) -> None:
+    def _note_trouble(self, sign: Failure | messages.WorkerSilence | messages.WorkerEnd) -> None:
         """Note a worker's own report, its silence, or its end."""
-        if "failure" in value:
-            state = self._ranks[value["failure"]["rank"]]
-            state.failure = value["failure"]
-        elif "silent" in value:
-            state = self._ranks[value["silent"]["rank"]]
-            state.silent_s = value["silent"]["seconds"]
-            if self._elastic is None and self._tolerates():  # the others leave it out, and take it in again
-                return
-        elif "ended" in value:
-            state = self._ranks[value["ended"]["rank"]]
-            state.status = value["ended"]["status"]
-        else:
-            return
+        state = self._state_of(sign.rank)
+        match sign:
+            case Failure():
+                state.failure = sign
+            case messages.WorkerEnd():
+                state.status = sign.status
+            case messages.WorkerSilence():
+                state.silent_s = sign.seconds
+                if not self._members.can_change and self._tolerates() and state is not self._coordinator:
+                    return  # the others leave it out, and take it in again
         if not state.done and state.order is None:
             self._signs += 1
             state.order = self._signs
+            if state is self._coordinator:  # nobody else has what it knows
+                raise self._worker_failed(find_cause([state]))
             if not self._tolerates():
                 self._first_sign_at = self._first_sign_at or time.monotonic()
-        if self._elastic is not None and self._tolerates():
-            self._note_elastic_trouble(self._elastic, state)
+        if self._members.has_begun:
+            self._note_elastic_trouble(state)
 
     def _tolerates(self) -> bool:
-        if self._elastic is not None:
-            return self._elastic.roster.has_begun
-        return len(self._tolerant) == len(self._ranks)
+        """Whether the job goes on without workers that are lost."""
+        return self._members.has_begun or len(self._tolerant) == len(self._ranks)
 
     def _is_over(self) -> bool:
         """Whether all workers are done, or lost where that is tolerated; raises where the job has failed."""
-        if self._elastic is not None and self._tolerates():
-            return self._elastic.is_over()
+        if self._members.has_begun:
+            return self._members.is_over()
         if self._tolerates():
             return self._is_over_with_losses()
         if self._first_sign_at is not None:
@@ -421,15 +424,15 @@ class Supervisor:
         left_out = set().union(*(self._left_out.get(rank, set()) for rank in self._results))
         hanging = [s.rank in left_out or s.silent_s is not None for s in waited_for]
         if all(hanging) and self._has_lingered():
-            self._broadcast(end=[state.rank for state in waited_for])
+            self._broadcast(messages.EndWorkers(tuple(state.rank for state in waited_for)))
 
     def _has_lingered(self) -> bool:
         return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
 
-    def _note_workers(self, pids: Mapping[str, int]) -> None:
+    def _note_workers(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
-            self._ranks[int(rank)].pid = pid
-        if self._elastic is not None and self._elastic.roster.has_begun:
+            self._ranks[rank].pid = pid
+        if self._members.has_begun:
             return
         if all(state.pid is not None for state in self._ranks):
             self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
@@ -444,23 +447,19 @@ class Supervisor:
         )
 
     def _log_of(self, rank: int) -> str:
-        return f" (its log: {self._launch.logs / f'rank{rank}.err'})" if self._launch.logs is not None else ""
+        logs = self._launch.logs
+        return f" (its log: {logs / messages.process_name(rank)}.err)" if logs is not None else ""
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
-        if self._elastic is not None:
-            self._elastic.roster.close_host(index)
-            states = [s for s in self._ranks if self._elastic.roster.place_of(s.rank)[0] == index]
-        else:
-            first = sum(host.slots for host in self._placement.hosts[:index])
-            states = self._ranks[first : first + self._placement.hosts[index].slots]
+        self._members.roster.close_host(index)
         if not self._tolerates() or index == 0:
-            if not all(state.done for state in self._ranks):
+            if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
                 raise describe(index)
             return
-        for state in states:
-            if not state.done and state.status is None:
-                self._note_trouble({"ended": {"rank": state.rank, "status": -signal.SIGKILL}})
+        for state in self._ranks:
+            if self._host_of(state) == index and not state.done and state.status is None:
+                self._note_trouble(messages.WorkerEnd(state.rank, -signal.SIGKILL))
         self._agents[index].end()
 
     @property
@@ -519,10 +518,10 @@ class Supervisor:
         for agent in self._agents:
             agent.join_readers(max(0.1, end - time.monotonic()))
         # What they printed last has been read by now; later requests to stop have nobody to reach.
-        while not self._messages.empty():
-            index, kind, value = self._messages.get()
-            if kind == "line" or (kind == "message" and "line" in value):
-                self._print(index, value if kind == "line" else value["line"])
+        while not self._inbox.empty():
+            index, message = self._inbox.get()
+            if isinstance(message, messages.OutputLine):
+                self._print(index, message.text)
 
 
 def shell_of(placement: Placement, host: Host) -> list[str]:
@@ -538,18 +537,24 @@ def agent_command(placement: Placement, host: Host) -> list[str]:
     return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]
 
 
+class AgentEnd(JobMessage):
+    """An agent has ended, or its host's shell."""
+
+
+# What has come from an agent, by its index; or, from this process, a request to stop or to resize.
+_Inbox = queue.SimpleQueue[tuple[int, JobMessage | ControlRequest]]
+
+
 class _AgentProcess:
     """One agent, reached through its host's shell: its messages go into a queue, and nothing here waits.
 
     What is sent goes through a thread: a shell that does not read must not hold up the rest.
     """
 
-    def __init__(
-        self, index: int, command: list[str], messages: queue.SimpleQueue[tuple[int, str, Any]], now: float
-    ) -> None:
+    def __init__(self, index: int, command: list[str], inbox: _Inbox, now: float) -> None:
         self.index = index
         self.last_seen_s = now
-        self._messages = messages
+        self._inbox = inbox
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -561,11 +566,10 @@ class _AgentProcess:
             # The terminal's Ctrl-C is for the supervisor alone.
             start_new_session=True,
         )
-        self._unsent: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True).start()
-        streams = ((self._process.stdout, "message"), (self._process.stderr, "line"))
         self._readers = [
-            threading.Thread(target=self._read, args=(kind, stream), daemon=True) for stream, kind in streams
+            threading.Thread(target=read, daemon=True) for read in (self._read_messages, self._read_errors)
         ]
         for reader in self._readers:
             reader.start()
@@ -578,8 +582,8 @@ class _AgentProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        self._unsent.put(json.dumps(message) + "\n")
+    def send(self, message: JobMessage) -> None:
+        self._unsent.put(message)
 
     def close(self) -> None:
         """Hang up, after what was sent before."""
@@ -605,28 +609,28 @@ class _AgentProcess:
         assert stream is not None
         # An agent that is gone is noticed by its closed output.
         with contextlib.suppress(OSError, ValueError):
-            line = self._unsent.get()  # the order
-            while line is not None:
-                stream.write(line)
+            message = self._unsent.get()  # the order
+            while message is not None:
+                stream.write(to_line(message).decode())
                 stream.flush()
                 try:
-                    line = self._unsent.get(timeout=BEAT_S)
+                    message = self._unsent.get(timeout=BEAT_S)
                 except queue.Empty:
-                    line = _BEAT
+                    message = messages.Beat()
         with contextlib.suppress(OSError):
             stream.close()
 
-    def _read(self, kind: str, stream: Any) -> None:
-        for line in stream:
-            message = _decoded(line) if kind == "message" else None
+    def _read_messages(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             # A remote shell may greet on the same stream.
-            found = (kind, message) if message else ("line", line.rstrip("\n"))
-            self._messages.put((self.index, *found))
-        if kind == "message":
-            self._messages.put((self.index, "ended", None))
+            self._inbox.put((self.index, from_line(line) or messages.OutputLine(line.rstrip("\n"))))
+        self._inbox.put((self.index, AgentEnd()))
 
-
-_BEAT = json.dumps({"beat": True}) + "\n"
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._inbox.put((self.index, messages.OutputLine(line.rstrip("\n"))))
 
 
 class WorkerError(LaunchError):
@@ -639,19 +643,12 @@ class WorkerError(LaunchError):
         if self.exit_status == InputError.exit_status:
             super().__init__(cause.summary)
         else:
-            log = f"\nits log: {logs / f'rank{cause.rank}.err'}" if logs is not None else ""
-            super().__init__(f"worker {cause.rank} on {cause.host} failed: {cause.summary}{log}")
+            log = f"\nits log: {logs / messages.process_name(cause.rank)}.err" if logs is not None else ""
+            who = "the coordinator" if cause.rank == COORDINATOR else f"worker {cause.rank}"
+            super().__init__(f"{who} on {cause.host} failed: {cause.summary}{log}")
 
 
 class Interrupted(LaunchError):
     """The user ended it before it could end by itself."""
 
     exit_status = 130
-
-
-def _decoded(line: str) -> dict[str, Any] | None:
-    try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None

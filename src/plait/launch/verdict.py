@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plait.core.errors import LostPeer
+from plait.launch.messages import Failure
 
 
 @dataclass
@@ -21,7 +22,7 @@ class RankState:
     host: str
     pid: int | None = None
     done: bool = False
-    failure: Mapping[str, object] | None = None
+    failure: Failure | None = None
     status: int | None = None
     silent_s: float | None = None
     order: int | None = None
@@ -30,8 +31,7 @@ class RankState:
     @property
     def lost_peer(self) -> LostPeer | None:
         """How it misses another worker, where it reports no more than that."""
-        kind = self.failure["lost"] if self.failure is not None else None
-        return LostPeer(kind) if kind is not None else None
+        return self.failure.lost if self.failure is not None else None
 
     @property
     def failed_by_itself(self) -> bool:
@@ -95,9 +95,7 @@ def _own_failure(state: RankState) -> Cause:
     if state.failure is None:
         return Cause(state.rank, state.host, describe_status(state.status or 0))
     failure = state.failure
-    status = failure["exit_status"]
-    assert isinstance(status, int)
-    return Cause(state.rank, state.host, str(failure["summary"]), str(failure["traceback"]), status)
+    return Cause(state.rank, state.host, failure.summary, failure.traceback, failure.exit_status)
 
 
 def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Cause | None:
@@ -109,7 +107,7 @@ def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Cause | 
             return Cause(state.rank, state.host, words)
     accusers = [s for s in troubled if s.lost_peer is not None]
     for accuser in accusers:
-        peer = accuser.failure["peer"] if accuser.failure is not None else None
+        peer = accuser.failure.peer if accuser.failure is not None else None
         if peer in mute:
             return _accused(mute[peer], accuser)
     if accusers and mute:
@@ -119,14 +117,14 @@ def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Cause | 
 
 def _accused(state: RankState, accuser: RankState) -> Cause:
     assert accuser.failure is not None
-    words = f"hangs: worker {accuser.rank} reports: {accuser.failure['summary']}"
+    words = f"hangs: worker {accuser.rank} reports: {accuser.failure.summary}"
     return Cause(state.rank, state.host, words)
 
 
-def ends_all(failure: Mapping[str, object]) -> bool:
+def ends_all(failure: Failure) -> bool:
     """Whether a worker's own report ends the job even where the loss of a worker is tolerated.
 
     Wrong input, a full disk or a loss that is no number would end one worker after the other. A worker that
     was waited for in vain is there, and hangs: the others cannot go on without it.
     """
-    return bool(failure["everywhere"]) or failure["lost"] == LostPeer.SILENT.value
+    return failure.everywhere or failure.lost is LostPeer.SILENT

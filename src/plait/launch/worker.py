@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -28,8 +27,19 @@ from plait.core.codec import decode
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.logs import hand_on_warnings
 from plait.core.names import resolve
+from plait.launch import messages
 from plait.launch.lines import LineBuffer
 from plait.launch.membership import Membership, Memberships
+from plait.launch.messages import (
+    COORDINATOR,
+    CoordinatorAnswer,
+    CoordinatorQuestion,
+    Failure,
+    JobMessage,
+    WorkerOrder,
+    from_line,
+    to_line,
+)
 
 BEAT_S = 0.5
 # How often a wait in the store looks whether a member was lost.
@@ -40,41 +50,26 @@ _TORCH_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "
 _TORCH_SILENT = ("Timed out waiting", "timed out", "Timeout")
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a worker ended. `lost` says how it misses another worker, `peer`, where that is all it knows.
-
-    `everywhere` is set where the reason holds for all workers alike, such as a full disk.
-    """
-
-    rank: int
-    host: str
-    summary: str
-    traceback: str
-    exit_status: int
-    lost: str | None = None
-    peer: int | None = None
-    everywhere: bool = False
-
-
 class JobStore(dist.Store):
     """The job's store with the face that torch's process groups know: all its keys, or those below `prefix`.
 
-    A wait of one that has `memberships` ends when a member is lost: nobody would set the key.
+    A wait of one that has a `check`, which raises when a member is lost, ends then: nobody would set the key.
     """
 
-    def __init__(self, client: StoreClient, prefix: str = "", memberships: Memberships | None = None) -> None:
+    def __init__(
+        self, client: StoreClient, prefix: str = "", check: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._client = client
         self._prefix = prefix
-        self._memberships = memberships
+        self._check = check
         self.address = client.address.text
 
     def set(self, key: str, value: str | bytes) -> None:
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        if self._memberships is not None:
+        if self._check is not None:
             self.wait([key])
         return self._client.get(self._prefix + key)
 
@@ -90,12 +85,12 @@ class JobStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         names = [self._prefix + key for key in keys]
         seconds = self._client.timeout_s if timeout is None else timeout.total_seconds()
-        if self._memberships is None:
+        if self._check is None:
             self._client.wait(names, seconds)
             return
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > LOOK_S:
-            self._memberships.raise_loss()
+            self._check()
             with contextlib.suppress(StoreTimeout):
                 self._client.wait(names, LOOK_S)
                 return
@@ -123,7 +118,7 @@ class Worker(Protocol):
     """This process in its job: rank, world size, the job's store, and the request to stop.
 
     `hosts` names the host of each rank, and `host` this worker's. `id` is this process's number in the job;
-    where workers come and go (`memberships` is not None) its rank is its place among the members, and -1
+    where workers come and go (`memberships.can_change`) its rank is its place among the members, and -1
     until it is one of them.
     """
 
@@ -132,7 +127,7 @@ class Worker(Protocol):
     @property
     def rank(self) -> int: ...
     @property
-    def memberships(self) -> Memberships | None: ...
+    def memberships(self) -> Memberships: ...
     @property
     def local_rank(self) -> int: ...
     @property
@@ -156,6 +151,9 @@ class Worker(Protocol):
 
     def report(self, progress: dict[str, Any]) -> None:
         """Send the job's progress to the supervisor; one worker calls it a few times a second at most."""
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the job's coordinator answers, however long that takes."""
 
     def tolerate_losses(self) -> None:
         """From now on the end of a worker need not be the job's: the rest goes on without it.
@@ -201,16 +199,16 @@ class ElasticWorker(Worker, Protocol):
 class LaunchedWorker:
     """A worker that an agent has started; `agent` links it with that agent."""
 
-    def __init__(self, place: Mapping[str, Any], agent: AgentLink) -> None:
-        self.id: int = place["rank"]
-        self.host: str = place["host"]
-        self.local_rank: int = place["local_rank"]
-        self.timeout_s: float = place["timeout_s"]
+    def __init__(self, order: WorkerOrder, agent: AgentLink) -> None:
+        self.id = order.rank
+        self.host = order.host
+        self.local_rank = order.local_rank
+        self.timeout_s = order.timeout_s
         self.memberships = agent.memberships
         self._agent = agent
-        self._secret = bytes.fromhex(place["secret"])
-        self._address: str = place["address"]
-        self._client = StoreClient(Address(place["store"]), self._secret, self.id, self.timeout_s)
+        self._secret = bytes.fromhex(order.secret)
+        self._address = order.address
+        self._client = StoreClient(Address(order.store), self._secret, self.id, self.timeout_s)
         self.store = JobStore(self._client)
         self._world: WorldConnections | None = None
         self._world_lock = threading.Lock()
@@ -218,8 +216,8 @@ class LaunchedWorker:
         self._stores = [self.store]
         self.rank = -1
         self.hosts: tuple[str, ...] = ()
-        if place["membership"] is not None:
-            self.enter(decode(Membership, place["membership"]))
+        if order.membership is not None:
+            self.enter(order.membership)
 
     @property
     def world_size(self) -> int:
@@ -229,10 +227,12 @@ class LaunchedWorker:
         self.rank = membership.rank_of(self.id)
         self.hosts = membership.hosts
         store = self.store
-        if self.memberships is not None:
-            self.memberships.enter(membership)
+        self.memberships.enter(membership)
+        if self.memberships.can_change:
             self.memberships.on_loss(self._cut_world)
-            store = JobStore(self._client, f"plait/version/{membership.version}/", self.memberships)
+            store = JobStore(
+                self._client, f"plait/version/{membership.version}/", self.memberships.raise_loss
+            )
             self._stores.append(store)
         self.rendezvous = Rendezvous(
             store,
@@ -241,11 +241,11 @@ class LaunchedWorker:
             self.hosts,
             self._address,
             self.timeout_s,
-            check=None if self.memberships is None else self.memberships.raise_loss,
+            check=self.memberships.raise_loss if self.memberships.can_change else None,
         )
 
     def leave_world(self) -> None:
-        if self.memberships is not None and self.rank >= 0 and (loss := self.memberships.loss()) is not None:
+        if self.rank >= 0 and (loss := self.memberships.loss()) is not None:
             self._cut_world(loss)
         with self._world_lock:
             self._world = None
@@ -265,72 +265,121 @@ class LaunchedWorker:
         self._agent.stop_requested = True
 
     def report(self, progress: dict[str, Any]) -> None:
-        self._agent.send(progress=progress)
+        self._agent.send(messages.ProgressReport(progress))
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        answer = self._agent.ask(CoordinatorQuestion(self.id, question))
+        if answer.failure is not None:
+            raise (InputError if answer.wrong_input else PlaitError)(answer.failure)
+        return answer.content
 
     def tolerate_losses(self) -> None:
-        self._agent.send(tolerant=self.rank)
+        self._agent.send(messages.ToleranceReport(self.rank))
 
     def leave_out(self, ranks: Sequence[int]) -> None:
-        self._agent.send(left_out={"rank": self.rank, "ranks": list(ranks)})
+        self._agent.send(messages.LeftOutReport(self.rank, tuple(ranks)))
 
     def join(self, backend: str) -> None:
         world = join_world(backend, self.rendezvous)
         with self._world_lock:
             self._world = world
-        if self.memberships is not None:
-            self.memberships.raise_loss()
+        self.memberships.raise_loss()
 
     def report_ready(self) -> None:
-        self._agent.send(prepared=self.id)
+        self._agent.send(messages.ReadyReport(self.id))
 
     def report_joined(self) -> None:
-        assert self.memberships is not None
-        self._agent.send(joined={"rank": self.id, "version": self.memberships.current.version})
+        self._agent.send(messages.JoinReport(self.id, self.memberships.current.version))
 
     def report_left(self) -> None:
-        self._agent.send(left=self.id)
+        self._agent.send(messages.LeaveReport(self.id))
 
     def report_broken(self, loss: PeerError) -> None:
-        assert self.memberships is not None
         current = self.memberships.current
         peer = None if loss.peer is None else current.members[loss.peer]
-        self._agent.send(broken={"rank": self.id, "version": current.version, "peer": peer, "why": str(loss)})
+        self._agent.send(messages.BreakReport(self.id, current.version, peer, str(loss)))
 
     def ask_to_resize(self, workers: int, why: str) -> None:
-        self._agent.send(resize={"workers": workers, "why": why})
+        self._agent.send(messages.ResizeRequest(workers, why))
+
+
+AnswerFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class CoordinatorProcess:
+    """The process that answers the questions of the workers; `membership` is the first one."""
+
+    def __init__(self, order: WorkerOrder, agent: AgentLink) -> None:
+        assert order.membership is not None
+        self.membership = order.membership
+        self.is_elastic = order.elastic
+        self._agent = agent
+
+    def report(self, progress: dict[str, Any]) -> None:
+        self._agent.send(messages.ProgressReport(progress))
+
+    def serve(self, answer: AnswerFunction, follow: Callable[[Membership], None]) -> None:
+        """Answer questions one after the other, and follow the members, until all workers have ended."""
+        while True:
+            match self._agent.inbox.get():
+                case CoordinatorQuestion() as question:
+                    self._agent.send(_answered(question, answer))
+                case messages.NewMembership(membership):
+                    follow(membership)
+                case messages.CloseCoordinator():
+                    return
+
+
+def _answered(question: CoordinatorQuestion, answer: AnswerFunction) -> CoordinatorAnswer:
+    try:
+        return CoordinatorAnswer(question.rank, answer(question.content))
+    except Exception as failure:  # the worker must not wait for ever
+        words = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
+        return CoordinatorAnswer(question.rank, {}, words, isinstance(failure, InputError))
 
 
 class AgentLink:
-    """The socket to this host's agent: requests to stop come, progress and the end's report go.
+    """The socket to this host's agent: requests to stop and answers come, questions and reports go.
 
     Signs of life go there too, so that a process that is stopped is noticed. When the agent is gone, so is
     this process.
     """
 
-    def __init__(self, descriptor: int, memberships: Memberships | None = None) -> None:
+    def __init__(self, descriptor: int, memberships: Memberships, is_worker: bool = True) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self.memberships = memberships
+        self._is_worker = is_worker
         self.stop_requested = False
+        # Answers or, for the coordinator, all that there is to answer.
+        self.inbox: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         for target in (self._receive, self._send_beats):
             threading.Thread(target=target, name="plait-agent-link", daemon=True).start()
 
-    def send(self, **message: Any) -> None:
-        content = json.dumps(message).encode() + b"\n"
+    def send(self, message: JobMessage) -> None:
         with self._lock:
-            self._socket.sendall(content)
+            self._socket.sendall(to_line(message))
+
+    def ask(self, question: CoordinatorQuestion) -> CoordinatorAnswer:
+        """The coordinator's answer; one thread asks."""
+        self.send(question)
+        answer = self.inbox.get()
+        assert isinstance(answer, CoordinatorAnswer)
+        return answer
 
     def _receive(self) -> None:
         lines = LineBuffer()
         while data := self._read():
             for line in lines.take(data):
-                message = json.loads(line)
-                if "stop" in message:
-                    self.stop_requested = True
-                elif "members" in message and self.memberships is not None:
-                    self.memberships.put(decode(Membership, message["members"]))
-                elif "dismiss" in message and self.memberships is not None:
-                    self.memberships.dismiss()
+                match from_line(line):
+                    case messages.Stop():
+                        self.stop_requested = True
+                    case messages.NewMembership(membership) if self._is_worker:
+                        self.memberships.put(membership)
+                    case messages.Dismissal():
+                        self.memberships.dismiss()
+                    case message:
+                        self.inbox.put(message)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self) -> bytes:
@@ -342,47 +391,52 @@ class AgentLink:
     def _send_beats(self) -> None:
         while True:
             time.sleep(BEAT_S)
-            self.send(beat=1)
+            self.send(messages.Beat())
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Run the order's check on its settings; sends the agent what is wrong with them, if anything."""
-    message = None
+    order = decode(messages.CheckOrder, argument)
+    why = None
     try:
-        resolve(argument["check"], "check")(argument["settings"])
+        resolve(order.check, "check")(order.settings)
     except InputError as failure:
-        message = str(failure)
-    socket.socket(fileno=descriptors[0]).sendall(json.dumps({"checked": message}).encode() + b"\n")
+        why = str(failure)
+    socket.socket(fileno=descriptors[0]).sendall(to_line(messages.CheckResult(why)))
 
 
-def enter(place: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Be one worker: run the order's entry and report what it returned. The fork server calls it."""
-    rank, host = place["rank"], place["host"]
-    agent = AgentLink(descriptors[0], Memberships(rank) if place["elastic"] else None)
+def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Be a worker, or the coordinator: run the order's entry and report what it returned.
+
+    The fork server calls it.
+    """
+    order = decode(WorkerOrder, argument)
+    is_worker = order.rank != COORDINATOR
+    agent = AgentLink(descriptors[0], Memberships(order.rank, order.elastic), is_worker)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hand_on_warnings(lambda text: agent.send(warning=text))
+    hand_on_warnings(lambda text: agent.send(messages.WarningReport(text)))
     try:
-        _set_environment(place)
-        torch.set_num_threads(place["threads"])
-        worker: Worker = LaunchedWorker(place, agent)
-        value = resolve(place["entry"], "entry")(worker, place["settings"])
-        agent.send(result={"rank": rank, "value": value})
+        _set_environment(order)
+        torch.set_num_threads(order.threads)
+        process = LaunchedWorker(order, agent) if is_worker else CoordinatorProcess(order, agent)
+        value = resolve(order.entry, "entry")(process, order.settings)
+        agent.send(messages.ResultReport(order.rank, value))
     except BaseException as failure:
-        agent.send(failure=asdict(describe_failure(rank, host, failure)))
+        agent.send(describe_failure(order.rank, order.host, failure))
         sys.stdout.flush()
         sys.stderr.flush()
         # A process group with a dead peer can block in its destructor.
         os._exit(1)
 
 
-def _set_environment(place: Mapping[str, Any]) -> None:
+def _set_environment(order: WorkerOrder) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = (place["rank"], place["local_rank"], place["world_size"], place["local_size"])
+    numbers = (order.rank, order.local_rank, order.world_size, order.local_size)
     os.environ.update({name: str(number) for name, number in zip(names, numbers)})
-    if place["nic"] is not None:
+    if order.nic is not None:
         # The interface that the other hosts know; the libraries' own guess may be another.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = place["nic"]
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = order.nic
 
 
 def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
@@ -401,7 +455,7 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
         # What is said in words needs no traceback.
         traceback="" if known or lost is not None else "".join(traceback.format_exception(failure)),
         exit_status=failure.exit_status if isinstance(failure, PlaitError) else 1,
-        lost=lost.value if lost is not None else None,
+        lost=lost,
         peer=peer,
         everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_of_the_disk(failure),
     )

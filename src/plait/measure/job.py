@@ -21,8 +21,9 @@ from plait.data.calling import as_arguments, explaining_type_errors
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, share
 from plait.launch.display import Silent
+from plait.launch.messages import Launch
 from plait.launch.run import TRACING
-from plait.launch.supervisor import Launch, Supervisor
+from plait.launch.supervisor import Supervisor
 from plait.launch.worker import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead

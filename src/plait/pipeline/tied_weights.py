@@ -67,11 +67,6 @@ class TiedWeights:
         self._oldest = dict.fromkeys(modules, 0)
         self._rounds: dict[int, _Round] = {}
 
-    @property
-    def pending_rounds(self) -> int:
-        """The rounds whose gradients were given and are not applied yet."""
-        return len(self._rounds)
-
     def bring(self, op: Forward, work: UpdateRounds) -> int:
         """The version that `op` uses, which is there now; it may have to wait for the others."""
         version = version_of(self._pipeline_layout, min(self._stages), op.microbatch)

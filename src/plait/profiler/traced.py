@@ -208,15 +208,6 @@ class TracedModel:
         meta = self.node_by_name[name].meta
         return Value(name, meta["shape"], meta["dtype"], meta["requires_grad"])
 
-    def sizes_of(self, inputs: Sequence[torch.Tensor]) -> dict[Symbol, int]:
-        """The sizes that the symbols have for these inputs (tensors, in the order of `inputs`)."""
-        return {
-            symbol: size
-            for name, tensor in zip(self.inputs, inputs, strict=True)
-            for symbol, size in zip(self.value(name).shape, tensor.shape, strict=True)
-            if isinstance(symbol, Symbol)
-        }
-
     def order_inputs(self, arguments: Sequence[Any] | Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors of a model's arguments in the order of `inputs`, also where a dict has another one.
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Union
 import torch
 from torch import nn
 
-from plait.comm.rpc import Client
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.data.requirements import streams_of
@@ -32,6 +31,7 @@ from plait.sweeping.reasons import (
     why_optimizer,
 )
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.worker_group import GroupClient
 from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
@@ -64,7 +64,7 @@ class ArrayBuilder:
         self,
         worker: Worker,
         settings: SweepSettings,
-        coordinator: Client,
+        coordinator: GroupClient,
         device: torch.device,
         workers: WorkerGroup,
         fresh: FreshProcesses | None,

@@ -11,12 +11,9 @@ from plait.schema.results import ArrayResult
 
 
 class Arrays:
-    """The arrays of a sweep in order, from the events that record their changes.
+    """The arrays of a sweep in order, from the events that record their changes."""
 
-    With `go_on` the arrays of these events still train.
-    """
-
-    def __init__(self, past: Iterable[Event] = (), go_on: bool = False) -> None:
+    def __init__(self, past: Iterable[Event] = ()) -> None:
         self._records: list[ArrayResult] = []
         # The number of the array that each worker trains.
         self._open: dict[int, int] = {}
@@ -27,8 +24,7 @@ class Arrays:
                 self._open.clear()
             elif isinstance(event, run_events.WorkersChanged):
                 self.end(event.lost)
-        if not go_on:
-            self._open.clear()
+        self._open.clear()
 
     def end(self, workers: Iterable[int]) -> None:
         """The arrays of workers that are lost have ended."""

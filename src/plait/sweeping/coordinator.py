@@ -1,4 +1,7 @@
-"""The coordinator of a sweep: its trial scheduler, its record on disk, and answers to its workers."""
+"""The coordinator of a sweep: its trial scheduler, its record on disk, and answers to its workers.
+
+It has a process of its own beside the workers, and ends with the job.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,29 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from plait.comm.rpc import Answer, Question
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.codec import finite
+from plait.core.codec import decode, encode, finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
+from plait.core.logs import show_logs
 from plait.data.sampler import Position
+from plait.launch.membership import Membership
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker import CoordinatorProcess
 from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
-from plait.sweeping.datasets import DataSets
+from plait.sweeping.datasets import DataDescription, data_key
 from plait.sweeping.elastic.assignments import Assignments
-from plait.sweeping.elastic.changes import members_of, workers_changed
+from plait.sweeping.elastic.changes import workers_changed
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
@@ -38,61 +43,84 @@ from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 REPORT_S = 0.2
 
 
+Answer = dict[str, Any]
+
+
+def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Be the coordinator of a sweep; its result."""
+    show_logs()
+    settings = decode(SweepSettings, order["settings"], "settings")
+    folder = RunDir(Path(order["folder"]))
+    coordinator = Coordinator(
+        settings, folder, order["resume"], process.membership, process.is_elastic, process.report
+    )
+    process.serve(coordinator.answer, coordinator.follow)
+    return coordinator.close().to_dict()
+
+
+class UnknownDataError(Exception):
+    """A data set would have to be known, and no worker has described it."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        super().__init__(data_key(settings))
+        self.settings = settings
+
+
 class Coordinator:
     """Owns the trial scheduler and its record; workers reach it through `answer` alone.
 
-    With `resume` it goes on with an earlier sweep of the folder. In an elastic sweep it may take over from
-    another coordinator: `holders` then names the workers that may have trials, and is None otherwise.
-    `on_holders` is called before a worker learns that it has trials, or that it has none any more.
+    With `resume` it goes on with an earlier sweep of the folder. `report` is given the sweep's progress.
     """
 
     def __init__(
         self,
-        worker: Worker,
         settings: SweepSettings,
         folder: RunDir,
-        sets: DataSets,
         resume: bool,
-        holders: Sequence[int] | None = None,
-        on_holders: Callable[[Sequence[int]], None] = lambda workers: None,
+        membership: Membership,
+        is_elastic: bool,
+        report: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._worker = worker
         self._settings = settings
         self._folder = folder
-        self._sets = sets
-        takes_over = holders is not None
-        past = _read(folder) if resume or takes_over else []
-        events = [recorded.event for recorded in past]
-        self._log = EventLog(folder.events(), rank=worker.id)
+        self._membership = membership
+        self._is_elastic = is_elastic
+        self._send_report = report
+        self._past = _read(folder) if resume else []
+        self._log = EventLog(folder.events(), rank=0)
+        # What workers have told of their data.
+        self._data: dict[tuple[str, int | None], DataDescription] = {}
         # Audited steps, and the largest difference found in them.
         self._audited, self._largest = 0, 0.0
-        groups = max(1, worker.world_size // settings.workers_per_array)
+        groups = max(1, len(membership.members) // settings.workers_per_array)
         self.scheduler = TrialScheduler(
-            settings, groups, choose_metric(settings), self._steps_of, self._keep, self._copy, sets.seed_of
+            settings,
+            groups,
+            choose_metric(settings),
+            self._steps_of,
+            self._keep,
+            self._copy,
+            lambda trial: self._data_of(trial).seed,
         )
-        self.scheduler.open(events)
-        for trial in self.scheduler.trials[:1]:
-            has_test_split = sets.of(trial.settings)[1] is not None
-            check_comparable(settings, self.scheduler.metric, has_test_split)
-        self.arrays = Arrays(events, go_on=takes_over)
+        self.arrays = Arrays(self._past)
         # The trials whose states were removed; one that has ended makes no other.
         self._removed: set[int] = set()
-        self._remove_ended()
-        self._assignments = Assignments(holders or ())
-        self._on_holders = on_holders
-        self._holders = self._assignments.holders
-        self._is_closing = False
-        # The members that are known, where workers come and go.
-        self._membership = None if worker.memberships is None else worker.memberships.current
+        self._assignments = Assignments()
         self._progress = SweepProgress(self.scheduler, self.arrays)
         self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
-        self.left = 0
-        if takes_over:
-            self._progress.load(past)
-            self._membership = members_of(events)
-        else:
-            self._keep(self._begun())
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Draw the first trials and record that the sweep begins; tried again where data is unknown."""
+        past, self._past = self._past, []
+        self.scheduler.open(past)
+        for trial in self.scheduler.trials[:1]:
+            has_test_split = self._data_of(trial.settings).has_test_split
+            check_comparable(self._settings, self.scheduler.metric, has_test_split)
+        self._has_begun = True
+        self._remove_ended()
+        self._keep(self._begun())
 
     def _begun(self) -> Event:
         settings, scheduler = self._settings, self.scheduler
@@ -104,13 +132,20 @@ class Coordinator:
             trials=scheduler.search.total,
             ended=scheduler.ended,
             metric=scheduler.metric,
-            workers=self._worker.world_size,
+            workers=len(self._membership.members),
             torch=torch.__version__,
             replicas=settings.replicas,
         )
 
     def _steps_of(self, settings: TrainSettings) -> int:
-        return components.total_steps(settings, len(self._sets.of(settings)[0]), 0, Position())
+        return components.total_steps(settings, self._data_of(settings).samples, 0, Position())
+
+    def _data_of(self, settings: TrainSettings) -> DataDescription:
+        key = data_key(settings)
+        found = self._data.get((key, None)) or self._data.get((key, settings.seed))
+        if found is None:
+            raise UnknownDataError(settings)
+        return found
 
     def _keep(self, *events: Event) -> None:
         """Record events so that they outlive this process."""
@@ -126,59 +161,51 @@ class Coordinator:
         progress = own.progress if own is not None and own.step == source.step else source.progress
         save_state(self._folder, loser, replace(source, progress=progress))
 
-    def answer(self, question: Question) -> Answer:
-        """The answer to a worker's question: `ask` names it, the rest are its arguments."""
+    def answer(self, question: Mapping[str, Any]) -> Answer:
+        """The answer to a worker's question: `ask` names it, the rest are its arguments.
+
+        Where a data set has to be known first, the answer is `describe`, with settings that use it: the
+        worker describes it with the question `data`, and asks again.
+        """
         arguments = dict(question)
-        self._follow_members()
-        found: Answer = getattr(self, f"_on_{arguments.pop('ask')}")(**arguments)
-        if (holders := self._assignments.holders) != self._holders:
-            self._on_holders(holders)
-            self._holders = holders
-        self._report()
+        name = arguments.pop("ask")
+        try:
+            if name != "data" and not self._has_begun:
+                self._begin()
+            found: Answer = getattr(self, f"_on_{name}")(**arguments)
+        except UnknownDataError as unknown:
+            return {"describe": encode(unknown.settings)}
+        # What was answered outlives this process.
+        self._log.flush()
+        if self._has_begun:
+            self._report()
         return found
 
-    @property
-    def _is_elastic(self) -> bool:
-        return self._membership is not None
-
-    def _follow_members(self) -> None:
+    def follow(self, now: Membership) -> None:
         """Record that other workers take part, and give back the trials of those that are lost."""
-        before = self._membership
-        if before is None:
-            return
-        assert self._worker.memberships is not None
-        now = self._worker.memberships.latest()
         for worker in now.lost:
             for trial in self._assignments.lose(worker):
                 self.scheduler.give_back(trial)
-        if now.version == before.version:
-            return
-        self._membership = now
+        before, self._membership = self._membership, now
         self.scheduler.workers = len(now.members)
         self._assignments.keep_idle(now.members)
+        if not self._has_begun:
+            return
         event = workers_changed(before, now, sum(self._progress.steps.values()))
         self._keep(event)
         self.arrays.end(event.lost)
 
-    def _on_close(self) -> Answer:
-        """Whether no worker has trials any more; if so, none gets any from now on."""
-        self._is_closing = self.scheduler.is_over or not self._assignments.holders
-        return {"quiet": self._is_closing}
-
-    def _on_follow(self) -> Answer:
-        """Nothing but to follow the members, which every question leads to."""
-        return {}
-
-    def _on_hold(self, worker: int, trials: list[int]) -> Answer:
-        """A worker confirms the trials that it has from an earlier coordinator."""
-        self._assignments.confirm(worker, [trial for trial in trials if self.scheduler.hold(trial)])
+    def _on_data(self, **description: Any) -> Answer:
+        """A worker describes a data set."""
+        found = decode(DataDescription, description)
+        self._data[found.key, found.seed] = found
         return {}
 
     def _on_look(self, worker: int) -> Answer:
         """What waits for a worker that has nothing to do."""
         if self.scheduler.is_over:
             return {"over": True}
-        waiting = [] if self._is_closing or not self._assignments.is_confirmed else self.scheduler.waiting()
+        waiting = self.scheduler.waiting()
         if not waiting:
             if self._is_elastic:
                 self._assignments.set_idle(worker)
@@ -193,7 +220,7 @@ class Coordinator:
 
     def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
         taken = []
-        if self._assignments.may_take(worker) and not self._is_closing:
+        if self._assignments.may_take(worker):
             taken = self.scheduler.take(group, count, begin, self._among(worker))
         self._assignments.assign(worker, [trial.number for trial in taken])
         search = self.scheduler.search
@@ -212,7 +239,6 @@ class Coordinator:
         words = why or self._why_alone(trials)
         event = run_events.ArrayChanged(worker, tuple(trials), fused, words)
         self._log.record(event)
-        self._flush_if_elastic()
         self.arrays.changed(event)
         return {}
 
@@ -261,13 +287,7 @@ class Coordinator:
             self._boards.add(trial, step, {f"test/{name}": value for name, value in found.items()})
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
-        self._flush_if_elastic()
         return {}
-
-    def _flush_if_elastic(self) -> None:
-        """Write the record to disk where another coordinator may have to take over."""
-        if self._is_elastic:
-            self._log.flush()
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
         """Whether a trial with these results would be the best, so that its state is worth keeping."""
@@ -306,10 +326,6 @@ class Coordinator:
             self._assignments.release(trial)
         return {}
 
-    def _on_leave(self) -> Answer:
-        self.left += 1
-        return {}
-
     def _remove_ended(self) -> None:
         """Remove the states of the trials that ended, except the best one's."""
         best = self.scheduler.best()
@@ -322,22 +338,17 @@ class Coordinator:
         now = time.perf_counter()
         if now - self._reported >= REPORT_S:
             self._reported = now
-            self._worker.report(self._progress.report())
-
-    def flush(self) -> None:
-        """Write down what was recorded so far."""
-        self._log.flush()
-
-    def suspend(self) -> None:
-        """Write the record to disk, for another coordinator to go on with."""
-        self._log.close()
-        self._boards.close()
+            self._send_report(self._progress.report())
 
     def close(self) -> SweepResult:
         """End the record and publish the best trial's checkpoint; the result of the sweep.
 
         A sweep that has trials left was stopped.
         """
+        if not self._has_begun:  # before any worker asked
+            with contextlib.suppress(UnknownDataError):
+                self.scheduler.open(self._past)
+            self._keep(self._begun())
         states = {trial.state for trial in self.scheduler.trials}
         reason = "finished" if self.scheduler.is_over else "stopped"
         reason = "failed" if states == {"failed"} and self.scheduler.is_over else reason
@@ -349,7 +360,7 @@ class Coordinator:
         self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
         self._log.close()
         self._boards.close()
-        self._worker.report(self._progress.report())
+        self._send_report(self._progress.report())
         return SweepResult(
             reason=reason,
             step=self.scheduler.ended,
@@ -362,7 +373,7 @@ class Coordinator:
             arrays=self.arrays.table(),
             seconds=round(seconds, 3),
             trial_steps_per_s=rate,
-            workers=self._worker.world_size,
+            workers=len(self._membership.members),
             replicas=self._settings.replicas,
             audited_steps=self._audited or None,
             largest_difference=self._largest if self._audited else None,
@@ -420,5 +431,6 @@ def _assignment(trial: ScheduledTrial) -> dict[str, Any]:
     }
 
 
-def _read(folder: RunDir) -> list[core_events.Recorded]:
-    return list(core_events.read(folder.events())) if folder.events().exists() else []
+def _read(folder: RunDir) -> list[Event]:
+    path = folder.events()
+    return [recorded.event for recorded in core_events.read(path)] if path.exists() else []

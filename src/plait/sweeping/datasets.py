@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from plait.core.codec import encode
 from plait.core.errors import JobError
@@ -16,6 +17,16 @@ from plait.workloads.losses import MODEL_LOSS
 
 # An array has trials of one seed; another one may be about to begin.
 SEEDS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class DataDescription:
+    """What the coordinator needs to know of a data set; `seed` is that of data drawn at random, else None."""
+
+    key: str
+    seed: int | None
+    samples: int
+    has_test_split: bool
 
 
 class DataSets:
@@ -32,7 +43,7 @@ class DataSets:
         self._drawn: dict[str, dict[int, DataPair]] = {}
 
     def of(self, settings: TrainSettings) -> DataPair:
-        key = _key(settings)
+        key = data_key(settings)
         if key not in self._read and settings.seed not in self._drawn.get(key, {}):
             sets, draws = _build(settings)
             self._check(sets, settings.seed, f"{zlib.crc32(key.encode())}/{settings.seed if draws else None}")
@@ -47,12 +58,17 @@ class DataSets:
 
     def seed_of(self, settings: TrainSettings) -> int | None:
         """The seed that the data of a trial depends on; None where it depends on none."""
-        if _key(settings) not in self._drawn:
+        if data_key(settings) not in self._drawn:
             self.of(settings)
-        return settings.seed if _key(settings) in self._drawn else None
+        return settings.seed if data_key(settings) in self._drawn else None
+
+    def describe(self, settings: TrainSettings) -> DataDescription:
+        train, test = self.of(settings)
+        return DataDescription(data_key(settings), self.seed_of(settings), len(train), test is not None)
 
 
-def _key(settings: TrainSettings) -> str:
+def data_key(settings: TrainSettings) -> str:
+    """Names the data set of `settings`, whatever their seed."""
     data, own_loss = settings.data, settings.loss == MODEL_LOSS
     return json.dumps([data.kind, encode(data.options), data.collate_fn, own_loss], sort_keys=True)
 

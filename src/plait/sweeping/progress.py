@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.core import run_events
 from plait.core.codec import encode
-from plait.core.events import Recorded
 from plait.schema.results import TrialResult
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
@@ -42,16 +41,6 @@ class SweepProgress:
         # When the first points of this process were counted, and the steps up to them: what came before was
         # getting ready, and says nothing of the time that is left.
         self._first: tuple[float, int] | None = None
-
-    def load(self, past: Sequence[Recorded]) -> None:
-        """Go on from the record of a sweep that another coordinator began."""
-        for recorded in past:
-            if isinstance(recorded.event, run_events.SweepStarted):
-                self._started, self._trial_steps = recorded.t, 0
-                self._latest.clear()
-            elif isinstance(recorded.event, run_events.TrialStep):
-                self.count(recorded.event)
-        self._first = None
 
     def count(self, event: run_events.TrialStep) -> None:
         before = self._latest.get(event.trial, (self._scheduler.trials[event.trial].step, None))[0]

@@ -87,7 +87,8 @@ class Report:
 class TrialScheduler:
     """All trials of a sweep. `record` keeps events for good, all or none; `copy` copies another's weights.
 
-    `data_of` says what trials must have in common to be trained on the same data.
+    `data_of` says what trials must have in common to be trained on the same data. Where it or `steps_of`
+    raises, as long as too little is known of the data, nothing has changed: the call is made again later.
     """
 
     def __init__(
@@ -242,13 +243,6 @@ class TrialScheduler:
         if self.search.waits:
             self._finish_rung()
 
-    def hold(self, number: int) -> bool:
-        """A worker has the trial from an earlier coordinator; False where its result is known already."""
-        trial = self.trials[number]
-        if trial.state == "waiting":
-            trial.state = "running"
-        return trial.state == "running"
-
     def give_back(self, number: int) -> None:
         """A worker stopped before the trial's goal; it goes on from its newest checkpoint, if it has one."""
         trial = self.trials[number]
@@ -304,18 +298,19 @@ class TrialScheduler:
         known = self.trials if self.search.learns else ()
         past = [Past(t.values, t.result if t.reached else None, t.step, t.state) for t in known]
         values = self.search.values(number, past)
-        trial = self._add(values)
-        self._record(run_events.TrialDrawn(number, dict(values), trial.steps, trial.group))
-
-    def _add(self, values: Mapping[str, Any]) -> ScheduledTrial:
         settings = with_values(self.settings.train, values)
-        steps = self._steps_of(settings)
-        group = array_key(settings) if is_fusable(settings) else f"alone-{len(self.trials)}"
+        group = array_key(settings) if is_fusable(settings) else f"alone-{number}"
         if (data := self._data_of(settings)) is not None:
             group += f"-{data}"
-        trial = ScheduledTrial(len(self.trials), values, settings, steps, group, self.search.goals(steps))
-        self.trials.append(trial)
-        return trial
+        drawn = run_events.TrialDrawn(number, dict(values), self._steps_of(settings), group)
+        self._add(drawn)
+        self._record(drawn)
+
+    def _add(self, drawn: run_events.TrialDrawn) -> None:
+        settings, goals = with_values(self.settings.train, drawn.values), self.search.goals(drawn.steps)
+        self.trials.append(
+            ScheduledTrial(drawn.trial, drawn.values, settings, drawn.steps, drawn.group, goals)
+        )
 
     def _record_results(self, reports: Sequence[Report]) -> set[int]:
         """Record results, all at once; the trials of which they were not known."""
@@ -415,7 +410,7 @@ class TrialScheduler:
     def _replay(self, event: Event) -> None:
         match event:
             case run_events.TrialDrawn():
-                self._add(event.values)
+                self._add(event)
             case run_events.TrialReached():
                 trial = self.trials[event.trial]
                 trial.take(event)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from plait.comm.rpc import Client
 from plait.core.codec import finite
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
@@ -24,7 +23,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.elastic.members import SweepClosedError, SweepMembers
+from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
 from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
 from plait.sweeping.settings import SweepSettings
@@ -55,7 +54,6 @@ class SweepLoop(Loop):
     """Trials on this worker's group, as the training loop drives them; all its workers run this in lockstep.
 
     Trials that have ended leave the array and others join between two steps; the coordinator decides which.
-    The group's first worker alone has a `coordinator` to ask.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class SweepLoop(Loop):
         worker: Worker,
         settings: SweepSettings,
         folder: RunDir,
-        coordinator: Client | None,
         sets: DataSets,
         device: torch.device,
         workers: WorkerGroup = ALONE,
@@ -74,7 +71,7 @@ class SweepLoop(Loop):
         self._workers = workers
         self._settings = settings
         self._folder = folder
-        self._coordinator = GroupClient(workers, coordinator)
+        self._coordinator = GroupClient(workers, worker, sets)
         self._sets = sets
         self._device = device
         self._builder = ArrayBuilder(worker, settings, self._coordinator, device, workers, fresh)
@@ -93,8 +90,6 @@ class SweepLoop(Loop):
         self._step_s = 0.0
         # The trials that the coordinator has assigned to this worker and that it has not handed back.
         self._held: set[int] = set()
-        if members is not None:
-            members.held = lambda: sorted(self._held)
 
     @property
     def trials(self) -> list[RunningTrial]:
@@ -112,9 +107,6 @@ class SweepLoop(Loop):
                 self._separate(failure)
             except TrialsFailedError as failure:
                 self._fail(failure)
-            except SweepClosedError:
-                self.engine.close()
-                return "finished"
 
     def ended(self) -> str | None:
         if self._members is not None and self._members.is_changed:
@@ -122,9 +114,12 @@ class SweepLoop(Loop):
                 return "left"
             self._members.enter()
             self._builder.forget_widths(self.engine.group)
-        if self._workers.from_first(self._worker.stop_requested):
+        if self._is_stop_requested():
             return "stopped"
         return "finished" if self._is_over else None
+
+    def _is_stop_requested(self) -> bool:
+        return bool(self._workers.from_first(self._worker.stop_requested))
 
     def apply_changes(self) -> None:
         """Let trials that have ended leave, and others join; without any to train, wait a moment."""
@@ -201,6 +196,9 @@ class SweepLoop(Loop):
             # It will fail where it belongs: as a trial, trained alone. Others may do better.
             self._builder.train_one_by_one(group, why)
             self._tried = group
+        if self._is_stop_requested():
+            # Others may have given back what they had meanwhile.
+            return
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
 

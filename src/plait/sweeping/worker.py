@@ -1,9 +1,7 @@
-"""What a worker process of a sweep runs; rank 0, or the first of an elastic sweep's members, coordinates."""
+"""What a worker process of a sweep runs."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.comm.rpc import AnswerThread, LocalClient, RemoteClient
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.logs import show_logs
@@ -20,7 +17,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_size import import_fake_tensors
-from plait.sweeping.coordinator import Coordinator, check_comparable, choose_metric
+from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.search.values import Search
@@ -31,13 +28,7 @@ from plait.sweeping.worker_group import check_worker_groups, make_worker_group
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
 from plait.training.optimizers.eager import use_eager_optimizers
-from plait.training.worker_group import ALONE, WorkerGroup
-
-WAIT_S = 0.05
-
-
-# Where workers ask the one that keeps the trials.
-QUESTIONS = "plait/sweep"
+from plait.training.worker_group import ALONE
 
 
 def check_order(order: dict[str, Any]) -> None:
@@ -54,8 +45,8 @@ def check_order(order: dict[str, Any]) -> None:
             components.check(with_values(settings.train, {dimension.key: value}))
 
 
-def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
-    """Be one worker of a sweep; rank 0's answer is its result."""
+def sweep(worker: Worker, order: dict[str, Any]) -> None:
+    """Be one worker of a sweep; its result is the coordinator's."""
     show_logs()
     use_eager_optimizers()
     settings = decode(SweepSettings, order["settings"], "settings")
@@ -70,13 +61,16 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if settings.workers_per_array > 1:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
         group = make_worker_group(worker, settings, device)
-    if worker.memberships is not None or worker.world_size > settings.workers_per_array:
+    if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, order.get("run"))
+    members = SweepMembers(worker) if worker.memberships.can_change else None
+    sets = DataSets(partial(look_at_data, worker))
     try:
-        if worker.memberships is None:
-            result = _take_part(worker, settings, folder, device, group, fresh, order["resume"])
+        training = SweepLoop(worker, settings, folder, sets, device, group, members, fresh)
+        if members is None:
+            training.run()
         else:
-            result = _take_part_while_needed(worker, settings, folder, device, fresh, order["resume"])
+            _take_part_while_needed(members, training)
     except FusionError as failure:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
@@ -84,7 +78,6 @@ def sweep(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     if not group.is_alone:
         group.close()
         dist.destroy_process_group()
-    return result
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
@@ -95,69 +88,12 @@ def _measures(settings: SweepSettings, worker: Worker) -> bool:
     return leads and (settings.width is None or settings.replicas > 1)
 
 
-def _take_part(
-    worker: Worker,
-    settings: SweepSettings,
-    folder: RunDir,
-    device: torch.device,
-    group: WorkerGroup,
-    fresh: FreshProcesses | None,
-    resume: bool,
-) -> dict[str, Any]:
-    """Train with the others of the group; rank 0 returns the result."""
-    sets = DataSets(partial(look_at_data, worker))
-    if not group.is_first:
-        SweepLoop(worker, settings, folder, None, sets, device, group).run()
-        return {}
-    groups = worker.world_size // settings.workers_per_array
-    coordinator = Coordinator(worker, settings, folder, sets, resume) if worker.rank == 0 else None
-    client = RemoteClient(worker.store, QUESTIONS) if coordinator is None else LocalClient(coordinator.answer)
-    answers = None
-    if isinstance(client, LocalClient) and groups > 1:
-        answers = AnswerThread(worker.store, QUESTIONS, client)
-    try:
-        SweepLoop(worker, settings, folder, client, sets, device, group, fresh=fresh).run()
-    except BaseException:
-        if coordinator is not None:
-            coordinator.flush()
-        raise
-    if coordinator is None:
-        return client.ask(ask="leave")
-    # The others may still train; the launcher ends us when one of them fails.
-    while coordinator.left < groups - 1:
-        time.sleep(WAIT_S)
-    if answers is not None:
-        answers.close()
-    return coordinator.close().to_dict()
-
-
-def _take_part_while_needed(
-    worker: Worker,
-    settings: SweepSettings,
-    folder: RunDir,
-    device: torch.device,
-    fresh: FreshProcesses | None,
-    resume: bool,
-) -> dict[str, Any]:
-    """Train until the end of the sweep or until the others go on without this worker.
-
-    All members at the end return the result: whoever coordinates may be lost after it has closed the sweep.
-    """
-    sets = DataSets(partial(look_at_data, worker))
-
-    def make_coordinator(
-        holders: Sequence[int] | None, on_holders: Callable[[Sequence[int]], None]
-    ) -> Coordinator:
-        return Coordinator(worker, settings, folder, sets, resume, holders, on_holders)
-
-    members = SweepMembers(worker, make_coordinator)
+def _take_part_while_needed(members: SweepMembers, training: SweepLoop) -> None:
+    """Train until the end of the sweep or until the others go on without this worker."""
     members.join()
-    training = SweepLoop(worker, settings, folder, members, sets, device, members=members, fresh=fresh)
-    while True:
-        if training.run() != "left" and (result := members.result()) is not None:
-            return result
+    while training.run() == "left":
         if members.leave():
-            return {}
+            return
 
 
 def check_shared(host: str, folder: RunDir, run: str | None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from plait.comm.groups import new_group
-from plait.comm.rpc import Answer, Client
+from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.launch.worker import Worker
+from plait.schema.settings import TrainSettings
+from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.stages import link_stages
 from plait.sweeping.settings import SweepSettings
 from plait.training.worker_group import WorkerGroup
@@ -20,19 +23,25 @@ ANSWER_TIMEOUT = timedelta(days=365)
 
 
 class GroupClient:
-    """Questions that a group has in common: its first member asks, and all have the answer."""
+    """Questions that a group has in common: its first member asks the coordinator, and all have the answer.
 
-    def __init__(self, workers: WorkerGroup, client: Client | None) -> None:
+    The coordinator reads no data: where it has to know a data set, the worker that asked describes it.
+    """
+
+    def __init__(self, workers: WorkerGroup, worker: Worker, sets: DataSets) -> None:
         self._workers = workers
-        self._client = client
+        self._worker = worker
+        self._sets = sets
 
-    def ask(self, **question: Any) -> Answer:
-        answer: Answer = self._workers.from_first(lambda: self._asked(question))
+    def ask(self, **question: Any) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self._workers.from_first(lambda: self._asked(question))
         return answer
 
-    def _asked(self, question: dict[str, Any]) -> Answer:
-        assert self._client is not None
-        return self._client.ask(**question)
+    def _asked(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        while "describe" in (answer := self._worker.ask(question)):
+            settings = decode(TrainSettings, answer["describe"], "settings")
+            self._worker.ask({"ask": "data", **encode(self._sets.describe(settings))})
+        return answer
 
 
 def check_worker_groups(settings: SweepSettings, workers: int) -> None:

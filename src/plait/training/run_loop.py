@@ -90,7 +90,8 @@ class RunLoop(Loop):
         self._changes = (0, 0)
         self._unsaved: UnsavedState | None = None
         memberships = run.worker.memberships
-        self._switch = None if memberships is None else MemberSwitch(ElasticMembers(run, memberships), self)
+        members = ElasticMembers(run, memberships) if memberships.can_change else None
+        self._switch = None if members is None else MemberSwitch(members, self)
 
     @property
     def trials(self) -> Sequence[Trial]:

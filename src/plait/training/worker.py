@@ -58,13 +58,13 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     device = components.choose_device(settings.device, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if worker.memberships is not None:
+    if worker.memberships.can_change:
         join_members(worker, settings)
     elif worker.world_size > 1 or settings.pipeline is not None:
         worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
     folder = RunDir(Path(order["folder"]))
     # Where layers may move, each worker makes the model whole, and keeps its own.
-    pieces = components.find_pieces(settings, device) if worker.memberships is None else None
+    pieces = None if worker.memberships.can_change else components.find_pieces(settings, device)
     parts = components.build(settings, device, pieces=pieces)
     look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
     words = ""
@@ -79,7 +79,8 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         loop.run.flush_record()
         raise
     # Where others may be gone, its end could wait for them.
-    if dist.is_initialized() and settings.sync.kind not in FAULT_TOLERANT and worker.memberships is None:
+    may_lose_workers = worker.memberships.can_change or settings.sync.kind in FAULT_TOLERANT
+    if dist.is_initialized() and not may_lose_workers:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}
@@ -101,7 +102,7 @@ class DivergedError(PlaitError):
 
 def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
     """The loop with the engine that the settings ask for; all workers make one together."""
-    check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships is not None)
+    check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships.can_change)
     chosen = None
     if settings.sync.kind == "auto" and settings.pipeline is None and worker.world_size > 1:
         from plait.training.engines.auto_sync import choose_sync  # imports the profiler

@@ -250,7 +250,7 @@ def _unit(
     return nn.Sequential(OrderedDict(conv=conv, norm=norm(width), activation=activation()))
 
 
-def _divisible(channels: float, by: int = 8) -> int:
-    """The multiple of `by` nearest to `channels`, never under nine tenths of it: both papers' rule."""
-    rounded = max(by, int(channels + by / 2) // by * by)
-    return rounded if rounded >= 0.9 * channels else rounded + by
+def _divisible(channels: float) -> int:
+    """The multiple of eight nearest to `channels`, never under nine tenths of it: both papers' rule."""
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded if rounded >= 0.9 * channels else rounded + 8

@@ -1,4 +1,4 @@
-"""What two workers of one host are linked by: a socket of packets, and memory handed over through it.
+"""What two workers of one host are linked by: a socket of notices, and memory handed over through it.
 
 Memory is a file without a name, so nothing is left behind however a worker ends.
 """
@@ -9,14 +9,18 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 _WITH_FILES = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 _DESCRIPTOR = struct.Struct("i")
-# Room next to a packet for one descriptor.
+# Room next to a notice for one descriptor.
 _EXTRA = socket.CMSG_LEN(_DESCRIPTOR.size)
+# The kind of notice, and three numbers.
+_NOTICE = struct.Struct("<BqqQ")
+_END = 0
 
 
 def make_file(size: int) -> int:
@@ -32,16 +36,18 @@ def map_file(descriptor: int, size: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
 
 
-class PacketSocket:
-    """One end of a connection that keeps packets of `packet_bytes` whole. No call waits.
+class LocalLink:
+    """One end of the connection to a worker of the same host, which carries notices. No call waits.
 
-    What a full socket does not take goes out later. `lost` is set where the other end is found gone.
+    A notice is a kind, which is not 0, and three numbers whose meaning both ends know. What a full socket
+    does not take goes out later. `ended` is set where the peer has closed its end on purpose, `lost` where it
+    is gone otherwise.
     """
 
-    def __init__(self, connection: socket.socket, packet_bytes: int) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._packet_bytes = packet_bytes
         self._unsent: deque[tuple[bytes, int | None]] = deque()
+        self.ended = False
         self.lost = False
 
     def fileno(self) -> int:
@@ -49,12 +55,14 @@ class PacketSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether packets wait for the peer to read earlier ones."""
+        """Whether notices wait for the peer to read earlier ones."""
         return bool(self._unsent)
 
-    def send(self, packet: bytes, descriptor: int | None = None) -> None:
-        """Send a packet, and with it a file, whose `descriptor` is closed here once it is handed over."""
-        self._unsent.append((packet, descriptor))
+    def notify(
+        self, kind: int, first: int = 0, second: int = 0, third: int = 0, descriptor: int | None = None
+    ) -> None:
+        """Send a notice, and with it a file, whose `descriptor` is closed here once it is handed over."""
+        self._unsent.append((_NOTICE.pack(kind, first, second, third), descriptor))
         self.send_unsent()
 
     def send_unsent(self) -> None:
@@ -76,32 +84,33 @@ class PacketSocket:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def receive(self, with_file: bool = False) -> tuple[bytes, int | None] | None:
-        """The next packet; None where nothing has come, or nothing will.
+    def notices(self, with_files: bool = False) -> Iterator[tuple[int, int, int, int, int | None]]:
+        """The notices that have come: kind, numbers, and the descriptor of the file that came with it.
 
-        Where a file may come with it, which takes a little longer, also that file's descriptor.
+        To look for files, with `with_files`, takes a little longer.
         """
-        while not self.lost:
+        while not (self.ended or self.lost):
             extra: list[tuple[int, int, bytes]] = []
             try:
-                if with_file:
-                    packet, extra, _, _ = self._socket.recvmsg(
-                        self._packet_bytes, _EXTRA, socket.MSG_DONTWAIT
-                    )
+                if with_files:
+                    packet, extra, _, _ = self._socket.recvmsg(_NOTICE.size, _EXTRA, socket.MSG_DONTWAIT)
                 else:
-                    packet = self._socket.recv(self._packet_bytes, socket.MSG_DONTWAIT)
+                    packet = self._socket.recv(_NOTICE.size, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                return None
+                return
             except ConnectionResetError:
                 # The peer closed without reading all of ours; what it sent before can still be read.
                 continue
             except OSError:
                 packet = b""
-            if packet:
-                descriptors = [_DESCRIPTOR.unpack(content)[0] for _, _, content in extra]
-                return packet, descriptors[0] if descriptors else None
-            self.lost = True
-        return None
+            if not packet:
+                self.lost = True
+            elif packet[0] == _END:
+                self.ended = True
+            else:
+                yield *_NOTICE.unpack(packet), _DESCRIPTOR.unpack(extra[0][2])[0] if extra else None
 
     def close(self) -> None:
+        """Close this end; the peer is notified that it was on purpose."""
+        self.notify(_END)
         self._socket.close()

@@ -12,7 +12,6 @@ import mmap
 import os
 import select
 import socket
-import struct
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ import torch
 from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory
-from plait.comm.links.local import PacketSocket, make_file, map_file
+from plait.comm.links.local import LocalLink, make_file, map_file
 from plait.comm.links.packing import Buffer, Message, Packing, packing_of
 
-_NOTICE = struct.Struct("<BIIQ")
-_FULL, _FREE, _END, _FULL_GPU = 1, 2, 3, 4
+_FULL, _FULL_GPU, _FREE = 1, 2, 3
 _PAGE = mmap.PAGESIZE
 
 
@@ -38,11 +36,11 @@ class _SendSlot:
     descriptor: int | None
 
 
-class SharedLink:
-    """One end of the connection to a worker of the same host; `gpu` is this one's, if the peer reads it."""
+class SharedLink(LocalLink):
+    """Messages to and from a worker of the same host; `gpu` is this one's, if the peer reads it."""
 
     def __init__(self, connection: socket.socket, gpu: torch.device | None = None) -> None:
-        self._socket = PacketSocket(connection, _NOTICE.size)
+        super().__init__(connection)
         self._gpu = gpu
         # Messages given back whose last reader is still to run on the GPU.
         self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()
@@ -52,14 +50,6 @@ class SharedLink:
         self._arrived: dict[int, deque[int]] = defaultdict(deque)
         self._under_way: dict[int, int] = defaultdict(int)
         self._channel_of: dict[int, int] = {}
-        self.ended = False
-
-    @property
-    def lost(self) -> bool:
-        return self._socket.lost
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def under_way(self, channel: int) -> int:
         """Messages sent on `channel` whose memory the peer has not given back."""
@@ -84,8 +74,8 @@ class SharedLink:
         slot.buffer.write(number, packing, tensors)
         self._under_way[channel] += 1
         self._channel_of[slot.number] = channel
-        notice = _NOTICE.pack(_FULL_GPU if on_gpu else _FULL, channel, slot.number, slot.buffer.capacity)
-        self._socket.send(notice, slot.descriptor)
+        kind = _FULL_GPU if on_gpu else _FULL
+        self.notify(kind, channel, slot.number, slot.buffer.capacity, slot.descriptor)
         slot.descriptor = None
 
     def take(self, channel: int) -> Message | None:
@@ -97,7 +87,7 @@ class SharedLink:
 
         def release() -> None:
             if buffer.gpu is None:
-                self._socket.send(_NOTICE.pack(_FREE, 0, number, 0))
+                self.notify(_FREE, 0, number)
             else:
                 read = torch.cuda.Event()
                 read.record()
@@ -110,39 +100,25 @@ class SharedLink:
         while self._leaving and (wait or self._leaving[0][0].query()):
             read, number = self._leaving.popleft()
             read.synchronize()
-            self._socket.send(_NOTICE.pack(_FREE, 0, number, 0))
+            self.notify(_FREE, 0, number)
 
     def take_notices(self) -> None:
         """Read the notices that the peer has sent, without waiting."""
         self.give_back()
-        self._socket.send_unsent()
-        while not self.ended and (received := self._socket.receive(with_file=True)) is not None:
-            notice, descriptor = received
-            kind, channel, number, size = _NOTICE.unpack(notice)
-            self._take_notice(kind, channel, number, size, descriptor)
-
-    def _take_notice(self, kind: int, channel: int, number: int, size: int, descriptor: int | None) -> None:
-        if kind in (_FULL, _FULL_GPU):
+        self.send_unsent()
+        for kind, channel, number, size, descriptor in self.notices(with_files=True):
+            if kind == _FREE:
+                self._free.append(self._ours[number])
+                self._under_way[self._channel_of.pop(number)] -= 1
+                continue
             if descriptor is not None:
                 self._theirs[number] = _open(descriptor, size, kind == _FULL_GPU)
                 os.close(descriptor)
             self._arrived[channel].append(number)
-        elif kind == _FREE:
-            self._free.append(self._ours[number])
-            self._under_way[self._channel_of.pop(number)] -= 1
-        else:
-            self.ended = True
 
     def close(self) -> None:
-        """Close this end; the peer is notified that it was on purpose."""
         self.give_back(wait=True)
-        self._socket.send(_NOTICE.pack(_END, 0, 0, 0))
-        self._socket.close()
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether notices wait for the peer to read earlier ones."""
-        return self._socket.has_unsent
+        super().close()
 
     def _find(self, packing: Packing, on_gpu: bool) -> _SendSlot:
         """The smallest free buffer that is large enough, or a new one."""

@@ -10,16 +10,14 @@ import contextlib
 import os
 import select
 import socket
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from plait.comm.links.local import PacketSocket, make_file, map_file
+from plait.comm.links.local import LocalLink, make_file, map_file
 
-_WORD = struct.Struct("<Bqq")
-_TOLD, _SHOWN, _END = 1, 2, 3
+_TOLD, _SHOWN = 1, 2
 
 
 class SharedBuffer:
@@ -44,68 +42,31 @@ class SharedBuffer:
             os.close(self.descriptor)
 
 
-class LocalPeer:
-    """Another worker of this host: its region, and the socket between the two. Nothing here waits."""
+class LocalPeer(LocalLink):
+    """Another worker of this host and its region."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = PacketSocket(connection, _WORD.size)
-        self.region: Tensor | None = None
-        self.ended = False
-
-    @property
-    def lost(self) -> bool:
-        return self._socket.lost
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def full(self) -> bool:
-        """Whether notices wait until the peer has read earlier ones."""
-        return self._socket.has_unsent
+    region: Tensor | None = None
 
     def show(self, region: SharedBuffer) -> None:
         """Share `region` with the peer; the first notice it gets."""
         assert region.descriptor is not None
-        self._socket.send(_WORD.pack(_SHOWN, 0, region.size), os.dup(region.descriptor))
+        self.notify(_SHOWN, third=region.size, descriptor=os.dup(region.descriptor))
 
     def see(self, seconds: float) -> None:
         """Wait for the peer's region, its first notice; raises OSError where none comes."""
         poll = select.poll()
-        poll.register(self._socket.fileno(), select.POLLIN)
+        poll.register(self.fileno(), select.POLLIN)
         if not poll.poll(max(0.001, seconds) * 1e3):
             raise TimeoutError("nothing has come")
-        if (received := self._socket.receive(with_file=True)) is None:
+        _, _, _, size, descriptor = next(self.notices(with_files=True), (0, 0, 0, 0, None))
+        if descriptor is None:
             raise ConnectionError("the connection has ended")
-        word, descriptor = received
-        assert descriptor is not None
-        _, _, size = _WORD.unpack(word)
         self.region = map_file(descriptor, size)
         os.close(descriptor)
 
-    def notify(self, topic: int, number: int) -> None:
+    def announce(self, topic: int, number: int) -> None:
         """Send a notice: two numbers whose meaning both know."""
-        self._socket.send(_WORD.pack(_TOLD, topic, number))
-
-    def send_rest(self) -> None:
-        """Send what could not be sent before, while there is room."""
-        self._socket.send_unsent()
-
-    def notices(self) -> Iterator[tuple[int, int]]:
-        """The notices that have come."""
-        while not self.ended and (received := self._socket.receive()) is not None:
-            kind, topic, number = _WORD.unpack(received[0])
-            if kind == _TOLD:
-                yield topic, number
-            else:
-                self.ended = True
-
-    def close(self, on_purpose: bool = True) -> None:
-        """End the connection; on purpose, the peer is notified, and else it waits for what it needs."""
-        if not on_purpose:
-            return
-        self._socket.send(_WORD.pack(_END, 0, 0))
-        self._socket.close()
+        self.notify(_TOLD, topic, number)
 
 
 class Poller:
@@ -134,7 +95,7 @@ class Poller:
         for descriptor, _ in self._poll.poll(None if seconds is None else max(0.0, seconds) * 1e3):
             if descriptor in self._peers:
                 name, peer = self._peers[descriptor]
-                peer.send_rest()
+                peer.send_unsent()
                 found.append(name)
             else:
                 with contextlib.suppress(BlockingIOError):
@@ -153,7 +114,7 @@ class Poller:
 
     def _watch_full(self) -> None:
         """Poll for writability while there is unsent data."""
-        full = {descriptor for descriptor, (_, peer) in self._peers.items() if peer.full}
+        full = {descriptor for descriptor, (_, peer) in self._peers.items() if peer.has_unsent}
         for descriptor in (full ^ self._full) & self._peers.keys():
             self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if descriptor in full else 0))
         self._full = full

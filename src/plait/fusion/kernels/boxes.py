@@ -310,15 +310,13 @@ def _multiply(
     )  # fmt: skip
 
 
-def taps_gradient(
-    large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, tile: Tile | None = None
-) -> Tensor:
+def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
     """The gradient of the taps, in float32, from the large image and the small one; one is a gradient."""
     trials, outs, kernel_h, kernel_w, channels = taps.shape
     if _is_point(taps, stride, pad):
         large, small = _one_row(large), _one_row(small)
     batch, _, out_h, out_w = small.shape
-    tile = tile or _gradient_tile(outs, channels)
+    tile = _gradient_tile(outs, channels)
     box = box_of(tile.depth, batch, out_h, out_w)
     steps = _count(box, batch, out_h, out_w)
     parts = triton.cdiv(outs, tile.rows) * triton.cdiv(channels, tile.columns) * kernel_h * kernel_w

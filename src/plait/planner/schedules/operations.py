@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.schema.plans.plan import Layout
-
 
 @dataclass(frozen=True)
 class Forward:
@@ -59,14 +57,3 @@ class Update:
 
 Op = Forward | Backward | BackwardInput | BackwardWeight | Update
 Operations = dict[int, tuple[Op, ...]]
-
-
-def peer_before(layout: Layout, op: Forward) -> int | None:
-    """Whom a forward receives from; None where the loader feeds the stage."""
-    return layout.worker(op.stage - 1, op.microbatch) if op.stage > 0 else None
-
-
-def peer_behind(layout: Layout, op: Backward | BackwardInput) -> int | None:
-    """Whom a backward receives from; None where the loss does."""
-    last = len(layout.stages) - 1
-    return layout.worker(op.stage + 1, op.microbatch) if op.stage < last else None

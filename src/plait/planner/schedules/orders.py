@@ -13,9 +13,9 @@
 depth(s) is the number of devices from stage s on, divided by the replicas of s, rounded up: what keeps
 every device busy (PipeDream's NOAM, stage by stage). A worker may hold several stages under any schedule:
 each stage keeps its own order, and with it its versions and what it holds; `play` finds an order for the
-worker. Sends and receives are implied by the layout:
-`operations.peer_before` and `peer_behind` name the other end, and since every worker takes its microbatches
-in rising order, both ends of each channel agree on the order.
+worker. Sends and receives are implied by the layout: the other end is the worker of the stage before or
+behind, and since every worker takes its microbatches in rising order, both ends of each channel agree on the
+order.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Sweeps whose workers come and go: which worker has which trials, and which worker coordinates."""
+"""Sweeps whose workers come and go: which worker has which trials, and how it is a member."""

@@ -2,25 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from plait.core import run_events
-from plait.core.events import Event
 from plait.launch.membership import Membership
-
-
-def members_of(past: Iterable[Event]) -> Membership:
-    """The members of a sweep by the events of its record."""
-    version, members = 0, tuple[int, ...]()
-    for event in past:
-        match event:
-            case run_events.SweepStarted():
-                version, members = 1, tuple(range(event.workers))
-            case run_events.WorkersChanged():
-                version, members = event.version, event.members
-            case _:
-                pass
-    return Membership(version, members, ())
 
 
 def workers_changed(before: Membership, now: Membership, step: int) -> run_events.WorkersChanged:

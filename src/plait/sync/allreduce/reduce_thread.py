@@ -160,16 +160,16 @@ class ReduceThread(threading.Thread):
         finally:
             for stream in self._streams.values():
                 stream.end()
-            for peer in self._near.values():
-                # After a failure the others must not take this end for one on purpose.
-                peer.close(on_purpose=self.failure is None)
+            # After a failure the others must not take this end for one on purpose.
+            for peer in self._near.values() if self.failure is None else ():
+                peer.close()
             self._poller.close()
 
     def _turn(self) -> None:
         """Wait for whatever comes next and do what it allows."""
         for place in self._poller.wait(self._seconds_left()):
             peer = self._near[place]
-            for topic, number in peer.notices():
+            for _, topic, number, _, _ in peer.notices():
                 self._handle(place, topic, number)
             if peer.lost or peer.ended:
                 self._poller.forget(peer)
@@ -361,7 +361,7 @@ class ReduceThread(threading.Thread):
         left = piece.job.to_copy
         left[lane.broadcast_parent] -= 1
         if left[lane.broadcast_parent] == 0:
-            self._near[lane.broadcast_parent].notify(_READ, piece.job.number)
+            self._near[lane.broadcast_parent].announce(_READ, piece.job.number)
 
     def _pass_on(self, lane: _Lane, piece: _Piece, route: int) -> None:
         for child in lane.broadcast_children:
@@ -371,7 +371,7 @@ class ReduceThread(threading.Thread):
 
     def _send(self, place: int, route: int, phase: int, piece: _Piece) -> None:
         if place in self._near:
-            self._near[place].notify(self._epoch << 32 | route << 1 | phase, piece.number)
+            self._near[place].announce(self._epoch << 32 | route << 1 | phase, piece.number)
             return
         members = self._members
         tag = tag_of(members, route, phase)

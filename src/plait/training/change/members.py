@@ -39,7 +39,7 @@ def loss_of(worker: Worker, failure: RuntimeError) -> PeerError | None:
 
     Once a loss is known, whatever the process group says is a consequence of it.
     """
-    if worker.memberships is None:
+    if not worker.memberships.can_change:
         return None
     known = worker.memberships.loss() if worker.rank >= 0 else None
     if known is not None and (isinstance(failure, PeerError) or not isinstance(failure, PlaitError)):

@@ -114,9 +114,8 @@ class Replanning:
         self._planner.daemon = True
         self._planner.start()
 
-    def _members_version(self) -> int | None:
-        members = self._run.worker.memberships
-        return None if members is None else members.current.version
+    def _members_version(self) -> int:
+        return self._run.worker.memberships.current.version
 
     def _plan(self, asked: Replan, answer: dict[str, Any]) -> None:
         run = self._run

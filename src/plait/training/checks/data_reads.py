@@ -40,7 +40,7 @@ def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -
     it sees of the data of that `name`; all others compare with that.
     """
     is_first = worker.rank == 0
-    if worker.world_size == 1 and worker.memberships is None:
+    if worker.world_size == 1 and not worker.memberships.can_change:
         seen = take_fingerprints(sources, seed, many=True)
     else:
         seen = take_fingerprints(sources, seed, many=is_first)

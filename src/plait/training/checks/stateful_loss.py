@@ -59,7 +59,7 @@ def _has_several(run: Run) -> bool:
     """Whether several workers compute losses, not each of every step."""
     if run.settings.pipeline is not None:
         return run.settings.pipeline.plan.stages[-1].replicas > 1
-    return run.worker.memberships is not None or run.settings.sync.kind != "all-reduce"
+    return run.worker.memberships.can_change or run.settings.sync.kind != "all-reduce"
 
 
 def _call(run: Run, loss: object) -> None:

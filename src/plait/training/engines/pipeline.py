@@ -139,7 +139,7 @@ class PipelineEngine:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        elastic = run.worker.memberships is not None
+        elastic = run.worker.memberships.can_change
         self._layout = check_pipeline(run.settings, None if elastic else run.worker.world_size)
         self._pipeline: Pipeline | None = None
         # Of a pipeline that was closed: what this worker holds, and what each worker does.
@@ -183,7 +183,7 @@ class PipelineEngine:
         if self._held is not None:
             run.parts = with_fresh_model(run.parts, run.settings)
             put_beside(run.parts, self._held)
-        if run.worker.memberships is not None:
+        if run.worker.memberships.can_change:
             run.settings = replan_together(run.worker, run.settings)
         self._layout = check_pipeline(run.settings, run.worker.world_size)
         parts = run.parts
@@ -203,7 +203,7 @@ class PipelineEngine:
         self._channels, self._pipeline = open_pipeline(
             run.worker, run.settings, parts, found.traced, self._layout, run.worker.hosts
         )
-        if run.worker.memberships is not None:
+        if run.worker.memberships.can_change:
             run.worker.memberships.on_loss(self._fail)
             self._commit = StepCommit(self._pipeline) if self._can_lose_replicas() else None
         self._held, self._held_by, self._is_whole = None, [], True
@@ -540,7 +540,7 @@ class PipelineEngine:
         if pipeline is None:
             return
         self._held = self._own_layers(pipeline.optimizer)
-        was_lost = run.worker.memberships is not None and run.worker.memberships.loss() is not None
+        was_lost = run.worker.memberships.loss() is not None
         # What holds the pipeline would keep its weights in memory.
         self._monitor = None
         pipeline.on_spans = pipeline.on_backward = pipeline.on_gradients = None

@@ -46,8 +46,7 @@ class DeferredStepReduce:
         """Add this worker's part of a step's loss; called for each step in turn."""
         assert step == self._next_to_give
         self._next_to_give += 1
-        members = self._worker.memberships
-        change = members is not None and members.is_asked
+        change = self._worker.memberships.is_asked
         own = [loss, float(self._worker.stop_requested()), float(change), *self._numbers()]
         values = torch.tensor(own, dtype=torch.float64)
         shared = self._worker.world_size > 1

@@ -54,8 +54,7 @@ class StepRequests:
 
 def requests_of(worker: Worker) -> StepRequests:
     """What this worker is asked for now."""
-    memberships = worker.memberships
-    return StepRequests(worker.stop_requested(), memberships is not None and memberships.is_asked)
+    return StepRequests(worker.stop_requested(), worker.memberships.is_asked)
 
 
 def no_requests() -> StepRequests:

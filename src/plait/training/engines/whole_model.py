@@ -95,7 +95,7 @@ class WholeModelEngine:
         self._group = group or ALONE
         self._step: TrainStep | None = None
         self._monitor: StepMonitor | None = None
-        # What the step under way is taken on, once it is read: where it fails, each trial is tried on it alone.
+        # What the step under way is taken on, once it is read: where it fails, trials are tried on it alone.
         self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
 
     @property
@@ -122,10 +122,10 @@ class WholeModelEngine:
             self._group,
             requests=self._requests,
             rank=self._group.place,
-            may_fail=memberships is not None,
+            may_fail=memberships.can_change,
             monitor=self._monitor,
         )
-        if memberships is not None and not self._group.is_alone:
+        if memberships.can_change and not self._group.is_alone:
             memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
             self._on_event(self._step.chosen)
@@ -193,7 +193,7 @@ class WholeModelEngine:
     @contextlib.contextmanager
     def _undone_by_losses(self) -> Iterator[None]:
         """Give buffers back what they held where another worker is lost in a step: it is taken again."""
-        if self._worker.memberships is None or self._group.is_alone:
+        if not self._worker.memberships.can_change or self._group.is_alone:
             yield
             return
         with self._restored_buffers(RuntimeError):
