@@ -17,6 +17,7 @@ from plait.fusion import FusionError
 from plait.fusion.dispatch import seams
 from plait.fusion.dispatch.registry import RULES
 from plait.fusion.dispatch.tensor import TrialTensor
+from support.hard_models import WritesReshaped, batches_in_two_layouts
 
 BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
 
@@ -276,3 +277,9 @@ def test_sparse_tensors_are_compared_or_refused_in_words():
         fuse(make_models(lambda: Neighbours(in_buffer)), verify=BATCHES)
     with pytest.raises(FusionError, match="Neighbours cannot be copied"):
         fuse(make_models(lambda: Neighbours(compressed)), verify=BATCHES)
+
+
+def test_a_plain_model_gets_a_batch_in_the_memory_layout_that_it_has():
+    batches = [tuple(x.double() for x in batch) for batch in batches_in_two_layouts()]
+    with pytest.raises(FusionError, match="trial 0 parts from the trial alone in training: output"):
+        fuse(make_models(WritesReshaped), verify=batches)

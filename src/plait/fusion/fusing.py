@@ -19,11 +19,11 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.shared import Shared
 from plait.fusion.verify import (
+    BatchCandidate,
     Candidate,
     FirstCallCandidate,
     NothingToCompareError,
     log_verdict,
-    on_batches,
     verify_fused,
 )
 
@@ -70,7 +70,7 @@ def fuse(
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
     if not isinstance(verify, bool):
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        reasons = _verified(on_batches(models, seeds, ages, batches), reasons)
+        reasons = _verified(BatchCandidate(models, seeds, ages, batches), reasons)
     made = FusedModule(models, seeds, ages, reasons)
     made.first_call = FirstCall(models) if verify is True else None
     return made

@@ -2,14 +2,14 @@
 
 from plait.fusion.verify.candidates import (
     TF32_EPS,
+    BatchCandidate,
     Candidate,
     FirstCallCandidate,
     NothingToCompareError,
-    on_batches,
 )
 from plait.fusion.verify.check import FEW_PHASES, PHASES, Verdict, log_verdict, verify_fused
 
 __all__ = [
-    "FEW_PHASES", "PHASES", "TF32_EPS", "Candidate", "FirstCallCandidate", "NothingToCompareError", "Verdict",
-    "log_verdict", "on_batches", "verify_fused",
+    "FEW_PHASES", "PHASES", "TF32_EPS", "BatchCandidate", "Candidate", "FirstCallCandidate",
+    "NothingToCompareError", "Verdict", "log_verdict", "verify_fused",
 ]  # fmt: skip

@@ -62,45 +62,69 @@ class Candidate:
 
 
 class CallCandidate(Candidate):
-    """Trials on two calls of their fused module, given by the arguments.
+    """Trials whose models are called; the loss is a weighting of all that a call returns."""
 
-    The loss is a weighting of all that a call returns.
-    """
+    def _call(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        seeds: Sequence[int],
-        ages: Sequence[int],
-        rounding: float,
-        calls: Sequence[tuple[Any, Any]],
-        function: Callable[..., Any] = lambda model, *args, **kwargs: model(*args, **kwargs),
-    ) -> None:
-        super().__init__(models, seeds, ages, rounding)
-        self._calls, self._function = calls, function
+    def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
+        """What the plain model of a trial is called with: in the memory layout that it would be, too."""
+        raise NotImplementedError
+
+    def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
+        """What the fused module of some trials is called with."""
+        raise NotImplementedError
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
-
-        def given(x: Any) -> Any:
-            if isinstance(x, Shared):
-                return Shared(_leaf(x.tensor))
-            return _leaf(x, torch.tensor(trials, device=x.device)) if isinstance(x, Tensor) else x
-
-        args, kwargs = pytree.tree_map(given, self._calls[batch])
-        outputs = whole.call(self._function, *args, **kwargs)
+        args, kwargs = self._stacked(trials, batch)
+        outputs = whole.call(self._call, *args, **kwargs)
         each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
         return outputs, torch.stack([_total(own) for own in each])
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
-        def given(x: Any) -> Any:
-            if isinstance(x, Shared):
-                return _leaf(x.tensor)
-            return _leaf(x, trial) if isinstance(x, Tensor) else x
-
-        args, kwargs = pytree.tree_map(given, self._calls[batch])
-        outputs = self._function(self.models[trial], *args, **kwargs)
+        args, kwargs = self._arguments(trial, batch)
+        outputs = self._call(self.models[trial], *args, **kwargs)
         return outputs, _total(outputs)
+
+
+class BatchCandidate(CallCandidate):
+    """Trials on batches that plain models take: a tensor, a tuple of them, or named ones.
+
+    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
+    are not of one shape, a copy with numbers that are a little smaller.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]
+    ) -> None:
+        if not batches:
+            raise FusionError("fuse: verify found no batches, expected one or more that the models take")
+        super().__init__(models, seeds, ages, _rounding_of(models[0]))
+        self._batches = [_as_arguments(batch) for batch in batches]
+        tensors = [[x for x in pytree.tree_leaves(b) if isinstance(x, Tensor)] for b in self._batches]
+        self._are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1
+
+    def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
+        place = trial + 1 if batch == 1 and self._are_alike else batch
+        factor = 1.0 - 0.01 * trial if batch == 1 and not self._are_alike else 1.0
+
+        def own(x: Tensor) -> Tensor:
+            return x * factor if factor != 1.0 and x.is_floating_point() else x.clone()
+
+        found: tuple[Any, Any] = pytree.tree_map_only(Tensor, own, self._batches[place % len(self._batches)])
+        return found
+
+    def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
+        each = [self._arguments(trial, batch) for trial in trials]
+        found: tuple[Any, Any]
+        if batch == 0:
+            found = pytree.tree_map_only(Tensor, Shared, each[0])
+        else:
+            parts = zip(*(pytree.tree_leaves(own) for own in each))
+            leaves = [torch.stack(x) if isinstance(x[0], Tensor) else x[0] for x in parts]
+            found = pytree.tree_unflatten(leaves, pytree.tree_structure(each[0]))
+        return found
 
 
 class FirstCallCandidate(CallCandidate):
@@ -116,9 +140,25 @@ class FirstCallCandidate(CallCandidate):
         function: Callable[..., Any],
         arguments: tuple[Any, Any],
     ) -> None:
-        seeds, ages, rounding = fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module)
-        super().__init__(models, seeds, ages, rounding, [arguments] * 2, function)
-        self._fused = fused
+        super().__init__(models, fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module))
+        self._fused, self._call, self._given = fused, function, arguments  # type: ignore[method-assign]
+
+    def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
+        return self._parts(trial, lambda x: x)
+
+    def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
+        return self._parts(torch.tensor(trials), Shared)
+
+    def _parts(self, index: Any, shared: Callable[[Tensor], Any]) -> tuple[Any, Any]:
+        """The arguments of some trials; `shared` makes what is an argument of all of them."""
+
+        def part(x: Any) -> Any:
+            if isinstance(x, Shared):
+                return shared(x.tensor.detach().clone())
+            return x.detach()[index].clone() if isinstance(x, Tensor) else x
+
+        found: tuple[Any, Any] = pytree.tree_map(part, self._given)
+        return found
 
     def prepare(self, trial: int) -> None:
         _follow(self.models[trial], self._fused.module, lambda x: x.detach()[trial].clone())
@@ -128,39 +168,6 @@ class FirstCallCandidate(CallCandidate):
         made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
         _follow(made.module, self._fused.module, lambda x: x.detach()[index])
         return [made]
-
-
-def on_batches(
-    models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]
-) -> Candidate:
-    """Trials on batches that plain models take: a tensor, a tuple of them, or named ones.
-
-    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
-    are not of one shape, a copy with numbers that are a little smaller.
-    """
-    if not batches:
-        raise FusionError("fuse: verify found no batches, expected one or more that the models take")
-    given = [_arguments(batch) for batch in batches]
-    tensors = [[x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)] for batch in given]
-    are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1
-
-    def own(trial: int) -> list[Any]:
-        chosen = given[((trial if are_alike else 0) + 1) % len(given)]
-        factor = 1.0 if are_alike else 1.0 - 0.01 * trial
-        leaves = pytree.tree_leaves(chosen)
-        return [x * factor if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
-
-    each = zip(*(own(trial) for trial in range(len(models))))
-    stacked = [torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in each]
-    second = pytree.tree_unflatten(stacked, pytree.tree_structure(given[1 % len(given)]))
-    calls = [pytree.tree_map_only(Tensor, Shared, given[0]), second]
-    return CallCandidate(models, seeds, ages, _rounding_of(models[0]), calls)
-
-
-def _leaf(tensor: Tensor, index: Any = None) -> Tensor:
-    """A tensor, or a part of it, in memory of its own."""
-    part = tensor.detach() if index is None else tensor.detach()[index]
-    return part.clone().requires_grad_(tensor.requires_grad)
 
 
 def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
@@ -187,7 +194,7 @@ def _rounding_of(model: nn.Module) -> float:
     return TF32_EPS if on_gpu else 0.0
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
