@@ -197,8 +197,8 @@ class _Check:
             except Exception as failure:  # the user's code can fail in any way on fused tensors
                 why, module = _first_line(failure), failed_in(failure, [one.module for one in fused])
                 in_loss = module == IN_NONE and not self.candidate.loss_alone
-                wrong = [Difference(_LOSS, torch.inf, 0.0, why)] if in_loss else []
-                failed = Mismatch(why, module, phase, first, wrong)
+                unlike = [Difference(_LOSS, torch.inf, 0.0, why)] if in_loss else []
+                failed = Mismatch(why, module, phase, first, unlike)
                 break
         del fused
         # Where a step failed, one trial is enough to see whether the steps before it were right.
@@ -207,14 +207,12 @@ class _Check:
             expected = alone if place == 0 else list(reference.run(until=len(steps) - 1))
             own = (step.of_trial(place, reference.model) for step in steps)
             if (apart := first_differences(reference, expected, own, self._noise)) is not None:
-                return self._as_mismatch(trial, *apart)
+                phase, wrong = apart
+                mode = self.phases[phase].mode
+                why = f"trial {trial} parts from the trial alone in {mode}: {wrong[0]}"
+                return Mismatch(why, None, phase, trial, wrong)
             alone = []
         return failed
-
-    def _as_mismatch(self, trial: int, phase: int, differences: Sequence[Difference]) -> Mismatch:
-        mode = self.phases[phase].mode
-        why = f"trial {trial} parts from the trial alone in {mode}: {differences[0]}"
-        return Mismatch(why, None, phase, trial, differences)
 
     def _mend(self, mismatch: Mismatch) -> bool:
         """Run another module trial by trial, or the loss; False where that has been done."""
@@ -224,7 +222,8 @@ class _Check:
             for trial in self._trials[1:]:
                 list(_LoneTrial(self, trial).run(until=0))
             self._limit_s = max(_SEARCH_S, _SEARCH_TIMES * self._searched_s)
-        only_loss = _is_of_loss(mismatch)
+        names = [difference.name for difference in mismatch.differences]
+        only_loss = names[:1] == [_LOSS] and not _is_of_forward(mismatch)
         if only_loss and not self.candidate.loss_alone:
             self.candidate.loss_alone = True
             return True
@@ -306,13 +305,12 @@ class _Check:
     def _locate(self, mismatch: Mismatch) -> str:
         """The first module whose outcome differs from that of the module alone."""
         place, phase = self._trials.index(mismatch.trial), mismatch.phase
-        forward = [d for d in mismatch.differences if d.name.startswith(("output", BUFFER, ATTRIBUTE))]
         fused = self._fuse()
         together = ModuleTrace([one.module for one in fused], lambda leaf: _of_trial(leaf, place))
         try:
             for earlier in range(phase + 1):
                 self._together(fused, earlier, together if earlier == phase else None)
-            kinds = ("values", "gradients") if forward else ("gradients",)
+            kinds = ("values", "gradients") if _is_of_forward(mismatch) else ("gradients",)
             located = locate(_LoneTrial(self, mismatch.trial), phase, together, kinds)
         except torch.OutOfMemoryError:
             raise
@@ -370,11 +368,9 @@ class _LoneTrial(Reference):
             raise _FailsAlone(self._trial, _first_line(failure)) from failure
 
 
-def _is_of_loss(mismatch: Mismatch) -> bool:
-    """Whether outputs and what forward leaves are right, and losses are not."""
-    names = [difference.name for difference in mismatch.differences]
-    is_forward = any(name.startswith(("output", BUFFER, ATTRIBUTE)) for name in names)
-    return names[:1] == [_LOSS] and not is_forward
+def _is_of_forward(mismatch: Mismatch) -> bool:
+    """Whether outputs differ, or what forward leaves."""
+    return any(d.name.startswith(("output", BUFFER, ATTRIBUTE)) for d in mismatch.differences)
 
 
 def _set_apart(parameter: Tensor, values: Tensor, name: str, trial: int) -> None:

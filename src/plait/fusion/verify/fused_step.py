@@ -83,15 +83,10 @@ def numbers_in(
 ) -> dict[str, Tensor]:
     """Numbers that modules keep in attributes; those of submodules in `own` are looked up there."""
     found = {}
-    own = own or {}
-    for path, part in [
-        *model.named_modules(),
-        *((p, m) for p in own for p, m in own[p].named_modules(prefix=p)),
-    ]:
-        if is_within(path, own) and not any(
-            part is one for module in own.values() for one in module.modules()
-        ):
-            continue
+    parts = {path: part for path, part in model.named_modules() if not is_within(path, own or {})}
+    for path, module in (own or {}).items():
+        parts |= dict(module.named_modules(prefix=path))
+    for path, part in parts.items():
         for name, value in vars(part).items():
             if isinstance(value, PerTrial):
                 value = value.of(trial)
