@@ -208,7 +208,7 @@ def test_one_loop_drives_the_trials_of_runs_and_of_sweeps():
 
 def test_every_worker_has_a_membership():
     """Whether it may change is asked of it; where it may not, it is never absent."""
-    absent = re.compile(r"memberships? is (not )?None")
+    absent = re.compile(r"memberships is (not )?None")
     assert [str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if absent.search(p.read_text())] == []
 
 

@@ -58,7 +58,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Reference:
+class FreshModel:
     """A model and its loss as their factories make them, and what is around each forward."""
 
     model: nn.Module

@@ -12,7 +12,7 @@ from plait.core.units import count_of
 from plait.training.metrics import MetricsLogger
 from plait.verification.audit import Rounding
 from plait.verification.compare import Difference
-from plait.verification.replay import Reference
+from plait.verification.replay import FreshModel
 
 # Differences that a message names.
 _NAMED = 3
@@ -52,7 +52,7 @@ class AuditRecord:
     harmless: set[str] = field(default_factory=set)
     rounding: Rounding = field(default_factory=Rounding)
     # The model of the audits, while one follows the other.
-    reference: Reference | None = None
+    reference: FreshModel | None = None
     # What stands for the first samples as they were before the first step, as long as they are the same; and
     # the step after which they were last read again.
     samples: int | None = None
