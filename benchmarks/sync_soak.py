@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from plait.comm.handshake import Address
-from plait.comm.heartbeat import Presence
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
@@ -39,6 +38,7 @@ from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
 from plait.sync.averaging.peers import Peers
+from support.leases import Leases
 
 WORKERS = 8
 SECRET = b"of the soak"
@@ -79,7 +79,7 @@ def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Con
     store = JobStore(StoreClient(Address(address), SECRET, rank))
     rendezvous = Rendezvous(store, SECRET, rank, ["here"] * WORKERS, timeout_s=30.0)
     mailbox = open_mailbox(rendezvous, "soak")
-    presence = Presence(store, "soak", rank, range(WORKERS), LEASE_S)
+    presence = Leases(store, "soak", rank, range(WORKERS), LEASE_S)
     weights = [torch.zeros(ELEMENTS)]
     sync = PartialReduce(Peers(store, "soak", mailbox, presence), [lambda: weights], Rules())
     draws = random.Random(f"{seed}/{rank}")

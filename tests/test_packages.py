@@ -188,3 +188,30 @@ def test_a_circle_by_an_import_within_a_function_is_found(tmp_path: Path):
 def test_no_folder_has_more_modules_than_one_can_take_in_at_a_glance():
     counts = Counter(path.parent for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
     assert {str(p.relative_to(SOURCE)): n for p, n in counts.items() if n > MOST_MODULES} == {}
+
+
+def while_loops(condition: str) -> list[str]:
+    """Where a `while` goes by a call of a method of that name."""
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.While):
+                calls = [each for each in ast.walk(node.test) if isinstance(each, ast.Call)]
+                names = [each.func.attr for each in calls if isinstance(each.func, ast.Attribute)]
+                found += [str(path.relative_to(SOURCE))] * (condition in names)
+    return found
+
+
+def test_one_loop_drives_the_trials_of_runs_and_of_sweeps():
+    assert while_loops("ended") == ["training/loop.py"]
+
+
+def test_every_worker_has_a_membership():
+    """Whether it may change is asked of it; where it may not, it is never absent."""
+    absent = re.compile(r"memberships is (not )?None")
+    assert [str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if absent.search(p.read_text())] == []
+
+
+def test_the_whole_model_engine_knows_no_run():
+    source = (SOURCE / "training/engines/whole_model.py").read_text()
+    assert "plait.training.run" not in source

@@ -18,6 +18,7 @@ import torch
 
 from plait.core.errors import DataError
 from plait.data.loader import load
+from plait.data.loader_processes import LoaderError
 from plait.data.sampler import GlobalBatch, Position
 from plait.schema.settings import DataSettings, ModelSettings
 from plait.training import components
@@ -163,6 +164,24 @@ def test_what_a_sample_raises_in_a_loader_reaches_the_user_as_it_was(
     assert shown_text.count("in __getitem__\n    raise") == shown
     assert shown_text.count("In a loader process:\n  File") == shown
     assert "in _sample" not in shown_text
+
+
+class Killed(Failing):
+    """Its sample 5 takes all memory, so that the kernel ends the process."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(50_000), torch.tensor(0)
+
+
+def test_a_loader_that_was_killed_is_named_at_once() -> None:
+    batches = load(Killed(""), in_order(8, 2), seed=0, rank=0, world_size=1, loaders=2)
+    words = r"data.loaders: a loader process \(pid \d+\) ended by SIGKILL; was memory short\?"
+    begin = time.monotonic()
+    with pytest.raises(LoaderError, match=words):
+        list(batches)
+    assert time.monotonic() - begin < 20
 
 
 class Signals:

@@ -67,6 +67,12 @@ def test_a_worker_that_hangs_and_was_left_out_is_ended_once_the_others_are_done(
     assert sorted(results) == [0, 2]
 
 
+def test_workers_that_go_on_without_others_learn_who_is_silent_back_and_gone(tmp_path: Path):
+    results = launch_entry("follow_the_living", tmp_path, Memory(), hosts=(Host(LOCAL, 3),))
+    assert results[0] == [[0, 1, 2], [0, 2], [0, 1, 2], [0, 2]]
+    assert sorted(results) == [0, 2]
+
+
 @pytest.mark.parametrize(("how", "status"), [("input", 2), ("disk", 1)])
 def test_what_would_end_one_worker_after_the_other_ends_all_at_once(how: str, status: int, tmp_path: Path):
     settings = {"who": 1, "how": how, "longer_s": 60.0}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from plait.comm.handshake import Address
-from plait.comm.heartbeat import Presence
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
 from plait.sync.averaging.group_graph import Group, cut_off
@@ -17,6 +16,7 @@ from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Closed, Rules, read_outcome
 from plait.sync.averaging.peers import Peers
+from support.leases import Leases
 from support.meeting import SECRET, rendezvous_of
 
 
@@ -40,11 +40,11 @@ def enter(
     lease_s: float = 1.0,
     hosts: list[str] | None = None,
     on_send: OnSend | None = None,
-) -> tuple[JobStore, Mailbox, Presence]:
+) -> tuple[JobStore, Mailbox, Leases]:
     """This rank's store, mailbox and presence."""
     store = open_store(address, rank)
     mailbox = open_mailbox(rendezvous_of(rank, hosts or ["a"] * size, store), "t", on_send=on_send)
-    presence = Presence(store, "t", rank, range(size), lease_s)
+    presence = Leases(store, "t", rank, range(size), lease_s)
     return store, mailbox, presence
 
 

@@ -84,11 +84,8 @@ class PlainWorker:
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         raise AssertionError("there is no coordinator")
 
-    def tolerate_losses(self) -> None:
+    def tolerate_losses(self, lease_s: float) -> None:
         """Nobody ends the others here."""
-
-    def leave_out(self, ranks: Sequence[int]) -> None:
-        """Nobody waits for them here."""
 
     def join(self, backend: str) -> None:
         """The world is there already."""

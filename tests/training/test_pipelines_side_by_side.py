@@ -99,7 +99,7 @@ def lose_a_worker(
 
         PipelineReplica.update = update_or_end  # type: ignore[method-assign]
     said = folder / f"tolerant-{rank}"
-    PlainWorker.tolerate_losses = lambda worker: said.touch()  # type: ignore[method-assign]
+    PlainWorker.tolerate_losses = lambda worker, lease_s: said.touch()  # type: ignore[method-assign]
     try:
         return train_rank(rank, settings, folder, address=port, hosts=hosts)[0]
     except PeerError as failure:

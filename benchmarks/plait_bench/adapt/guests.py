@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,8 @@ class GuestWorker:
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         raise NotImplementedError("runs have no coordinator")
 
-    def tolerate_losses(self) -> None:
+    def tolerate_losses(self, lease_s: float) -> None:
         """The job is all runs, and needs all workers."""
-
-    def leave_out(self, ranks: Sequence[int]) -> None:
-        """Nobody is lost unless the whole job fails."""
 
     def join(self, backend: str) -> None:
         join_world(backend, self.rendezvous)

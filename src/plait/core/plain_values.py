@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,30 +20,24 @@ def plain_copy(value: Any, path: str = "") -> Any:
     Tuples become lists and paths text. Anything else is refused, and so are values that are part of
     themselves or of which there are very many.
     """
-    return _Copy().of(value, path, 0)
+    return _copy(value, path, 0, itertools.count(1))
 
 
-class _Copy:
-    """One copy, which counts the values that it has made."""
-
-    def __init__(self) -> None:
-        self._made = 0
-
-    def of(self, value: Any, path: str, level: int) -> Any:
-        where = path or "the job"
-        self._made += 1
-        if level > MOST_LEVELS or self._made > MOST_VALUES:
-            raise JobError(
-                f"{where}: found too many values; expected {MOST_LEVELS} levels and {MOST_VALUES:,} at most"
-            )
-        if isinstance(value, Mapping):
-            return {
-                _key(key, where): self.of(each, f"{path}.{shortened(str(key))}".lstrip("."), level + 1)
-                for key, each in value.items()
-            }
-        if isinstance(value, (list, tuple)):
-            return [self.of(each, f"{path}[{i}]", level + 1) for i, each in enumerate(value)]
-        return _scalar(value, where)
+def _copy(value: Any, path: str, level: int, made: Iterator[int]) -> Any:
+    """`made` counts the values of the whole copy."""
+    where = path or "the job"
+    if level > MOST_LEVELS or next(made) > MOST_VALUES:
+        raise JobError(
+            f"{where}: found too many values; expected {MOST_LEVELS} levels and {MOST_VALUES:,} at most"
+        )
+    if isinstance(value, Mapping):
+        return {
+            _key(key, where): _copy(each, f"{path}.{shortened(str(key))}".lstrip("."), level + 1, made)
+            for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_copy(each, f"{path}[{i}]", level + 1, made) for i, each in enumerate(value)]
+    return _scalar(value, where)
 
 
 def _scalar(value: Any, where: str) -> Any:

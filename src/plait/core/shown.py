@@ -31,24 +31,20 @@ _short = _Short()
 
 def shown(value: Any, most: int = 80) -> str:
     """`repr(value)` on one line, cut to about `most` letters."""
-    return _cut(" ".join(_short.repr(value).split("\n")), most)
+    return shortened(" ".join(_short.repr(value).split("\n")), most)
 
 
 def shortened(text: str, most: int = 80) -> str:
     """`text` itself, its middle left out where it is longer than `most` letters."""
-    return _cut(text, most)
+    if len(text) <= most:
+        return text
+    tail = most // 4
+    return f"{text[: most - tail - 3]}...{text[-tail:]}"
 
 
 def printable(text: str) -> str:
     """`text` with its control characters spelt out: a terminal obeys them, and files may be anybody's."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
-
-
-def _cut(text: str, most: int) -> str:
-    if len(text) <= most:
-        return text
-    tail = most // 4
-    return f"{text[: most - tail - 3]}...{text[-tail:]}"
 
 
 def listed(names: Iterable[object], most: int = 300) -> str:

@@ -148,23 +148,13 @@ def _load_batches(
 ) -> Generator[Any, None, None]:
     """The batches that `keys` name, in order, made by `loaders` processes; `pin` is for copies to a GPU."""
     idle = source.idle_loaders.setdefault(loaders, [])
-    pool = idle.pop() if idle else LoaderPool(loaders, _Batches(source))
+    # They read a copy without the idle loaders: a reference cycle would keep the processes alive.
+    copied = copy.copy(source)
+    copied.idle_loaders = {}
+    pool = idle.pop() if idle else LoaderPool(loaders, lambda key: copied.batch(*key))
     try:
         yield from pool.run(keys, pin)
     except GeneratorExit:
         idle.append(pool)
         raise
     idle.append(pool)
-
-
-class _Batches:
-    """Makes batches by their keys."""
-
-    def __init__(self, source: DataSource) -> None:
-        # A copy without the idle loaders: a reference cycle would keep the processes alive.
-        self._source = copy.copy(source)
-        self._source.idle_loaders = {}
-
-    def __call__(self, key: Key) -> Any:
-        epoch, numbers, seed = key
-        return self._source.batch(epoch, numbers, seed)

@@ -14,6 +14,7 @@ It makes no files but the workers' logs, so nothing of it is left however it end
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -257,6 +258,8 @@ class _WorkerProcess:
         self.last_seen_s = clock.read()
         self.ended = False
         self.reported_silent = False
+        # How long the others wait for a sign of life, where they can go on without it.
+        self.lease_s = math.inf
         self._lines = LineBuffer()
 
     def descriptors(self) -> list[int]:
@@ -367,11 +370,14 @@ class Agent:
         now = self._clock.read()
         for worker in self._workers:
             silent_s = now - worker.last_seen_s
-            if worker.pid is None or worker.ended or worker.reported_silent:
+            is_silent = silent_s > min(self._placement.heartbeat_timeout_s, worker.lease_s)
+            if worker.pid is None or worker.ended or worker.reported_silent == is_silent:
                 continue
-            if silent_s > self._placement.heartbeat_timeout_s:
-                worker.reported_silent = True
-                self._supervisor.send(messages.WorkerSilence(worker.rank, silent_s))
+            worker.reported_silent = is_silent
+            rank = worker.rank
+            self._supervisor.send(
+                messages.WorkerSilence(rank, silent_s) if is_silent else messages.WorkerReturn(rank)
+            )
         longest_s = self._order.supervisor_timeout_s
         if longest_s is not None and now - self._supervisor_seen_s > longest_s:
             words = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
@@ -485,6 +491,8 @@ class Agent:
             return
         received, more = worker.receive()
         for message in received:
+            if isinstance(message, messages.ToleranceReport):
+                worker.lease_s = message.lease_s
             self._take_message(message)
         if not more:
             self._selector.unregister(worker.control)

@@ -37,7 +37,8 @@ class Membership:
 class Memberships:
     """The versions that this worker knows of; its agent's thread adds them, the main thread waits.
 
-    Every worker has one. Where the workers of the job are fixed (`can_change` is False) it has one version.
+    Every worker has one. Where the workers of the job are fixed (`can_change` is False) it enters one version
+    alone; should they tolerate losses, the latest one says which of them are there.
 
     `on_loss` functions are called, in the thread that learnt of it, when a member of the version that this
     worker has entered is lost: threads that wait for that member must be woken.
@@ -94,7 +95,7 @@ class Memberships:
     @property
     def is_asked(self) -> bool:
         """Whether there is a version later than the one that this worker has entered."""
-        return self._current is not None and max(self._known) > self._current.version
+        return self.can_change and self._current is not None and max(self._known) > self._current.version
 
     def loss(self) -> PeerError | None:
         """The loss of a member of the version that this worker has entered, if one is known."""
@@ -146,7 +147,7 @@ class Memberships:
         return found
 
     def _loss(self) -> PeerError | None:
-        if self._current is None or not self._known:
+        if not self.can_change or self._current is None or not self._known:
             return None
         latest = self._known[max(self._known)]
         lost = set(latest.lost) & set(self._current.members)

@@ -220,6 +220,13 @@ class WorkerSilence(JobMessage):
 
 
 @dataclass(frozen=True)
+class WorkerReturn(JobMessage):
+    """A worker that was silent shows signs of life again."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class WorkerEnd(JobMessage):
     """A worker's process has ended."""
 
@@ -285,17 +292,10 @@ class Failure(JobMessage):
 
 @dataclass(frozen=True)
 class ToleranceReport(JobMessage):
-    """A worker can go on without others that are lost."""
+    """A worker can go on without others that are lost or, for as long as they are, silent for `lease_s`."""
 
     rank: int
-
-
-@dataclass(frozen=True)
-class LeftOutReport(JobMessage):
-    """A worker goes on without these, and no others."""
-
-    rank: int
-    ranks: tuple[int, ...]
+    lease_s: float
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import InputError
@@ -184,6 +184,12 @@ class Roster:
         except InputError:
             self.capacity = before
             raise
+
+    def without(self, away: Collection[int], lost: Sequence[int]) -> Membership:
+        """A version without the workers that are `away`, some of them for good, for others to go on."""
+        self._lost = list(lost)
+        members = tuple(worker for worker in self._entries if worker not in away)
+        return self._publish(members, "supervisor", "")
 
     def close_host(self, index: int) -> None:
         """Start no more workers on that host: nobody can reach it."""

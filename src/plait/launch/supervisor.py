@@ -81,7 +81,8 @@ class Supervisor:
         # What workers warned of, and what there is to say of them, in the order in which it came.
         self.warnings: list[str] = []
         self._tolerant: set[int] = set()
-        self._left_out: dict[int, set[int]] = {}
+        # Those that the others go on without, where they can.
+        self._away: set[int] = set()
         self._reported_lost: set[int] = set()
         self._signs = 0
         self._first_sign_at: float | None = None
@@ -308,8 +309,8 @@ class Supervisor:
                 self._note_result(message.rank, message.value)
             case messages.ToleranceReport():
                 self._tolerant.add(message.rank)
-            case messages.LeftOutReport():
-                self._left_out[message.rank] = set(message.ranks)
+            case messages.WorkerReturn() if self._tolerates():
+                self._state_of(message.rank).silent_s = None
             case CoordinatorQuestion():
                 self._agents[0].send(message)
             case CoordinatorAnswer():
@@ -413,17 +414,25 @@ class Supervisor:
                 self._report_lost(state)
         if all(state.status is not None and not state.done for state in self._ranks):
             raise self._worker_failed(find_cause(self._ranks))
+        self._publish_living()
         self._end_left_out()
         return all(state.done or state.status is not None for state in self._ranks)
+
+    def _publish_living(self) -> None:
+        """Let the workers know which of them are there, where that has changed."""
+        states = self._ranks
+        away = {s.rank for s in states if s.done or s.status is not None or s.silent_s is not None}
+        if away != self._away:
+            self._away = away
+            lost = [s.rank for s in states if s.status is not None and not s.done]
+            self.send_membership(self._members.roster.without(away, lost))
 
     def _end_left_out(self) -> None:
         """End workers that hang once the others are done without them."""
         waited_for = [s for s in self._ranks if not s.done and s.status is None]
         if not waited_for or self._first_done_at is None:
             return
-        left_out = set().union(*(self._left_out.get(rank, set()) for rank in self._results))
-        hanging = [s.rank in left_out or s.silent_s is not None for s in waited_for]
-        if all(hanging) and self._has_lingered():
+        if all(state.silent_s is not None for state in waited_for) and self._has_lingered():
             self._broadcast(messages.EndWorkers(tuple(state.rank for state in waited_for)))
 
     def _has_lingered(self) -> bool:

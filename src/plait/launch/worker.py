@@ -42,6 +42,8 @@ from plait.launch.messages import (
 )
 
 BEAT_S = 0.5
+# Signs of life in the time after which a worker counts as silent.
+BEATS = 5
 # How often a wait in the store looks whether a member was lost.
 LOOK_S = 0.1
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -155,14 +157,12 @@ class Worker(Protocol):
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the job's coordinator answers, however long that takes."""
 
-    def tolerate_losses(self) -> None:
+    def tolerate_losses(self, lease_s: float) -> None:
         """From now on the end of a worker need not be the job's: the rest goes on without it.
 
-        It holds once all workers have said so.
+        So it does without a worker that is silent for `lease_s`, until that returns: later versions of the
+        membership, which nobody enters, say who is there. It holds once all workers have said so.
         """
-
-    def leave_out(self, ranks: Sequence[int]) -> None:
-        """These workers, and no others, are gone or silent: at the job's end nobody waits for them."""
 
     def join(self, backend: str) -> None:
         """Make the process group of all workers; every rank calls it."""
@@ -273,11 +273,9 @@ class LaunchedWorker:
             raise (InputError if answer.wrong_input else PlaitError)(answer.failure)
         return answer.content
 
-    def tolerate_losses(self) -> None:
-        self._agent.send(messages.ToleranceReport(self.rank))
-
-    def leave_out(self, ranks: Sequence[int]) -> None:
-        self._agent.send(messages.LeftOutReport(self.rank, tuple(ranks)))
+    def tolerate_losses(self, lease_s: float) -> None:
+        self._agent.beat_s = min(BEAT_S, lease_s / BEATS)
+        self._agent.send(messages.ToleranceReport(self.rank, lease_s))
 
     def join(self, backend: str) -> None:
         world = join_world(backend, self.rendezvous)
@@ -351,6 +349,7 @@ class AgentLink:
         self.memberships = memberships
         self._is_worker = is_worker
         self.stop_requested = False
+        self.beat_s = BEAT_S
         # Answers or, for the coordinator, all that there is to answer.
         self.inbox: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         for target in (self._receive, self._send_beats):
@@ -390,7 +389,7 @@ class AgentLink:
 
     def _send_beats(self) -> None:
         while True:
-            time.sleep(BEAT_S)
+            time.sleep(self.beat_s)
             self.send(messages.Beat())
 
 

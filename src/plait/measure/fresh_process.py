@@ -11,7 +11,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -78,8 +77,7 @@ def _answer(function: str, argument: Any) -> dict[str, Any]:
 
 def _call_forked(task: dict[str, Any]) -> dict[str, Any]:
     """In the process that was forked at first, which does nothing else: make the call in a fork of it."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(DEADLINE_S)
+    ours, theirs = multiprocessing.Pipe()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -90,6 +88,8 @@ def _call_forked(task: dict[str, Any]) -> dict[str, Any]:
         os._exit(0)
     theirs.close()
     try:
+        if not ours.poll(DEADLINE_S):
+            raise TimeoutError
         found: dict[str, Any] = transport.receive(ours)
     except (EOFError, OSError):  # it has ended, or takes too long
         with contextlib.suppress(ProcessLookupError):

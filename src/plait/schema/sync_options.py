@@ -23,7 +23,7 @@ class AllReduceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """A worker whose lease is not renewed for `lease_s` is left out until it returns."""
+    """A worker that shows no sign of life for `lease_s` is left out until it returns."""
 
     lease_s: float = 5.0
 

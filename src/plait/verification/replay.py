@@ -57,6 +57,15 @@ class State:
         return State({name: _copy(tensor) for name, tensor in self.tensors.items()}, self.attributes)
 
 
+@dataclass(frozen=True)
+class FreshModel:
+    """A model and its loss as their factories make them, and what is around each forward."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+
 @dataclass
 class PlainModel:
     """A model and its loss, and how plain PyTorch trains them.
@@ -88,6 +97,10 @@ class PlainModel:
     def buffers(self) -> Named:
         return self._named(lambda module: module._buffers)
 
+    def tensors(self) -> dict[str, Any]:
+        """Parameters and buffers."""
+        return self._named(lambda module: {**module._parameters, **module._buffers})
+
     def _named(self, held: Callable[[nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
         """What the modules hold, each under its first name."""
         found: dict[int, tuple[str, Any]] = {}
@@ -107,12 +120,12 @@ class PlainModel:
 
     def state(self) -> State:
         """What they hold now; the tensors are theirs."""
-        tensors = {name: t.detach() for name, t in {**self.parameters(), **self.buffers()}.items()}
+        tensors = {name: t.detach() for name, t in self.tensors().items()}
         return State(tensors, read_attributes(self.objects))
 
     def load(self, state: State) -> None:
         """Hold what another model held."""
-        own = {**self.parameters(), **self.buffers()}
+        own = self.tensors()
         with torch.no_grad():
             for name, value in state.tensors.items():
                 target = own.get(name)
@@ -132,7 +145,7 @@ class PlainModel:
             load_attributes(self.objects, state.attributes.values)
 
     def _holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        own = {**self.parameters(), **self.buffers()}
+        own = self.tensors()
         return all(torch.equal(own[name], value) for name, value in tensors.items() if name in own)
 
     def _replace(self, name: str, value: Tensor) -> None:

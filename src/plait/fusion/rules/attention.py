@@ -39,7 +39,7 @@ def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     if dims not in (3, 4) or (drops and given["enable_gqa"]) or not (same or given["enable_gqa"]):
         return vmap_rule(function, args, kwargs)
     query, key, value = (unwrap(part, trials) for part in parts)
-    mask = _mask(given["attn_mask"], query, dims, trials)
+    mask = _mask(given["attn_mask"], dims)
     if drops:
         require_rows_first("dropout of attention", parts)
         return wrap(_with_dropout(query, key, value, mask, given, trials), trials)
@@ -54,7 +54,7 @@ def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     return wrap(folded.unflatten(0, query.shape[:2]), trials)
 
 
-def _mask(mask: Any, query: Tensor, dims: int, trials: Trials) -> Tensor | None:
+def _mask(mask: Any, dims: int) -> Tensor | None:
     """The mask with all axes: (trials or 1, batch or 1, ..., query length, key length)."""
     if mask is None:
         return None

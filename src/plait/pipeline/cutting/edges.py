@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from plait.profiler.traced import TracedModel
 
-TARGET = "target"
-
 
 @dataclass(frozen=True)
 class StageEdge:

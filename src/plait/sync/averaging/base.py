@@ -105,7 +105,7 @@ class AllOrNone:
 class FullAverage:
     """Full averages: all living workers come together, and each leaves with the mean of all.
 
-    A worker that ends or is stopped is not waited for once its lease has run out. All workers have the same
+    A worker that ends, or that the membership leaves out, is not waited for. All workers have the same
     averages in the same order; one that missed some loads what the others have.
     """
 
@@ -279,5 +279,4 @@ class PeerAveraging:
         pass
 
     def close(self) -> None:
-        self._presence.close()
         self._mailbox.close()

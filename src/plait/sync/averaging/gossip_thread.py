@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
 from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import FlatBuffer
 from plait.sync.averaging.mailbox import Mailbox
-from plait.sync.averaging.peers import Inbox
+from plait.sync.averaging.peers import Inbox, Presence
 
 LOOK_S = 0.02
 # A question's number: how often all have synchronized, then the count of this worker's questions.

@@ -140,7 +140,7 @@ class Matchmaking:
         return None
 
     def _collect(self, round_: Round) -> dict[int, Message]:
-        """What the other members handed in; one that ends or is silent for a lease is left out."""
+        """What the other members handed in; one that ends or is silent for long is left out."""
         found: dict[int, Message] = {}
         missing = set(round_.members) - {self._rank}
         waited = self._peers.stopwatch()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
-from plait.comm.heartbeat import Presence
 from plait.comm.links.packing import Message
 from plait.comm.running_clock import RunningClock
 from plait.core.errors import LostPeer, PeerError
+from plait.launch.membership import Memberships
 from plait.schema.placement import WorkerLimits
 from plait.sync.averaging.mailbox import Mailbox
 
@@ -22,12 +23,47 @@ LOOK_S = 0.05
 LONGEST_LOOK_S = 1.0
 
 
+class Presence(Protocol):
+    """Which of the `members` of an averaging are there."""
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
+    def living(self) -> tuple[int, ...]:
+        """The members that are there, this one among them, in order."""
+
+    def forget(self, member: int) -> None:
+        """The member has ended and will not be back."""
+
+
+class LivingMembers:
+    """The living by the job's membership; `workers` are the ids of the workers at the places that average."""
+
+    def __init__(self, memberships: Memberships, place: int, workers: Sequence[int]) -> None:
+        self._memberships = memberships
+        self._place = place
+        self._workers = workers
+        self._gone: set[int] = set()
+        self.members = tuple(range(len(workers)))
+
+    def living(self) -> tuple[int, ...]:
+        there = self._memberships.latest().members
+        return tuple(
+            place
+            for place, worker in enumerate(self._workers)
+            if place == self._place or (worker in there and place not in self._gone)
+        )
+
+    def forget(self, member: int) -> None:
+        self._gone.add(member)
+
+
 @dataclass(frozen=True)
 class Peers:
     """The job's store under a prefix, the mailbox to the other workers, and which of them are there.
 
-    No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is silent for a
-    lease counts as absent where the averaging is `tolerant`; otherwise it is waited for, and one that has
+    No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is silent for
+    `lease_s` counts as absent where the averaging is `tolerant`; otherwise it is waited for, and one that has
     ended is an error. `now` is this worker's clock; only its differences are used.
     """
 

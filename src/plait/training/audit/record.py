@@ -9,10 +9,10 @@ from typing import Any
 from plait.core.errors import PlaitError
 from plait.core.run_events import Audited
 from plait.core.units import count_of
-from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
 from plait.verification.audit import Rounding
 from plait.verification.compare import Difference
+from plait.verification.replay import FreshModel
 
 # Differences that a message names.
 _NAMED = 3
@@ -52,7 +52,7 @@ class AuditRecord:
     harmless: set[str] = field(default_factory=set)
     rounding: Rounding = field(default_factory=Rounding)
     # The model of the audits, while one follows the other.
-    reference: Components | None = None
+    reference: FreshModel | None = None
     # What stands for the first samples as they were before the first step, as long as they are the same; and
     # the step after which they were last read again.
     samples: int | None = None

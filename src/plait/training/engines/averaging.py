@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.comm.heartbeat import Presence
 from plait.launch.worker import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
-    LeaseOptions,
     LocalSgdOptions,
     Options,
     PairAveragingOptions,
@@ -31,7 +29,7 @@ from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
-from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.peers import LivingMembers, Peers
 from plait.training.components import Components
 
 PREFIX = "plait/sync"
@@ -48,10 +46,12 @@ def make_averaging(
     overdue: float = math.inf,
     step: int = 0,
     when_synchronized: Sequence[WhenSynchronized] = (),
+    workers: Sequence[int] = (),
 ) -> Averaging:
     """How this worker averages with the others; all make theirs together, each `prefix` once.
 
-    `hosts` names the host of each; `place` is this one's among them, unless given its rank. `overdue` is
+    `hosts` names the host of each; `place` is this one's among them, unless given its rank, and `workers` are
+    the workers at these places, unless given all of the job. `overdue` is
     that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged when all synchronize.
     """
     place = worker.rank if place is None else place
@@ -75,8 +75,7 @@ def make_averaging(
             when_synchronized=when_synchronized,
         )
     mailbox = open_mailbox(worker.rendezvous, prefix, place, hosts)
-    lease_s = options.lease_s if isinstance(options, LeaseOptions) else LeaseOptions.lease_s
-    presence = Presence(worker.store, prefix, place, range(len(hosts)), lease_s)
+    presence = LivingMembers(worker.memberships, place, workers or range(len(hosts)))
     peers = Peers(worker.store, prefix, mailbox, presence, worker.timeout_s)
     if isinstance(options, PairSyncOptions):
         return PairSync(peers, sources, seed, step, when_synchronized)

@@ -25,7 +25,7 @@ from plait.core.errors import JobError, LostPeer, PeerError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
 from plait.pipeline import named_state
-from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, read_options
+from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, LeaseOptions, Options, read_options
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.peers import WaitTimer
@@ -243,10 +243,10 @@ class DecentralizedEngine:
         self._prefix = f"{PREFIX}{name}"
         self._keep_world = keep_world
         sync = run.settings.sync
-        options = read_options(sync.kind, sync.options, member.places)
+        self._options = read_options(sync.kind, sync.options, member.places)
         self._members = tuple(range(member.places))
         # Places whose workers serve the others take no work; the others share it.
-        self._idle = _dedicated(options, member.places)
+        self._idle = _dedicated(self._options, member.places)
         self._intervals = self._evaluations = self._asked = 0
         self._speed = Speed()
         # Keys in the store that someone who was stopped may still come to.
@@ -268,7 +268,8 @@ class DecentralizedEngine:
         needs_world = self._member.open()
         if self._member.averaging.tolerant and not self._keep_world:
             leave_world(needs_world)
-            self._run.worker.tolerate_losses()
+            assert isinstance(self._options, LeaseOptions)
+            self._run.worker.tolerate_losses(self._options.lease_s)
 
     def train(self, steps: int) -> IntervalResult:
         """Work on these steps, then come to the same state."""
@@ -525,9 +526,6 @@ class DecentralizedEngine:
         run, averaging, workers_at = self._run, self._member.averaging, self._member.workers_at
         lost = sorted(w for place in set(self._members) - set(members) for w in workers_at(place))
         self._members = members
-        if averaging.tolerant:
-            missing = set(range(self._member.places)) - set(members)
-            run.worker.leave_out(sorted(w for place in missing for w in workers_at(place)))
         if lost and self._writes() and self._member.is_first:
             run.take_over_record()
             run.metrics.warn(

@@ -124,6 +124,7 @@ class PipelineReplica:
             self.number,
             OVERDUE,
             when_synchronized=rest,
+            workers=self.peers,
         )
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:

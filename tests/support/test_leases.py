@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from plait.comm.heartbeat import Presence
 from plait.comm.running_clock import RunningClock
+from support.leases import Leases
 
 
 def test_a_clock_of_silence_stands_still_while_its_owner_is_paused():
@@ -42,7 +42,7 @@ class StallingStore:
         return self._answer(lambda: all(key in self._values for key in keys))
 
 
-def await_living(presence: Presence, members: tuple[int, ...]) -> None:
+def await_living(presence: Leases, members: tuple[int, ...]) -> None:
     end = time.monotonic() + 20
     while presence.living() != members:
         assert time.monotonic() < end, presence.living()
@@ -51,7 +51,7 @@ def await_living(presence: Presence, members: tuple[int, ...]) -> None:
 
 def test_nobody_is_absent_because_the_store_was_paused():
     store = StallingStore()
-    first, second = (Presence(store, "t", rank, range(2), lease_s=0.3) for rank in range(2))
+    first, second = (Leases(store, "t", rank, range(2), lease_s=0.3) for rank in range(2))
     store.runs.clear()
     for _ in range(2):
         assert store.stalled.acquire(timeout=20)

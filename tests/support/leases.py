@@ -1,4 +1,4 @@
-"""Who is there: every worker renews a lease in the job's store, and a lease that ran out is noticed by all.
+"""Who is there in tests without a supervisor: workers renew leases in a store, and see which have run out.
 
 A lease distinguishes a slow worker from one that is stopped or cut off: a thread of its own renews it,
 so that a long step keeps it and a stopped process loses it. No clocks are compared between workers, and the
@@ -7,17 +7,19 @@ time in which a worker or the store was itself paused counts against nobody.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 
 import torch.distributed as dist
 
 from plait.comm.running_clock import RunningClock
+from plait.core.errors import PeerError
 
 BEATS = 5
 
 
-class Presence:
+class Leases:
     """This worker's lease and its view of the others'; all `members` make one with the same prefix.
 
     A member whose word has not changed for `lease_s` is absent until it speaks again. One that is known to
@@ -70,6 +72,11 @@ class Presence:
         return f"{self._prefix}/lease/{member}"
 
     def _beat(self) -> None:
+        # The store may end before a worker that does not give up its lease.
+        with contextlib.suppress(PeerError):
+            self._renew()
+
+    def _renew(self) -> None:
         count = 0
         while not self._ended.wait(self._lease_s / BEATS):
             count += 1
