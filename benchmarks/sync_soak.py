@@ -38,6 +38,9 @@ from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
 from plait.sync.averaging.peers import Peers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
 from support.leases import Leases
 
 WORKERS = 8

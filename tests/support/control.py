@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from plait.launch.control import serving
 from plait.launch.elastic import ControlRequest, ElasticWorkers
-from plait.launch.membership import Membership
-from plait.launch.messages import JoinReport
+from plait.launch.messages import JobMessage, JoinReport
 from plait.launch.roster import Roster, Start
 from plait.launch.run_dir import RunDir
 from plait.schema.hosts import Host
@@ -23,7 +22,6 @@ class NoProcesses:
 
     def __init__(self) -> None:
         self.started: list[Start] = []
-        self.published: list[Membership] = []
 
     def start_worker(self, start: Start) -> None:
         self.started.append(start)
@@ -31,13 +29,7 @@ class NoProcesses:
     def end_workers(self, workers: tuple[int, ...]) -> None:
         pass
 
-    def send_membership(self, membership: Membership) -> None:
-        self.published.append(membership)
-
-    def dismiss_workers(self, workers: Sequence[int]) -> None:
-        pass
-
-    def stop_workers(self) -> None:
+    def broadcast(self, message: JobMessage) -> None:
         pass
 
     def warn(self, words: str) -> None:

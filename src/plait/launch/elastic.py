@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from plait.core.errors import LaunchError, PlaitError
+from plait.launch import messages
 from plait.launch.membership import Membership
-from plait.launch.messages import BreakReport, JobMessage, JoinReport, LeaveReport, ReadyReport, ResizeRequest
+from plait.launch.messages import JobMessage
 from plait.launch.roster import NextSteps, Roster, Start
 from plait.schema.hosts import Host
 
@@ -40,9 +41,7 @@ class Processes(Protocol):
 
     def start_worker(self, start: Start) -> None: ...
     def end_workers(self, workers: tuple[int, ...]) -> None: ...
-    def send_membership(self, membership: Membership) -> None: ...
-    def dismiss_workers(self, workers: Sequence[int]) -> None: ...
-    def stop_workers(self) -> None: ...
+    def broadcast(self, message: JobMessage) -> None: ...
     def warn(self, words: str) -> None: ...
     def pid_of(self, worker: int) -> int | None: ...
 
@@ -75,16 +74,16 @@ class ElasticWorkers:
             return
         roster = self.roster
         match report:
-            case ReadyReport():
+            case messages.ReadyReport():
                 roster.on_ready(report.rank)
-            case JoinReport():
+            case messages.JoinReport():
                 roster.on_joined(report.rank, report.version)
-            case LeaveReport():
+            case messages.LeaveReport():
                 self._left.add(report.rank)
                 roster.on_left(report.rank)
-            case BreakReport():
+            case messages.BreakReport():
                 self._broken = self._broken or (report.version, report.why, time.monotonic())
-            case ResizeRequest():
+            case messages.ResizeRequest():
                 self.serve(ControlRequest(report.workers, by=POLICY, why=report.why))
             case _:
                 return
@@ -162,7 +161,7 @@ class ElasticWorkers:
             self._joined_version = roster.membership.version
             self._on_joined(roster.membership)
             if leavers := roster.leavers():
-                self._processes.dismiss_workers(leavers)
+                self._processes.broadcast(messages.Dismissal(tuple(leavers)))
         while self._do(roster.next_steps()):
             pass
 
@@ -177,11 +176,11 @@ class ElasticWorkers:
             self._processes.end_workers(steps.end)
         if steps.publish is not None:
             self._broken = None
-            self._processes.send_membership(steps.publish)
+            self._processes.broadcast(messages.NewMembership(steps.publish))
         if steps.too_few is not None:
             if steps.publish is None:
                 raise LaunchError(f"{steps.too_few}; go on with --resume from the newest checkpoint")
             self.too_few = steps.too_few
             self._processes.warn(f"{steps.too_few}; the run ends")
-            self._processes.stop_workers()
+            self._processes.broadcast(messages.Stop())
         return steps.publish is not None or bool(steps.end)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, LostPeer
@@ -28,14 +28,14 @@ def process_name(rank: int) -> str:
     return "coordinator" if rank == COORDINATOR else f"rank{rank}"
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class JobMessage:
-    """Base of all messages; a subclass is known to `from_line` as soon as it is defined."""
+    """Base of all messages: a subclass is a frozen dataclass, and known to `from_line` once it is defined."""
 
     kinds: ClassVar[dict[str, type[JobMessage]]] = {}
 
     def __init_subclass__(cls) -> None:
-        JobMessage.kinds[cls.__name__] = cls
+        JobMessage.kinds[cls.__name__] = dataclass(frozen=True)(cls)
 
 
 def to_line(message: JobMessage) -> bytes:
@@ -72,7 +72,6 @@ class Launch:
 # From the supervisor to an agent, and from there to its workers.
 
 
-@dataclass(frozen=True)
 class AgentOrder(JobMessage):
     """The first message to an agent: the launch, and its part in it.
 
@@ -103,14 +102,12 @@ class AgentOrder(JobMessage):
         return sum(host.slots for host in self.launch.placement.hosts[: self.index])
 
 
-@dataclass(frozen=True)
 class StartAll(JobMessage):
     """Start the workers of the first membership; the job's store is at that address."""
 
     store: str
 
 
-@dataclass(frozen=True)
 class StartWorker(JobMessage):
     """Start a worker that joins the running job, at that place of its host."""
 
@@ -118,38 +115,32 @@ class StartWorker(JobMessage):
     slot: int
 
 
-@dataclass(frozen=True)
 class EndWorkers(JobMessage):
     """Kill these workers."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Stop(JobMessage):
     """Finish the step, write a checkpoint and end."""
 
 
-@dataclass(frozen=True)
 class NewMembership(JobMessage):
     """Other workers are the members from now on."""
 
     membership: Membership
 
 
-@dataclass(frozen=True)
 class Dismissal(JobMessage):
     """These workers may end: the members without them have taken their places."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Beat(JobMessage):
     """A sign of life; all of them send it to whom they report to, and the supervisor to its agents."""
 
 
-@dataclass(frozen=True)
 class CloseCoordinator(JobMessage):
     """All workers have ended: the coordinator has no more to answer."""
 
@@ -157,7 +148,6 @@ class CloseCoordinator(JobMessage):
 # From a worker to the coordinator and back; agents and the supervisor pass them on.
 
 
-@dataclass(frozen=True)
 class CoordinatorQuestion(JobMessage):
     """What a worker asks the coordinator."""
 
@@ -165,7 +155,6 @@ class CoordinatorQuestion(JobMessage):
     content: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
 class CoordinatorAnswer(JobMessage):
     """The answer to the worker of that rank; `failure` says why there is none."""
 
@@ -178,40 +167,34 @@ class CoordinatorAnswer(JobMessage):
 # From an agent to the supervisor.
 
 
-@dataclass(frozen=True)
 class HostReady(JobMessage):
     """The host accepts the order. The first host names the address of the job's store."""
 
     store: str
 
 
-@dataclass(frozen=True)
 class Refusal(JobMessage):
     """The order cannot be carried out, for a reason that its author can change."""
 
     why: str
 
 
-@dataclass(frozen=True)
 class CheckFailure(JobMessage):
     """The process that checks the order has crashed; what it printed says why."""
 
 
-@dataclass(frozen=True)
 class WorkerPids(JobMessage):
     """The processes of the host's workers, by rank."""
 
     pids: Mapping[int, int]
 
 
-@dataclass(frozen=True)
 class OutputLine(JobMessage):
     """What a worker printed."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class WorkerSilence(JobMessage):
     """A worker has shown no sign of life for so long."""
 
@@ -219,14 +202,12 @@ class WorkerSilence(JobMessage):
     seconds: float
 
 
-@dataclass(frozen=True)
 class WorkerReturn(JobMessage):
     """A worker that was silent shows signs of life again."""
 
     rank: int
 
 
-@dataclass(frozen=True)
 class WorkerEnd(JobMessage):
     """A worker's process has ended."""
 
@@ -234,7 +215,6 @@ class WorkerEnd(JobMessage):
     status: int
 
 
-@dataclass(frozen=True)
 class UnreachableHost(JobMessage):
     """The first host and that of this index cannot reach each other."""
 
@@ -244,28 +224,24 @@ class UnreachableHost(JobMessage):
 # From a worker to its agent and, but for the first, to the supervisor.
 
 
-@dataclass(frozen=True)
 class CheckResult(JobMessage):
     """What is wrong with the order, if anything."""
 
     why: str | None
 
 
-@dataclass(frozen=True)
 class ProgressReport(JobMessage):
     """How far the job has come."""
 
     progress: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
 class WarningReport(JobMessage):
     """What a worker warned of."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class ResultReport(JobMessage):
     """What a worker's entry returned."""
 
@@ -273,7 +249,6 @@ class ResultReport(JobMessage):
     value: Any
 
 
-@dataclass(frozen=True)
 class Failure(JobMessage):
     """Why a worker ended. `lost` says how it misses another worker, `peer`, where that is all it knows.
 
@@ -290,7 +265,6 @@ class Failure(JobMessage):
     everywhere: bool = False
 
 
-@dataclass(frozen=True)
 class ToleranceReport(JobMessage):
     """A worker can go on without others that are lost or, for as long as they are, silent for `lease_s`."""
 
@@ -298,14 +272,12 @@ class ToleranceReport(JobMessage):
     lease_s: float
 
 
-@dataclass(frozen=True)
 class ReadyReport(JobMessage):
     """A worker can take part as soon as it is made a member."""
 
     rank: int
 
 
-@dataclass(frozen=True)
 class JoinReport(JobMessage):
     """A member has taken its place in a version of the membership."""
 
@@ -313,14 +285,12 @@ class JoinReport(JobMessage):
     version: int
 
 
-@dataclass(frozen=True)
 class LeaveReport(JobMessage):
     """A worker has left in agreement with the others."""
 
     rank: int
 
 
-@dataclass(frozen=True)
 class BreakReport(JobMessage):
     """The members of a version could not work together; `peer` is to blame where it is known."""
 
@@ -330,7 +300,6 @@ class BreakReport(JobMessage):
     why: str
 
 
-@dataclass(frozen=True)
 class ResizeRequest(JobMessage):
     """A policy asks for that number of workers."""
 

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class Supervisor:
                 prepare()
                 # From here on agents pass a request to stop on, also to workers not announced yet.
                 self._begun = True
-                self._broadcast(messages.StartAll(store))
+                self.broadcast(messages.StartAll(store))
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -148,16 +148,7 @@ class Supervisor:
     def end_workers(self, workers: tuple[int, ...]) -> None:
         for worker in workers:
             self._ranks[worker].ended_here = True
-        self._broadcast(messages.EndWorkers(workers))
-
-    def send_membership(self, membership: Membership) -> None:
-        self._broadcast(messages.NewMembership(membership))
-
-    def dismiss_workers(self, workers: Sequence[int]) -> None:
-        self._broadcast(messages.Dismissal(tuple(workers)))
-
-    def stop_workers(self) -> None:
-        self._broadcast(messages.Stop())
+        self.broadcast(messages.EndWorkers(workers))
 
     def warn(self, words: str) -> None:
         self._display.printed(f"warning: {words}")
@@ -207,7 +198,8 @@ class Supervisor:
             supervisor_timeout_s=None if is_local else CUT_OFF * self._agent_timeout_s,
         )
 
-    def _broadcast(self, message: JobMessage) -> None:
+    def broadcast(self, message: JobMessage) -> None:
+        """Send all agents something."""
         for agent in self._agents:
             agent.send(message)
 
@@ -246,7 +238,7 @@ class Supervisor:
             raise Interrupted("stopped while measuring; nothing was trained")
         self._display.stopping()
         self._members.stop()
-        self._broadcast(messages.Stop())
+        self.broadcast(messages.Stop())
 
     def _on_control(self, asked: ControlRequest) -> None:
         if not self._members.can_change:
@@ -364,7 +356,7 @@ class Supervisor:
                     f"{self._log_of(state.rank)}; try again with plait resize"
                 )
         elif state.silent_s is not None:
-            self._broadcast(messages.EndWorkers((state.rank,)))
+            self.broadcast(messages.EndWorkers((state.rank,)))
 
     def _note_trouble(self, sign: Failure | messages.WorkerSilence | messages.WorkerEnd) -> None:
         """Note a worker's own report, its silence, or its end."""
@@ -425,7 +417,7 @@ class Supervisor:
         if away != self._away:
             self._away = away
             lost = [s.rank for s in states if s.status is not None and not s.done]
-            self.send_membership(self._members.roster.without(away, lost))
+            self.broadcast(messages.NewMembership(self._members.roster.without(away, lost)))
 
     def _end_left_out(self) -> None:
         """End workers that hang once the others are done without them."""
@@ -433,7 +425,7 @@ class Supervisor:
         if not waited_for or self._first_done_at is None:
             return
         if all(state.silent_s is not None for state in waited_for) and self._has_lingered():
-            self._broadcast(messages.EndWorkers(tuple(state.rank for state in waited_for)))
+            self.broadcast(messages.EndWorkers(tuple(state.rank for state in waited_for)))
 
     def _has_lingered(self) -> bool:
         return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
