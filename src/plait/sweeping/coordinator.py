@@ -110,6 +110,22 @@ class Coordinator:
         self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
         self._has_begun = False
+        # What a worker may ask, and who answers.
+        self._answers: dict[str, Callable[..., Answer]] = {
+            "data": self._on_data,
+            "look": self._on_look,
+            "take": self._on_take,
+            "spare": self._on_spare,
+            "array": self._on_array,
+            "split": self._on_split,
+            "verified": self._on_verified,
+            "audited": self._on_audited,
+            "note": self._on_note,
+            "wanted": self._on_wanted,
+            "report": self._on_report,
+            "stop": self._on_stop,
+            "back": self._on_back,
+        }
 
     def _begin(self) -> None:
         """Draw the first trials and record that the sweep begins; tried again where data is unknown."""
@@ -172,7 +188,7 @@ class Coordinator:
         try:
             if name != "data" and not self._has_begun:
                 self._begin()
-            found: Answer = getattr(self, f"_on_{name}")(**arguments)
+            found = self._answers[name](**arguments)
         except UnknownDataError as unknown:
             return {"describe": encode(unknown.settings)}
         # What was answered outlives this process.
