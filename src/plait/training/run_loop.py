@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ from plait.core.run_events import Changed
 from plait.core.shown import listed
 from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.data.sampler import Position
+from plait.launch.membership import Membership
 from plait.schema.results import RunResult
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import read_options
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
-from plait.training.change.member_switch import MemberSwitch
-from plait.training.change.members import NO_STATE, ElasticMembers, Mark, WorkerLeft
+from plait.training.change.members import NO_STATE, Mark, RunMembers, WorkerLeft, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.replicas import check_kept
@@ -89,9 +90,7 @@ class RunLoop(Loop):
         # The step after which changes were made last, and how many.
         self._changes = (0, 0)
         self._unsaved: UnsavedState | None = None
-        memberships = run.worker.memberships
-        members = ElasticMembers(run, memberships) if memberships.can_change else None
-        self._switch = None if members is None else MemberSwitch(members, self)
+        self._members = RunMembers(run, run.worker.memberships)
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -105,8 +104,7 @@ class RunLoop(Loop):
         run = self.run
         try:
             self._enter(resume)
-            work = self._train_and_finish
-            reason, metrics = work() if self._switch is None else self._switch.with_the_rest(work)
+            reason, metrics = self._train_with_the_rest()
         except WorkerLeft:
             self._leave()
             return None
@@ -120,6 +118,51 @@ class RunLoop(Loop):
             where = f"a checkpoint of step {run.trial.step} is in {run.folder.checkpoints}"
             raise DifferenceError(f"{run.audits.difference}; {where}")
         return result
+
+    def _train_with_the_rest(self) -> tuple[str, dict[str, float]]:
+        """Train to the end; where a worker is lost meanwhile, the rest goes on."""
+        while True:
+            try:
+                return self._train_and_finish()
+            except RuntimeError as failure:
+                loss = loss_of(self.run.worker, failure)
+                if loss is None:
+                    raise
+            # Outside of the clause, whose traceback keeps the broken process group alive.
+            self._go_on_among(partial(self._members.after, loss), was_lost=True)
+
+    def _go_on_among(self, find: Callable[[], Membership], was_lost: bool = False) -> None:
+        """Go on among the members that `find` returns; again with later ones where one is lost meanwhile.
+
+        Workers that stay close their engine, meet the others of the new version, agree on the state that all
+        go on from, and open the engine again.
+        """
+        members = self._members
+        while True:
+            try:
+                self.engine.close()
+                members.enter(find())
+                self._agree_on_state()
+                self._reopen(was_lost)
+                members.report_joined()
+                return
+            except RuntimeError as failure:
+                loss = loss_of(self.run.worker, failure)
+                if loss is None:
+                    raise
+            find, was_lost = partial(members.after, loss), True
+
+    def _agree_on_state(self) -> None:
+        """Go on from the most advanced state that the members have; all of them call it together."""
+        worker = self.run.worker
+        marks = [self._mark()]
+        if worker.world_size > 1:
+            marks = [tuple(mark) for mark in all_gather_values(list(marks[0]))]
+        source = self.engine.choose_source(marks)
+        if source is None:
+            self._go_back_to_checkpoint()
+        elif len(set(marks)) > 1:
+            self._take_progress(source, marks[worker.rank] == marks[source])
 
     def _train_and_finish(self) -> tuple[str, dict[str, float]]:
         reason = self.take_steps()
@@ -139,10 +182,10 @@ class RunLoop(Loop):
 
     def _enter(self, resume: bool) -> None:
         """Get ready to take steps, with the workers that start together or with those that train already."""
-        if self._switch is not None and self._switch.members.is_joining:
+        if self._members.is_joining:
             self.engine.warm_up()
             keep_what_was_built()
-            self._switch.to(self._switch.members.first)
+            self._go_on_among(self._members.first)
             return
         if self.run.worker.rank == 0:
             # Nobody has begun to write; workers of another launch may have been killed while they did.
@@ -150,8 +193,7 @@ class RunLoop(Loop):
         self.start(resume)
         # Counted from the position: the batch size may have changed since the steps before were taken.
         self.begin(self._total_steps())
-        if self._switch is not None:
-            self._switch.members.report_joined()
+        self._members.report_joined()
 
     def _finish(self, reason: str) -> dict[str, float]:
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
@@ -161,17 +203,16 @@ class RunLoop(Loop):
             metrics = self.evaluate([0])[0] if evaluates else {}
             if metrics:
                 self._keep_evaluation(metrics)
-        if self._switch is not None and self.run.worker.world_size > 1:
+        if self._members.can_change and self.run.worker.world_size > 1:
             # Were the one that writes lost, another would have to be there to do it.
             all_gather_values(None)
         return metrics
 
     def _leave(self) -> None:
         """End this worker; the others go on."""
-        assert self._switch is not None
         self.run.metrics.leave()
         self.run.close()
-        self._switch.members.worker.report_left()
+        self._members.worker.report_left()
 
     def begin(self, steps: int) -> None:
         """Get ready to go on until `steps` steps are done."""
@@ -252,20 +293,16 @@ class RunLoop(Loop):
             # Of the steps before the one that a worker was lost in, the last may have something due.
             raise result.lost
 
-    def close_engine(self) -> None:
-        self.engine.close()
-
-    def mark(self) -> Mark:
+    def _mark(self) -> Mark:
+        """How far this worker is."""
         if not self._has_state:
             return NO_STATE
         # Of those at one step, the one with the fewest changes is gone on from: the others take them back.
         changes = self._changes[1] if self._changes[0] == self.run.trial.step else 0
         return (self.run.trial.step, int(not self.run.trial.moved) + changes)
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        return self.engine.choose_source(marks)
-
-    def take_progress(self, source: int, is_there: bool) -> None:
+    def _take_progress(self, source: int, is_there: bool) -> None:
+        """Take what rank `source` knows of the run, unless this worker is there already; all call it."""
         given = self.run.worker.rank == source
         state = checkpoints.broadcast(self._checkpoint(self.engine.held_state()) if given else None, source)
         rest = broadcast_value(self._position_in_loop() if given else None, source)
@@ -276,7 +313,8 @@ class RunLoop(Loop):
             self.run.trial.moved = rest["moved"]
             self._has_state = self._has_begun or not rest["moved"]
 
-    def back_to_checkpoint(self) -> None:
+    def _go_back_to_checkpoint(self) -> None:
+        """Go on from the newest checkpoint; all workers call it together."""
         self.run.metrics.log_rest()
         self.run.begin_anew()
         for source in self._sources:
@@ -287,7 +325,8 @@ class RunLoop(Loop):
         self.start(resume=True)
         self.run.trial.until = self._total_steps()
 
-    def reopen(self, was_lost: bool) -> None:
+    def _reopen(self, was_lost: bool) -> None:
+        """Get ready to take steps among the new members; `was_lost` where the old ones did not agree."""
         if self.run.worker.rank == 0:
             self.run.take_over_record()
         self._change_asked = False
@@ -343,10 +382,10 @@ class RunLoop(Loop):
             self._changes = (step, self._changes[1] + 1 if self._changes[0] == step else 1)
             kind = type(asked.change).__name__
             self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
-        if self._change_asked and self._switch is not None:
-            membership = self._switch.members.agree()
-            self.engine.settle(self._switch.members.staying(membership))
-            self._switch.to(lambda: membership)
+        if self._change_asked and self._members.can_change:
+            membership = self._members.agree()
+            self.engine.settle(self._members.staying(membership))
+            self._go_on_among(lambda: membership)
 
     def _requests(self, step: int) -> list[ChangeRequest]:
         """What sources ask for now: the first worker asks them, and all workers get its answer."""
@@ -381,12 +420,12 @@ class RunLoop(Loop):
             self.engine.apply(change)
 
     def _ask_for_workers(self, change: WorkersChange, why: str) -> None:
-        if self._switch is None:
+        if not self._members.can_change:
             raise JobError(
                 f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
             )
         if self.run.worker.rank == 0:
-            self._switch.members.worker.ask_to_resize(change.workers, why)
+            self._members.worker.ask_to_resize(change.workers, why)
 
     def _change_sync(self, change: SyncChange, make_engine: Callable[[], Engine]) -> None:
         """Let workers agree otherwise from the next step on.

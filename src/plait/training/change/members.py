@@ -61,8 +61,8 @@ def join_members(worker: Worker, settings: TrainSettings) -> None:
         worker.join(BACKEND)
 
 
-class ElasticMembers:
-    """The members of a run, as its loop sees them."""
+class RunMembers:
+    """The members of a run, as its loop sees them; those of a fixed job never change."""
 
     def __init__(self, run: Run, memberships: Memberships) -> None:
         self._run = run
@@ -71,6 +71,11 @@ class ElasticMembers:
         # When steps ended for the change under way, and the members that took the last one.
         self._since: float | None = None
         self._before: Membership | None = None if self.is_joining else memberships.current
+
+    @property
+    def can_change(self) -> bool:
+        """Whether workers may join and leave."""
+        return self._memberships.can_change
 
     @property
     def is_joining(self) -> bool:
@@ -122,6 +127,8 @@ class ElasticMembers:
 
     def report_joined(self) -> None:
         """Report to the supervisor that this worker joined the version it entered, and record the change."""
+        if not self.can_change:
+            return
         self.worker.report_joined()
         now, before, since = self._memberships.current, self._before, self._since
         self._before, self._since = now, None
