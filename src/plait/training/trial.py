@@ -94,7 +94,7 @@ class Trial:
         if self.has_reached or self.stops_early:
             return 0
         left = [every - self.step % every for every in self.periods if every]
-        return min(self.until - self.step, *left)
+        return min([self.until - self.step, *left])
 
     def due(self) -> Due | None:
         """What is to be done now; None where nothing is."""
