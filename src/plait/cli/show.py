@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +21,7 @@ from plait.schema.results import RunResult, show_metric, show_metrics
 PLAIN_LINE_S = 5.0
 
 
-class ProgressDisplay:
+class ProgressDisplay(ABC):
     """Shows progress on standard error, on a terminal by `_live`; what workers print goes there, too."""
 
     def __init__(self, quiet: bool = False) -> None:
@@ -41,8 +42,9 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.stop()
 
+    @abstractmethod
     def _make_live(self) -> Progress | Live:
-        raise NotImplementedError
+        """What shows progress on a terminal."""
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self._said = time.monotonic()

@@ -8,6 +8,7 @@ which they differ is located; whoever has built the candidate mends it there, an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -69,7 +70,7 @@ class NotRepeatableError(Exception):
         self.phase, self.difference = phase, difference
 
 
-class Reference:
+class Reference(ABC):
     """A plain model that takes phases from the state it has, as often as needed, and is left as it was.
 
     `held` is what keeps state besides the model: its loss. Random numbers of the first phase start from
@@ -87,12 +88,12 @@ class Reference:
         self.model, self.phases = model, phases
         self._held, self._seed, self._rounding = held, seed, rounding
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027  (most need nothing)
         """Called before the first phase of each run."""
 
+    @abstractmethod
     def forward(self, phase: Phase) -> tuple[Any, Tensor | None]:
         """The outputs of a phase, and the loss to differentiate."""
-        raise NotImplementedError
 
     def visible(self, observed: Observation) -> Observation:
         """What of an observation a candidate can show, too."""

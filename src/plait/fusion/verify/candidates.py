@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -23,7 +24,7 @@ class NothingToCompareError(FusionError):
     """What a model returns holds nothing that can be seen."""
 
 
-class Candidate:
+class Candidate(ABC):
     """Trials to be fused, and how some of them run on their batches, 0 and 1: together and alone.
 
     `models` are the plain models, as whoever makes them made them; they stay as they are. `rounding` is that
@@ -40,7 +41,7 @@ class Candidate:
     ) -> None:
         self.models, self.seeds, self.ages, self.rounding = models, seeds, ages, rounding
 
-    def prepare(self, trial: int) -> None:
+    def prepare(self, trial: int) -> None:  # noqa: B027  (most have their own)
         """Give the model of a trial, which is borrowed, the weights it begins with, where not its own."""
 
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
@@ -52,13 +53,13 @@ class Candidate:
         seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
         return FusedModule([self.models[trial] for trial in trials], seeds, ages, unfused)
 
+    @abstractmethod
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         """The outputs of all trials that are fused, trials first, and their losses."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
         """What one trial's plain model gives for its own batch, and its loss."""
-        raise NotImplementedError
 
 
 class CallCandidate(Candidate):
@@ -67,13 +68,13 @@ class CallCandidate(Candidate):
     def _call(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
+    @abstractmethod
     def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
         """What the plain model of a trial is called with: in the memory layout that it would be, too."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
         """What the fused module of some trials is called with."""
-        raise NotImplementedError
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
