@@ -12,6 +12,7 @@ from plait.sweeping.datasets import DataSets
 from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.training.batch_streams import next_batches, open_stream
+from plait.training.checkpoint import Checkpoint
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from support.training import digits_job
@@ -50,3 +51,18 @@ def test_a_rebuilt_trial_takes_the_arrays_next_step(name: str):
         assert own.keys() == other.keys()
         for key, value in own.items():
             torch.testing.assert_close(value, other[key].to(value), rtol=1e-9, atol=1e-10, msg=key)
+
+
+def test_the_first_trial_of_an_array_goes_on_from_a_checkpoint():
+    job: TrainSettings = digits_job(steps=9, optimizer=JOBS["sgd"]["optimizer"])
+    each = [with_values(job, {"seed": n}) for n in range(2)]
+    sets, device = DataSets(), torch.device("cpu")
+    arrays = [FusedComponents([make_entry(one, None, device, sets) for one in each]) for _ in range(2)]
+    streams = [open_stream(sets.of(settings)[0], settings, Position()) for settings in each]
+    TrainStep(arrays[0], each[0]).step(next_batches(streams), [1.0, 1.0])
+    trained, other = arrays[0].state(0), arrays[1].state(1)
+    arrays[1].load(Checkpoint(1, trained.model, trained.optimizer, {}))
+    for slot, wanted in enumerate((trained, other)):
+        found = arrays[1].state(slot)
+        assert all(torch.equal(value, wanted.model[name]) for name, value in found.model.items())
+    assert all(torch.equal(v, trained.optimizer[k]) for k, v in arrays[1].state(0).optimizer.items())

@@ -36,9 +36,9 @@ from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import BatchStream
-from plait.training.components import DataPair
+from plait.training.components import DataPair, TrialInit
 from plait.training.engines.whole_model import OnStep, StepAudit, WholeModelEngine
-from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.fused.fused_components import FusedComponents
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 from plait.verification.compare import Difference

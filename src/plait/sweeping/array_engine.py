@@ -24,10 +24,11 @@ from plait.sweeping.reasons import (
 from plait.sweeping.running_trial import RunningTrial
 from plait.training.batch_streams import BatchStream, with_replacements
 from plait.training.checkpoint import EngineState
+from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.engines.whole_model import WholeModelEngine
-from plait.training.fused.fused_components import FusedComponents, TrialInit, rebuild_trial
+from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.training.trial import Trial
 
 

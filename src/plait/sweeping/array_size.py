@@ -26,9 +26,9 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
 from plait.training import components
 from plait.training.batch_streams import open_stream
-from plait.training.components import DataPair
+from plait.training.components import DataPair, TrialInit
 from plait.training.engines.train_step import TrainStep, step_alone
-from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.fused.fused_components import FusedComponents
 from plait.training.optimizers.eager import use_eager_optimizers
 
 # What a process beside the tensors of its models takes on a CPU.

@@ -31,11 +31,14 @@ from plait.launch.worker import Worker
 from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
-from plait.schema.settings import DataSettings, Mode, ModelSettings, TrainSettings
-from plait.training.checkpoint import EngineState
+from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
+from plait.training import checkpoint as checkpoints
+from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.evaluate import sums_over_share
 from plait.training.fused.rounds import Piece, Round
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
+from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.training.trial import UNKNOWN_STEPS
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
@@ -91,6 +94,28 @@ class Components:
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.model.parameters())
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the optimizer may hold on to gradients after an update."""
+        return not is_known(self.optimizer)
+
+    def check_summed(self, settings: OptimizerSettings) -> None:
+        """Refuse an optimizer that does not do with the sum of several workers' gradients as with its own."""
+        check_gradients_left(settings.kind, find_traits(settings, dict(self.model.named_parameters())))
+
+    def load(self, state: Checkpoint) -> None:
+        """Go on from the tensors of a checkpoint on a worker that holds the whole model."""
+        checkpoints.load_model_state(self.model, state.model)
+        named_state.load_optimizer_state(self.optimizer, self.names, state.optimizer)
+
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
+        """Any trial may take this one's slot."""
+
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> Components:
+        """The components of the trial that takes this one's slot."""
+        (entry,) = entering
+        return entry.parts
+
     def set_lr(self, factors: Sequence[float]) -> None:
         """Set the factor on the learning rate, for the steps to come."""
         set_lr(self.optimizer, self.base_lrs, factors[0])
@@ -131,6 +156,10 @@ class Components:
     def weighted(self, losses: Tensor, weights: Sequence[float]) -> Tensor:
         return losses * weights[0]
 
+    def begin_scaling(self, losses: Tensor) -> None:
+        """Have the scaler make its scale, which it does on first use, where no sample fell to this worker."""
+        self.scaler.scale(losses)
+
     def backward(self, losses: Tensor) -> None:
         """Add the gradients of the loss, times the loss scale."""
         self.scaler.scale(losses).backward()
@@ -157,6 +186,10 @@ class Components:
     def measure_whole(self, batches: Sequence[Batch]) -> None:
         """Monitors measure the gradients of one trial."""
 
+    def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
+        """The sums of the one trial over a share of the test split; see `evaluate.sums_of`."""
+        return sums_over_share(self, settings[0], *share).unsqueeze(0)
+
     def state(self, slot: int = 0) -> EngineState:
         """The state of a model that this worker holds as a whole."""
         return EngineState(
@@ -169,6 +202,15 @@ class Components:
     def of_trial(self, slot: int) -> Components:
         """What the trial is evaluated with."""
         return self
+
+
+@dataclass(frozen=True)
+class TrialInit:
+    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
+
+    settings: TrainSettings
+    parts: Components
+    age: int = 0
 
 
 def check(settings: TrainSettings) -> None:

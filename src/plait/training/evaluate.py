@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,34 @@ from torch import Tensor
 from plait.core.errors import JobError
 from plait.core.shown import shown
 from plait.data.calling import evaluation_mode, forward
-from plait.data.loader import Batch, load, to_device
+from plait.data.loader import Batch, DataSource, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
 from plait.training.optimizers.build import set_mode
+from plait.workloads.losses import Loss
 from plait.workloads.metrics import Metric
 
-if TYPE_CHECKING:
-    from plait.training.components import Components
+
+class EvaluatedComponents(Protocol):
+    """What an evaluation uses of a trial's components."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def loss(self) -> Loss: ...
+    @property
+    def metric(self) -> tuple[str, Metric] | None: ...
+    @property
+    def test_set(self) -> DataSource | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+    @property
+    def autocast(self) -> Callable[[], AbstractContextManager[Any]]: ...
 
 
 @contextlib.contextmanager
@@ -35,14 +55,14 @@ def evaluated_weights(optimizer: object) -> Iterator[None]:
 
 
 def evaluate_parts(
-    parts: Components, settings: TrainSettings, rank: int, world_size: int
+    parts: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
 ) -> dict[str, float]:
     """Mean loss and metric over the test split; all ranks call it together and get the same numbers."""
     return mean_of_all(parts, sums_over_share(parts, settings, rank, world_size), world_size)
 
 
 def evaluation_batches(
-    parts: Components, settings: TrainSettings, size: int, rank: int, world_size: int
+    parts: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """What falls to `rank` of each batch of `size` of the test split."""
     source, loaders, pin = parts.test_set, settings.data.loaders, parts.device.type == "cuda"
@@ -61,7 +81,9 @@ def evaluation_batches(
     source.note_length(samples)
 
 
-def sums_over_share(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> Tensor:
+def sums_over_share(
+    parts: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
+) -> Tensor:
     """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
@@ -72,7 +94,7 @@ def sums_over_share(parts: Components, settings: TrainSettings, rank: int, world
     return sums
 
 
-def mean_of_all(parts: Components, sums: Tensor, world_size: int) -> dict[str, float]:
+def mean_of_all(parts: EvaluatedComponents, sums: Tensor, world_size: int) -> dict[str, float]:
     """Mean loss and metric from every worker's sums; see `sums_of`."""
     if world_size > 1:
         carried = sums.to(parts.device)
@@ -81,7 +103,7 @@ def mean_of_all(parts: Components, sums: Tensor, world_size: int) -> dict[str, f
     return means(parts, sums)
 
 
-def means(parts: Components, sums: Tensor) -> dict[str, float]:
+def means(parts: EvaluatedComponents, sums: Tensor) -> dict[str, float]:
     """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
     if parts.metric is not None:
@@ -91,19 +113,19 @@ def means(parts: Components, sums: Tensor) -> dict[str, float]:
     return results
 
 
-def measure(parts: Components, content: Any, count: int) -> Tensor:
+def measure(parts: EvaluatedComponents, content: Any, count: int) -> Tensor:
     """The sums (see `sums_of`) over a batch of `count` samples."""
     return sums_of(parts, *output_of(parts, content), count)
 
 
-def output_of(parts: Components, content: Any) -> tuple[Any, Any]:
+def output_of(parts: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
     """What the model makes of a batch, and the batch's target."""
     inputs, target = to_device(content, parts.device, parts.dtype)
     with parts.autocast():
         return forward(parts.model, inputs), target
 
 
-def sums_of(parts: Components, output: Any, target: Any, count: int) -> Tensor:
+def sums_of(parts: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
     """Loss times samples, samples, what the metric found good, and out of how many."""
     with parts.autocast():
         mean = parts.loss(output, target)

@@ -32,11 +32,12 @@ from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage, prepare_trials
 from plait.training.batch_streams import BatchStream, next_batches, with_replacements
 from plait.training.checkpoint import EngineState
+from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
 from plait.training.engines.train_step import requests_of
 from plait.training.engines.whole_model import OnStep
 from plait.training.evaluate import in_order, means, sums_of
-from plait.training.fused.fused_components import FusedComponents, TrialInit, at
+from plait.training.fused.fused_components import FusedComponents, at
 from plait.training.fused.rounds import Round, rounds_of
 from plait.training.optimizers.build import build_optimizer
 from plait.training.trial import Trial

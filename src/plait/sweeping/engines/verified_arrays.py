@@ -16,8 +16,8 @@ from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, Verdict, verify_fused
 from plait.training.batch_streams import next_batches, open_stream
-from plait.training.components import AUTOCAST, Components
-from plait.training.fused.fused_components import TrialInit, fused_loss, losses_alone, losses_of, together
+from plait.training.components import AUTOCAST, Components, TrialInit
+from plait.training.fused.fused_components import fused_loss, losses_alone, losses_of, together
 from plait.training.fused.rounds import rounds_of
 from plait.verification import same_random_numbers
 

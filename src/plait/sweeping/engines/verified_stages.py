@@ -27,8 +27,9 @@ from plait.sweeping.engines.verified_arrays import (
     padded_rows,
     verify_candidate,
 )
+from plait.training.components import TrialInit
 from plait.training.engines.pipeline_setup import prepare_pipeline
-from plait.training.fused.fused_components import TrialInit, stacked
+from plait.training.fused.fused_components import stacked
 
 
 @dataclass(frozen=True)

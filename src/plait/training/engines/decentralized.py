@@ -41,7 +41,6 @@ from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
 from plait.training.engines.averaging import averages_gradients, make_averaging, sources_of
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import TrainStep
-from plait.training.engines.whole_model import load_whole
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue
 from plait.training.evaluate import means, sums_over_share
 from plait.training.monitoring.asked import is_monitored
@@ -129,7 +128,7 @@ class WholeModel:
         return (place,)
 
     def load(self, state: Checkpoint) -> None:
-        load_whole(self._run.parts, state)
+        self._run.parts.load(state)
         self._sync_state = state.sync
 
     def held_state(self) -> EngineState:

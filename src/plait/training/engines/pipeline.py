@@ -57,7 +57,6 @@ from plait.training.engines.pipeline_setup import (
 )
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.step_reduce import DeferredStepReduce
-from plait.training.engines.whole_model import load_whole
 from plait.training.evaluate import evaluated_weights, in_order, mean_of_all, sums_of
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stages import StageMonitor
@@ -167,7 +166,7 @@ class PipelineEngine:
         if self._run.parts.pieces is None:
             # Where layers are with other workers, they come from there.
             if state.model:
-                load_whole(self._run.parts, state)
+                self._run.parts.load(state)
         elif state.stored is not None:
             # Its tensors are read later, one by one, once it is known who holds them.
             self._stored = state.stored

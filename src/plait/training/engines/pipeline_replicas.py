@@ -18,7 +18,6 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import report_verification, with_gathered
 from plait.training.engines.replica_layout import replica_layouts
-from plait.training.engines.whole_model import load_whole
 from plait.training.evaluate import in_order
 from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.own_pace import ShareMonitor
@@ -52,7 +51,7 @@ class PipelineMember:
         return self._pipelines[place]
 
     def load(self, state: Checkpoint) -> None:
-        load_whole(self._run.parts, state)
+        self._run.parts.load(state)
 
     def held_state(self) -> EngineState:
         return self._run.parts.state()

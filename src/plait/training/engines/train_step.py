@@ -21,7 +21,6 @@ from plait.data.loader import Batch
 from plait.fusion.trials.unfused import note_trials, trials_without_gradient
 from plait.launch.worker import Worker
 from plait.pipeline.frozen import FrozenAtStart
-from plait.pipeline.named_state import is_known
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
@@ -29,14 +28,13 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
 from plait.training.checks.replicas import FirstStep
-from plait.training.components import Components
+from plait.training.components import Components, TrialInit
 from plait.training.engines.stragglers import StragglerInjector
-from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import Round
 from plait.training.fused.step_graph import StepGraph
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
-from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification.replay import Part
 
@@ -114,12 +112,7 @@ class TrainStep:
     def _make_sync(self) -> AllReduce:
         components, group = self._components, self._group
         notes = components.trials + 2 + notes_of(group.size)
-        own_memory = False
-        if isinstance(components, Components):
-            settings, named = self._settings.optimizer, dict(components.model.named_parameters())
-            check_gradients_left(settings.kind, find_traits(settings, named))
-            # Some optimizers keep the gradients.
-            own_memory = not is_known(components.optimizer)
+        components.check_summed(self._settings.optimizer)
         if components.has_partial_gradients:
             notes += len(components.parameters) * components.trials
         return AllReduce(
@@ -128,7 +121,7 @@ class TrainStep:
             members=group.members,
             most_notes=notes,
             may_fail=self._may_fail,
-            own_memory=own_memory,
+            own_memory=components.keeps_gradients,
         )
 
     def watch(self, monitor: StepMonitor | None) -> None:
@@ -261,9 +254,9 @@ class TrainStep:
     def _backward_at_full_speed(self, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
         components, share = self._components, self._share(batches)
         total = torch.zeros(components.trials, dtype=torch.float64, device=components.device)
-        if not rounds and isinstance(components, Components):
-            # The scaler makes its scale on first use; the other workers have one by now.
-            components.scaler.scale(total)
+        if not rounds:
+            # The other workers have one by now.
+            components.begin_scaling(total)
         self._seen += sum(batch.count for batch in batches)
         for number, (pieces, weights) in enumerate(rounds):
             is_last = number == len(rounds) - 1
@@ -290,8 +283,9 @@ class TrainStep:
     def time_backward(self, batch: Batch) -> float:
         """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""
         started = time.perf_counter()
-        rounds = self._components.cut([batch], self._settings.accumulate, alone=self._sync is None)
-        self._backward(rounds, [batch])
+        batches = [batch] * self._components.trials
+        rounds = self._components.cut(batches, self._settings.accumulate, alone=self._sync is None)
+        self._backward(rounds, batches)
         if self._components.device.type == "cuda":
             torch.cuda.synchronize()
         self._components.zero_grad()

@@ -18,19 +18,16 @@ from plait.core.events import Event
 from plait.data.loader import Batch, load
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.worker import Worker
-from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
-from plait.training import checkpoint as checkpoints
 from plait.training.batch_streams import BatchStream, next_batches
 from plait.training.change.members import Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.components import Components
+from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
 from plait.training.engines.train_step import AnyComponents, StepRequests, TrainStep, requests_of
-from plait.training.evaluate import means, sums_over_share
-from plait.training.fused.fused_components import FusedComponents, TrialInit
+from plait.training.evaluate import means
 from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
@@ -104,8 +101,7 @@ class WholeModelEngine:
         return self.trials[0].settings
 
     def load(self, state: Checkpoint) -> None:
-        assert isinstance(self.components, Components)
-        load_whole(self.components, state)
+        self.components.load(state)
 
     def held_state(self) -> EngineState:
         return self.components.state()
@@ -218,12 +214,8 @@ class WholeModelEngine:
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         self._open_step.pause_monitor()
         self.settle()
-        components, share = self.components, self._group.share
-        if isinstance(components, FusedComponents):
-            sums = components.sums(slots, share)
-        else:
-            sums = sums_over_share(components, self.settings, *share).unsqueeze(0)
-        total = self._group.total(sums, components.device)
+        components, settings = self.components, [trial.settings for trial in self.trials]
+        total = self._group.total(components.sums(slots, settings, self._group.share), components.device)
         return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
 
     def state(self, slot: int = 0) -> EngineState | None:
@@ -251,8 +243,7 @@ class WholeModelEngine:
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials that cannot join those that are there."""
-        if isinstance(self.components, FusedComponents):
-            self.components.check_entering(entering)
+        self.components.check_entering(entering)
 
     def change_trials(
         self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
@@ -262,11 +253,7 @@ class WholeModelEngine:
             # What sums gradients holds autograd to the shapes there are now.
             self._step.close()
             self._step = None
-        if isinstance(self.components, FusedComponents):
-            self.components.change(leaving, entering)
-        else:
-            (entry,) = entering
-            self.components = entry.parts
+        self.components = self.components.change(leaving, entering)
         self.trials = trials
         self.open()
 
@@ -279,7 +266,6 @@ class WholeModelEngine:
 
     def warm_up(self) -> None:
         components, settings = self.components, self.settings
-        assert isinstance(components, Components)
         source = components.train_set
         if source.is_stream:
             return
@@ -303,9 +289,3 @@ class WholeModelEngine:
     def _open_step(self) -> TrainStep:
         assert self._step is not None
         return self._step
-
-
-def load_whole(components: Components, state: Checkpoint) -> None:
-    """Go on from the tensors of a checkpoint on a worker that holds the whole model."""
-    checkpoints.load_model_state(components.model, state.model)
-    named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)

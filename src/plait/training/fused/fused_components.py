@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.calling import evaluation_mode, forward
-from plait.data.loader import Batch, to_device
+from plait.data.loader import Batch, DataSource, to_device
 from plait.data.sampler import mix
 from plait.fusion import (
     FusedModule,
@@ -32,25 +32,16 @@ from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import Verdict
 from plait.pipeline import named_state
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
-from plait.training.checkpoint import EngineState
-from plait.training.components import Components
+from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.components import Components, TrialInit
 from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
 from plait.training.fused.rounds import Piece, Round, most_rounds, rounds_of
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.asked import wants_norms
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
-
-
-@dataclass(frozen=True)
-class TrialInit:
-    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
-
-    settings: TrainSettings
-    parts: Components
-    age: int = 0
 
 
 class FusedComponents:
@@ -60,6 +51,9 @@ class FusedComponents:
     their own; gradients that they sum (`is_summed`) are contiguous. The `verdict` of a verification says what
     runs trial by trial.
     """
+
+    # Of the optimizers that can be fused.
+    keeps_gradients = False
 
     def __init__(
         self,
@@ -116,11 +110,25 @@ class FusedComponents:
         found = self.verdict
         return not (self.fused.unfused or found.has_python_state or found.loss_alone)
 
+    @property
+    def train_set(self) -> DataSource:
+        """That of the first trial."""
+        return self._entries[0].parts.train_set
+
+    def check_summed(self, settings: OptimizerSettings) -> None:
+        """Optimizers that can be fused begin each step without gradients."""
+
+    def load(self, state: Checkpoint) -> None:
+        """Let the first trial go on from the tensors of a checkpoint."""
+        entry = rebuild_trial(self, 0)
+        entry.parts.load(state)
+        self.change([0], [entry])
+
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials that cannot join those that are there."""
         check_joining(self.fused, [entry.parts.model for entry in entering])
 
-    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> FusedComponents:
         """Let trials leave and enter: newcomers take the leavers' slots, then new ones at the end."""
         pairs = min(len(leaving), len(entering))
         # A vector for all, also where nobody clipped before.
@@ -142,6 +150,7 @@ class FusedComponents:
         self.optimizer.clip_norm = self._clip_vector()
         self._notice_clips()
         self._loss = self._build_loss()
+        return self
 
     def _reorder(self, slots: Sequence[int]) -> None:
         self._entries = [self._entries[slot] for slot in slots]
@@ -233,6 +242,9 @@ class FusedComponents:
     def weighted(self, losses: Tensor, weights: Sequence[float]) -> Tensor:
         return losses * on_device(tuple(weights), losses.dtype, self.device)
 
+    def begin_scaling(self, losses: Tensor) -> None:
+        """The trials' loss scales are there from the start."""
+
     def backward(self, losses: Tensor) -> None:
         """Add the gradients of the sum of the trials' losses, each times its loss scale."""
         (self._scales.scale(losses) if self._is_scaled else losses).sum().backward()
@@ -270,9 +282,9 @@ class FusedComponents:
         """What is known of the noise of a trial's gradients; None where it is not measured."""
         return None if self.norms is None else self.norms.averages[slot]
 
-    def sums(self, slots: Sequence[int], share: tuple[int, int]) -> Tensor:
+    def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the trials in `slots` over a share of the test split; see `evaluate.sums_of`."""
-        sizes = {_evaluation_size(self._entries[slot].settings) for slot in slots}
+        sizes = {_evaluation_size(settings[slot]) for slot in slots}
         # A forward of all costs more than those of a few who are due.
         if 2 * len(slots) <= self.trials or len(sizes) > 1:
             return torch.stack([self._sums_alone(slot, share) for slot in slots])
