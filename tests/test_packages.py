@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import plait
 
 SOURCE = Path(plait.__file__).parent
@@ -212,6 +214,10 @@ def test_every_worker_has_a_membership():
     assert [str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if absent.search(p.read_text())] == []
 
 
-def test_the_whole_model_engine_knows_no_run():
-    source = (SOURCE / "training/engines/whole_model.py").read_text()
-    assert "plait.training.run" not in source
+@pytest.mark.parametrize(
+    "name",
+    ["engines/whole_model", "engines/pipeline", "stages/model_stages", "audit/stages", "monitoring/stages"],
+)
+def test_what_trains_a_model_knows_no_run(name: str):
+    source = (SOURCE / f"training/{name}.py").read_text()
+    assert re.search(r"plait\.training\.run\b", source) is None

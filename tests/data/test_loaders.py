@@ -86,10 +86,10 @@ def evaluate_often(rank: int, folder: Path) -> list[dict[str, float]]:
     )
     parts = components.build(job, torch.device("cpu"))
     # The loaders are children of their worker, not of another server that forks.
-    found = [evaluate_parts(parts, job, 0, 1) for _ in range(4)]
+    found = [evaluate_parts(parts, job) for _ in range(4)]
     assert all(psutil.Process(pid).ppid() == os.getpid() for pid in readers(folder))
     none = replace(job, data=replace(job.data, loaders=0))
-    return [*found, evaluate_parts(parts, none, 0, 1)]
+    return [*found, evaluate_parts(parts, none)]
 
 
 def test_evaluations_share_loaders_that_their_worker_has_forked(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.change.members import join_members
 from plait.training.engine import Engine
-from plait.training.engines.pipeline import PipelineEngine
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
+from plait.training.stages.run_stages import pipeline_engine
 from plait.training.worker import whole_model_engine
 from plait.workloads import data
 from support.changes import StepTable
@@ -125,7 +125,7 @@ def train_elastic(
     table = Announcements(worker.memberships, versions)
     if settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
-        result = RunLoop(run, PipelineEngine(run), [table]).train(resume=False)
+        result = RunLoop(run, pipeline_engine(run), [table]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
         if is_half_told:

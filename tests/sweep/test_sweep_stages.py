@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plait.core.errors import InputError, JobError, PlaitError
@@ -30,7 +29,8 @@ from plait.schema.settings import (
     PlanRequest,
 )
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.pipelined import PipelinedArray
+from plait.sweeping.engines.fused_stages import FusedStages
+from plait.sweeping.engines.verified_stages import prepare_trials
 from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
@@ -38,8 +38,7 @@ from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import check_worker_groups
 from plait.training import checkpoint as checkpoints
-from plait.training.worker_group import GroupPipeline, WorkerGroup
-from support.meeting import rendezvous_of
+from plait.training.worker_group import WorkerGroup
 from support.plans import planned
 from support.sweeping import (
     killed_sweep,
@@ -254,16 +253,15 @@ def test_width_one_is_advised_only_where_it_helps(
     assert ("--width 1" in str(failure.value)) is not in_a_stage
 
 
-def make_stage(settings: SweepSettings) -> PipelinedArray:
+def make_stage(settings: SweepSettings) -> FusedStages:
     """The first stage of an array of all trials, without the other, so that it cannot train."""
     assert settings.train.pipeline is not None
-    plan = arrange(settings.train.pipeline.plan)
     nobody: Any = None
-    meeting = rendezvous_of(0, ["here"] * 2, dist.HashStore())
-    workers, pipeline = WorkerGroup([0, 1], 0, nobody, nobody), GroupPipeline(0, plan, nobody, meeting)
+    workers = WorkerGroup([0, 1], 0, nobody, nobody)
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
     entries = [make_entry(one, None, torch.device("cpu"), DataSets()) for one in trials]
-    return PipelinedArray(nobody, [], entries, nobody, nobody, workers, pipeline)
+    stages = prepare_trials(entries, arrange(settings.train.pipeline.plan), verify=False)
+    return FusedStages(nobody, entries, nobody, workers, stages)
 
 
 def keeps(kind: str) -> SweepSettings:
@@ -304,4 +302,4 @@ def test_models_that_stages_cannot_share_are_refused_with_the_reason(
 
 
 def test_trials_in_stages_may_differ_in_weights_and_in_numbers_of_torchs_own_modules():
-    assert make_stage(keeps("same"))._own.trials == 4
+    assert make_stage(keeps("same")).components.trials == 4

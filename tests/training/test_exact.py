@@ -151,7 +151,7 @@ def test_modules_kept_in_evaluation_mode_stay_there():
     job = digits_job(model=ModelSettings("support.training:norm_net"), steps=2)
     parts = components.build(job, torch.device("cpu"))
     parts.model[1].eval()
-    evaluate_parts(parts, job, rank=0, world_size=1)
+    evaluate_parts(parts, job)
     assert [module.training for module in parts.model] == [True, False, True, True, True, True]
 
 

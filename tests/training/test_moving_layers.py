@@ -27,9 +27,9 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.layers import find_complete, find_moves
 from plait.training.change.step_commit import StepCommit
-from plait.training.engines.pipeline import PipelineEngine
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
+from plait.training.stages.run_stages import pipeline_engine
 from support.changes import StepTable
 from support.plans import planned
 from support.training import PlainWorker, largest_difference, train_here
@@ -78,7 +78,7 @@ def train_under(rank: int, settings: TrainSettings, folder: Path, change: Change
     torch.set_num_threads(1)
     parts = components.build(settings, torch.device("cpu"))
     run = Run(PlainWorker(), settings, parts, RunDir(folder))
-    RunLoop(run, PipelineEngine(run), [StepTable({7: change})]).train(resume=False)
+    RunLoop(run, pipeline_engine(run), [StepTable({7: change})]).train(resume=False)
     return run.settings.topology.name
 
 
@@ -119,7 +119,7 @@ def refusals(rank: int, settings: TrainSettings, folder: Path, names: list[str])
     """What a pipeline says to topologies that its stages cannot have."""
     torch.set_num_threads(1)
     parts = components.build(settings, torch.device("cpu"))
-    engine = PipelineEngine(Run(PlainWorker(), settings, parts, RunDir(folder)))
+    engine = pipeline_engine(Run(PlainWorker(), settings, parts, RunDir(folder)))
     engine.open()
     found = []
     for name in names:

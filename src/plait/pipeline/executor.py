@@ -17,10 +17,8 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.comm.channels import Channels
-from plait.comm.collectives import gather_named
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.core.errors import InputError
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, quicken
 from plait.pipeline.cpu.linear import laid_out_as
@@ -68,6 +66,26 @@ class Work(Protocol):
         """What this worker's gradients are multiplied by before they are summed."""
 
 
+def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
+    """The tensors of a microbatch in the order of a trace's inputs; refuses those it does not hold for."""
+    tensors = traced.order_inputs(as_arguments(inputs))
+    traced.check_inputs(tensors)
+    return tensors
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """What the stages of a pipeline are: slices of a model, or of many trials' models that are fused.
+
+    `make` makes the stage of some layers, and `order_inputs` gives the tensors of a microbatch in the order
+    of a trace's inputs. With `has_plain_layers` its layers are the model's, for which there are faster ones.
+    """
+
+    make: Callable[[TracedModel, Sequence[str]], StageModule] = cut
+    order_inputs: Callable[[TracedModel, Any], list[Tensor]] = ordered_inputs
+    has_plain_layers: bool = True
+
+
 @dataclass(frozen=True)
 class PipelineParts:
     """What a pipeline needs of the job."""
@@ -81,8 +99,7 @@ class PipelineParts:
     topology: TopologySpec | None = None
     # Around each forward and backward, where a worker is made slower on purpose.
     slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    # What a stage of these layers is; a sweep's hold many trials.
-    make_stage: Callable[[TracedModel, Sequence[str]], StageModule] = cut
+    stages: StageKind = StageKind()
     # Those of the host, which its workers share.
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     # For fp16, under schedules that drain.
@@ -155,15 +172,14 @@ class Pipeline:
         # Samples that each stage has seen in training since replicas last agreed on running statistics.
         self._seen: Counter[int] = Counter()
         stages = {
-            s: parts.make_stage(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
+            s: parts.stages.make(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
         }
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
         self._further = further_names(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
         self._quickened: list[nn.Module] = []
-        # Stages that someone else made, of many trials, have layers of their own kind.
-        if parts.device.type == "cpu" and parts.make_stage is cut:
+        if parts.device.type == "cpu" and parts.stages.has_plain_layers:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
             for number, module in self.modules.items():
                 add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE
@@ -305,11 +321,6 @@ class Pipeline:
                 average(list(self.modules[stage].buffers()), group, self._seen[stage])
         self._seen.clear()
 
-    def gather_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """On rank 0 the whole model's and optimizer's state by name; all workers call it together."""
-        model, optimizer = self.state()
-        return gather_named(model, 0) or model, gather_named(optimizer, 0) or optimizer
-
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The model's and optimizer's state, by name, of which this worker is the first holder."""
         model: dict[str, Tensor] = {}
@@ -385,18 +396,9 @@ class Pipeline:
             if self.on_content is not None:
                 part = Part(inputs, flight.target, weight, seed, op.microbatch).own()
                 self.on_content(part, work.samples(op.microbatch))
-            if self._parts.make_stage is cut:
-                traced = self._evaluated if evaluating else self._traced
-                names, tensors = traced.inputs, traced.order_inputs(as_arguments(inputs))
-                traced.check_inputs(tensors)
-            else:  # those of many trials are stacked
-                names, tensors = self._traced.inputs, _tensors(inputs)
-                if self._traced.value_places:
-                    raise InputError(
-                        f"found a number or text at {min(self._traced.value_places)} of a batch's inputs, "
-                        f"which trials in stages cannot take; give it as a tensor"
-                    )
-            flight.inputs |= dict(zip(names, tensors, strict=True))
+            traced = self._evaluated if evaluating else self._traced
+            tensors = self._parts.stages.order_inputs(traced, inputs)
+            flight.inputs |= dict(zip(traced.inputs, tensors, strict=True))
         held = self._held[op.stage]
         for hop in held.evaluation_incoming if evaluating else held.incoming:
             self._receive_forward(hop, op, flight)
@@ -580,10 +582,6 @@ def unpack_tree(tensors: list[Tensor | None], note: str) -> Any:
     spec, plain = json.loads(note)
     leaves = [p if t is None else t for t, p in zip(tensors, plain)] if plain else tensors
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
-
-
-def _tensors(inputs: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:

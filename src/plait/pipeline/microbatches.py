@@ -58,7 +58,8 @@ class MicrobatchSource:
 
     `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks. `set_lr` is
     called with the step that an update belongs to and the place of its last microbatch there, `stop_before`
-    before a step begins: whether the interval ends there, the same on all workers.
+    before a step begins: whether the interval ends there, the same on all workers. Without `weights_losses`
+    losses have the weights of their microbatches already.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class MicrobatchSource:
         fetch: Callable[[list[Microbatch]], Iterator[Any]],
         set_lr: Callable[[int, int], None],
         stop_before: Callable[[int], bool],
+        weights_losses: bool = True,
     ) -> None:
         self._pipeline_layout = pipeline_layout
         self._rank = rank
@@ -80,6 +82,7 @@ class MicrobatchSource:
         self._seed = seed
         self._set_lr = set_lr
         self._stop_before = stop_before
+        self._weights_losses = weights_losses
         self._begun = microbatches[0].step
         self._samples = Counter[int]()
         for microbatch in microbatches:
@@ -118,7 +121,7 @@ class MicrobatchSource:
 
     def weight(self, microbatch: int) -> float:
         schedule = self._pipeline_layout.schedule
-        if schedule is Schedule.STASH:
+        if schedule is Schedule.STASH or not self._weights_losses:
             return 1.0
         own = self.microbatch(microbatch)
         if schedule is Schedule.TWO_BUFFERED:

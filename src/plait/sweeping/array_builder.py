@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
@@ -18,10 +18,10 @@ from plait.fusion.errors import FusionError
 from plait.fusion.verify import Verdict, log_verdict
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
-from plait.pipeline.layout import PipelineLayout
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import FailsAloneError, choose_width, try_two
 from plait.sweeping.engines.audited_step import ADVICE
+from plait.sweeping.engines.stages import layout_from
 from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.reasons import (
     NotFusedError,
@@ -37,18 +37,21 @@ from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import BatchStream
 from plait.training.components import DataPair, TrialInit
-from plait.training.engines.whole_model import OnStep, StepAudit, WholeModelEngine
+from plait.training.engines.train_step import AnyComponents
+from plait.training.engines.whole_model import StepAudit, WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 from plait.verification.compare import Difference
 
 if TYPE_CHECKING:
-    from plait.sweeping.engines.pipelined import PipelinedArray
     from plait.sweeping.engines.verified_stages import StagesOfTrials
+    from plait.training.engines.pipeline import PipelineEngine
 
 # What trains an array.
-ArrayTrainer = Union["WholeModelEngine", "PipelinedArray"]
+ArrayTrainer = Union["WholeModelEngine", "PipelineEngine"]
+# Told of each step: the trials' losses.
+OnLosses = Callable[[Tensor], None]
 
 log = logging.getLogger(__name__)
 
@@ -174,28 +177,40 @@ class ArrayBuilder:
         entries: Sequence[TrialInit],
         trials: list[Trial],
         feed: Callable[[Trial], BatchStream],
-        on_step: OnStep,
+        on_losses: OnLosses,
         audit: StepAudit,
     ) -> ArrayTrainer:
         """What trains an array of these trials, verified; NotFusedError where they must train one by one."""
-        workers, numbers = self.workers, [trial.number for trial in trials]
-        if workers.pipeline is not None:
-            # Slow to import, with all that tracing needs.
-            from plait.sweeping.engines.pipelined import PipelinedArray
+        worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
 
-            stages, found = self._verify_in_stages(group, entries, numbers, workers.pipeline.layout)
-            return PipelinedArray(
-                self._worker, trials, entries, feed, on_step, workers, workers.pipeline, stages, found
-            )
-        check_replicated(entries[0], workers)
-        made: components.Components | FusedComponents = entries[0].parts
-        if self.width(group) > 1:
-            verdict = self._verify(group, entries, numbers)
-            with self.fused_work(group):
-                made = FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
-        engine = WholeModelEngine(self._worker, trials, made, feed, on_step, audit=audit, group=workers)
+        def on_step(done: int, losses: Tensor, *_: Any) -> None:
+            on_losses(losses)
+
+        engine: ArrayTrainer
+        if self.is_pipelined:
+            # Slow to import, with all that tracing needs.
+            from plait.sweeping.engines.fused_stages import FusedStages
+            from plait.training.engines.pipeline import PipelineEngine
+
+            found, verdict = self._verify_in_stages(group, entries, numbers)
+            stages = FusedStages(worker, entries, feed, workers, found, verdict)
+            engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
+        else:
+            made = self._make_components(group, entries, numbers)
+            engine = WholeModelEngine(worker, trials, made, feed, on_step, audit=audit, group=workers)
         engine.open()
         return engine
+
+    def _make_components(
+        self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
+    ) -> AnyComponents:
+        workers = self.workers
+        check_replicated(entries[0], workers)
+        if self.width(group) == 1:
+            return entries[0].parts
+        verdict = self._verify(group, entries, numbers)
+        with self.fused_work(group):
+            return FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]
@@ -209,8 +224,8 @@ class ArrayBuilder:
             return
         both = [self._new_entry(first, entries[0]), *entries]
         known = self._verdicts.get(group, Verdict())
-        if self.workers.pipeline is not None:
-            _, verdict = self._verify_in_stages(group, both, numbers, self.workers.pipeline.layout)
+        if self.is_pipelined:
+            _, verdict = self._verify_in_stages(group, both, numbers)
         else:
             verdict = self._verify(group, both, numbers)
         if further := [name for name in verdict.unfused if name not in known.unfused]:
@@ -226,7 +241,7 @@ class ArrayBuilder:
         return TrialInit(settings, components.build(settings, self._device, sets))
 
     def _verify_in_stages(
-        self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int], layout: PipelineLayout
+        self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> tuple[StagesOfTrials, Verdict]:
         """The stages of these trials, and how they are fused rightly; see `_verify`.
 
@@ -234,7 +249,9 @@ class ArrayBuilder:
         """
         from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 
-        known = self._verdicts.get(group)
+        pipeline, known = self._settings.train.pipeline, self._verdicts.get(group)
+        assert pipeline is not None
+        layout = layout_from(self.workers.first_rank, pipeline)
         is_due = self._is_verification_due(known, numbers)
         planned = replace(layout, stages=self._stages.get(group, layout.stages))
         if self.workers.is_first:

@@ -131,8 +131,6 @@ class ArrayEngine:
         # Losses since they were last given to the trials they belong to.
         self._losses: Tensor | None = None
         self._losses_of = 0
-        # Steps of the interval under way.
-        self.done = 0
         self._audits = TrialAudits(builder)
 
     @property
@@ -151,23 +149,26 @@ class ArrayEngine:
 
     def train(self, steps: int) -> IntervalResult:
         """Take steps with every trial; `done` says how many where one fails."""
-        self.done = 0
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
                 return self._trainer.train(steps)
         except (NotFusedError, TrialsFailedError) as failure:
-            if not self._trainer.under_way[0] and failure.__cause__ is not None:
+            if not self._trainer.is_in_step and failure.__cause__ is not None:
                 # Reading the samples is no trial's own work.
                 raise failure.__cause__ from None
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
             raise
 
-    def _on_step(self, done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
+    @property
+    def done(self) -> int:
+        """Steps of the interval under way, or of the last one."""
+        return self._trainer.done
+
+    def _add_losses(self, losses: Tensor) -> None:
         # Added up on the device: nobody waits for its values here.
         self._losses = losses if self._losses is None else self._losses + losses
         self._losses_of += 1
-        self.done = done
 
     @property
     def _trainer(self) -> ArrayTrainer:
@@ -296,7 +297,7 @@ class ArrayEngine:
             self.trials = joining
             with self._one_trials_failure():
                 self._engine = self._builder.make(
-                    self.group, entering, list(joining), self._feed, self._on_step, self._audits
+                    self.group, entering, list(joining), self._feed, self._add_losses, self._audits
                 )
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()

@@ -14,7 +14,7 @@ from plait.core.errors import InputError
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.stages import link_stages
+from plait.sweeping.engines.stages import layout_from
 from plait.sweeping.settings import SweepSettings
 from plait.training.worker_group import WorkerGroup
 
@@ -68,5 +68,7 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
             found = WorkerGroup(ranks, worker.rank, sums, answers)
     assert found is not None
     if settings.train.pipeline is not None:
-        found.pipeline = link_stages(worker, settings.train, worker.rank - found.place, device)
+        from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
+
+        found.channels = link(worker, layout_from(found.first_rank, settings.train.pipeline), device)
     return found

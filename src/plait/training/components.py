@@ -34,7 +34,7 @@ from plait.pipeline.named_state import has_extra_state, is_known, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.evaluate import sums_over_share
+from plait.training.evaluate import sums_of, sums_over_share
 from plait.training.fused.rounds import Piece, Round
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
@@ -84,6 +84,8 @@ class Components:
     # One trial, whose model has no trials axis: what it keeps in Python may change, and all of it is its own.
     trials = 1
     can_be_captured = has_partial_gradients = False
+    # Whether the loss of a microbatch in stages has its weight in the batch already.
+    weights_losses = False
 
     @property
     def weights(self) -> frozenset[str]:
@@ -95,9 +97,9 @@ class Components:
         return list(self.model.parameters())
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether the optimizer may hold on to gradients after an update."""
-        return not is_known(self.optimizer)
+    def is_optimizer_known(self) -> bool:
+        """Whether it is one of torch's optimizers; a user's may keep gradients and draw random numbers."""
+        return is_known(self.optimizer)
 
     def check_summed(self, settings: OptimizerSettings) -> None:
         """Refuse an optimizer that does not do with the sum of several workers' gradients as with its own."""
@@ -169,7 +171,7 @@ class Components:
         if clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
-        if seed is not None and not is_known(self.optimizer):
+        if seed is not None and not self.is_optimizer_known:
             seed_all(seed)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -189,6 +191,10 @@ class Components:
     def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the one trial over a share of the test split; see `evaluate.sums_of`."""
         return sums_over_share(self, settings[0], *share).unsqueeze(0)
+
+    def sums_of(self, slot: int, output: Any, target: Any, count: int) -> Tensor:
+        """The sums over a batch of `count` samples, of what the model returned; see `evaluate.sums_of`."""
+        return sums_of(self, output, target, count)
 
     def state(self, slot: int = 0) -> EngineState:
         """The state of a model that this worker holds as a whole."""

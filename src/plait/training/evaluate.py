@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from plait.core.errors import JobError
@@ -54,11 +53,9 @@ def evaluated_weights(optimizer: object) -> Iterator[None]:
         set_mode(optimizer, training=True)
 
 
-def evaluate_parts(
-    parts: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
-) -> dict[str, float]:
-    """Mean loss and metric over the test split; all ranks call it together and get the same numbers."""
-    return mean_of_all(parts, sums_over_share(parts, settings, rank, world_size), world_size)
+def evaluate_parts(parts: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:
+    """Mean loss and metric over the test split, by this worker alone."""
+    return means(parts, sums_over_share(parts, settings, 0, 1))
 
 
 def evaluation_batches(
@@ -92,15 +89,6 @@ def sums_over_share(
             if batch.count:
                 sums += measure(parts, batch.content, batch.count)
     return sums
-
-
-def mean_of_all(parts: EvaluatedComponents, sums: Tensor, world_size: int) -> dict[str, float]:
-    """Mean loss and metric from every worker's sums; see `sums_of`."""
-    if world_size > 1:
-        carried = sums.to(parts.device)
-        dist.all_reduce(carried)
-        sums = carried.cpu()
-    return means(parts, sums)
 
 
 def means(parts: EvaluatedComponents, sums: Tensor) -> dict[str, float]:

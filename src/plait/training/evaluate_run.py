@@ -34,7 +34,7 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     checkpoints.load_model_state(parts.model, state.model)
     if has_modes(parts.optimizer):
         named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-    metrics = evaluate_parts(parts, settings, rank=0, world_size=1)
+    metrics = evaluate_parts(parts, settings)
     # What needs the whole split at once.
     scores = getattr(parts.test_set.dataset, "scores", None)
     if scores is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from plait.data.streams import StreamOrder, check_same_stream, has_state, stream
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
-from plait.schema.topology_spec import read_topology_spec
 from plait.training.audit.record import AuditRecord
 from plait.training.components import Components
 from plait.training.early_stopping import EarlyStopping
@@ -73,10 +71,6 @@ class Run:
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
         return self.parts.base_lrs[0] * self.trial.lr_factor(step)
-
-    def set_topology(self, name: str) -> None:
-        """Sum gradients over the topology of that name from now on, also among other workers."""
-        self.settings = replace(self.settings, topology=read_topology_spec(name))
 
     def begin_anew(self) -> None:
         """Go back to where the run began, before a checkpoint is read."""

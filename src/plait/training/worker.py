@@ -194,11 +194,12 @@ def make_sources(run: Run) -> list[ChangeSource]:
 def _with_stages(run: Run) -> RunLoop:
     """The loop of a worker that holds stages of the model."""
     # Slow to import, with all that tracing needs.
-    from plait.training.engines.pipeline import PipelineEngine, check_pipeline
+    from plait.training.engines.pipeline import check_pipeline
     from plait.training.engines.pipeline_replicas import PipelineMember
+    from plait.training.stages.run_stages import pipeline_engine
 
     hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
-        return RunLoop(run, PipelineEngine(run), make_sources(run))
+        return RunLoop(run, pipeline_engine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
     return RunLoop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,29 +11,18 @@ from torch import Tensor
 
 from plait.comm.channels import Channels
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
-from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker import Worker
-from plait.pipeline.layout import PipelineLayout
 from plait.sync.allreduce.sums import Members, whole_world
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint
-
-
-@dataclass(frozen=True)
-class GroupPipeline:
-    """How the workers of a group hold the stages of its trials: one each, in order."""
-
-    rank: int
-    layout: PipelineLayout
-    channels: Channels
-    rendezvous: Rendezvous
 
 
 class WorkerGroup:
     """This worker's group, of which it is number `place` of `size`; a worker by itself is a group of one.
 
     `sums` carries gradients, `answers` what the first member finds out. All members make the same calls in
-    one order. With a `pipeline` they hold the stages of an array, else each holds all of it.
+    one order. With `channels` between them they hold the stages of an array, one each and in order; else each
+    holds all of it.
     """
 
     def __init__(
@@ -45,14 +33,14 @@ class WorkerGroup:
         answers: dist.ProcessGroup | None = None,
         members: Members | None = None,
     ) -> None:
-        self.pipeline: GroupPipeline | None = None
+        self.channels: Channels | None = None
         # The workers of a run, which may sum over a topology.
         self.members = members
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.sums = sums
         self._answers = answers
-        self._first = ranks[0]
+        self.first_rank = ranks[0]
 
     @property
     def is_first(self) -> bool:
@@ -65,18 +53,18 @@ class WorkerGroup:
     @property
     def share(self) -> tuple[int, int]:
         """Which share of a batch is this worker's, and of how many."""
-        return (self.place, self.size) if self.pipeline is None else (0, 1)
+        return (self.place, self.size) if self.channels is None else (0, 1)
 
     @property
     def loads(self) -> bool:
         """Whether this worker reads data."""
-        return self.pipeline is None or self.is_first
+        return self.channels is None or self.is_first
 
     def from_first(self, find: Callable[[], Any]) -> Any:
         """What `find` returns on the first member, on all of them; plain values."""
         if self.is_alone:
             return find()
-        return broadcast_value(find() if self.is_first else None, self._first, self._answers)
+        return broadcast_value(find() if self.is_first else None, self.first_rank, self._answers)
 
     def any_of(self, value: str | None) -> str | None:
         """What the first member that does not give None gives, on all of them."""
@@ -89,7 +77,7 @@ class WorkerGroup:
         own = find() if self.is_first else None
         if self.is_alone or not self.from_first(lambda: own is not None):
             return own
-        return checkpoints.broadcast(own, self._first, self._answers)
+        return checkpoints.broadcast(own, self.first_rank, self._answers)
 
     def total(self, numbers: Tensor, device: torch.device) -> Tensor:
         """The sum of all members' numbers."""
@@ -101,12 +89,12 @@ class WorkerGroup:
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """On the first member the named tensors of all; elsewhere nothing."""
-        return gather_named(tensors, self._first, self._answers)
+        return gather_named(tensors, self.first_rank, self._answers)
 
     def close(self) -> None:
         """End the channels between its stages; all members call it at the end."""
-        if self.pipeline is not None:
-            self.pipeline.channels.close()
+        if self.channels is not None:
+            self.channels.close()
 
 
 ALONE = WorkerGroup()

@@ -1,4 +1,4 @@
-"""The stages of an array: which plans a sweep can run, and how the workers of a group are linked for one."""
+"""The stages of an array: which plans a sweep can run, and how the workers of a group hold them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from plait.core.errors import InputError, JobError
-from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.plans.plan import Layout
-from plait.schema.settings import PipelineSettings, TrainSettings
+from plait.schema.settings import PipelineSettings
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import is_fusable, with_values
-from plait.training.worker_group import GroupPipeline
 
 SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
 
 
-def link_stages(worker: Worker, settings: TrainSettings, first: int, device: torch.device) -> GroupPipeline:
-    """This worker's links to its group, whose first has rank `first`; all workers call it together."""
-    from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
-
-    assert settings.pipeline is not None
-    layout = _from_rank(first, _arranged(settings.pipeline))
-    channels = link(worker, layout, device)
-    return GroupPipeline(worker.rank, layout, channels, worker.rendezvous)
+def layout_from(first: int, pipeline: PipelineSettings) -> PipelineLayout:
+    """The layout of a group whose first worker has rank `first`: each worker holds a stage, in order."""
+    layout = _arranged(pipeline)
+    stages = tuple((first + stage,) for stage in range(len(layout.stages)))
+    return replace(layout, layouts=(Layout(stages),))
 
 
 def _arranged(pipeline: PipelineSettings) -> PipelineLayout:
     return with_choices(arrange(pipeline.plan), pipeline)
-
-
-def _from_rank(first: int, layout: PipelineLayout) -> PipelineLayout:
-    stages = tuple((first + stage,) for stage in range(len(layout.stages)))
-    return replace(layout, layouts=(Layout(stages),))
 
 
 def check_stages_of(settings: SweepSettings) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from plait.training.components import build_model
-from plait.training.run import Run
+from plait.schema.settings import TrainSettings
+from plait.training.audit.record import AuditRecord
+from plait.training.components import Components, build_model
 from plait.verification.replay import FreshModel
 from plait.workloads.losses import build_loss
 
@@ -11,9 +12,8 @@ from plait.workloads.losses import build_loss
 _CLOSE_STEPS = 16
 
 
-def take_reference(run: Run, step: int) -> FreshModel:
+def take_reference(record: AuditRecord, parts: Components, settings: TrainSettings, step: int) -> FreshModel:
     """Model and loss made anew, or those of the audit before, to be given the state of now."""
-    record, parts, settings = run.audits, run.parts, run.settings
     found = record.reference
     if found is None:
         model = build_model(settings.model, settings.seed).to(parts.device, parts.dtype)

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
+from plait.launch.worker import Worker
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
-from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
 from plait.training.audit.whole_model import unlike_replicas
-from plait.training.components import has_room_for_whole
+from plait.training.components import Components, has_room_for_whole
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
-from plait.training.run import Run
+from plait.training.trial import Trial
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
 from plait.verification.audit import ObservedStep, Replay
 from plait.verification.compare import Difference, Noise, find_differences
@@ -47,42 +47,51 @@ Contents = dict[int, tuple[Part, int]]
 
 
 class AuditedStages:
-    """One step of a pipeline that is taken a second time: made before the step, and ended after it, by all.
+    """One step of a trial in stages that is taken a second time: made before it, and ended after it, by all.
 
     `stages` are the stages that use each parameter and buffer of the model.
     """
 
     def __init__(
-        self, run: Run, pipeline: Pipeline, layout: PipelineLayout, stages: Mapping[str, tuple[int, ...]]
+        self,
+        worker: Worker,
+        trial: Trial,
+        parts: Components,
+        pipeline: Pipeline,
+        stages: Mapping[str, tuple[int, ...]],
+        record: AuditRecord,
     ) -> None:
         started = time.perf_counter()
-        self._run = run
-        self._rank = run.worker.rank
+        self._worker = worker
+        self._rank = worker.rank
+        self._trial = trial
+        self._parts = parts
         self._pipeline = pipeline
-        self._layout = layout
+        self._layout = pipeline.pipeline_layout
+        self._record = record
         self._stages = stages
         self._names: dict[Tensor, str] = {p: name for name, p in pipeline.parameters.items()}
         self._contents: Contents = {}
         self._frozen = {n: _checksum(p) for n, p in pipeline.parameters.items() if not p.requires_grad}
         self._blind = self._why_blind()
         # Updates of stages apart do not show what an optimizer of the whole model does.
-        self._needs_optimizer = not layout.schedule.synchronous or not is_torchs(pipeline.optimizer)
+        self._needs_optimizer = not self._layout.schedule.synchronous or not is_torchs(pipeline.optimizer)
         if not self._blind:
             self._gather_before()
             pipeline.on_content, pipeline.carries_random_state = self._note_content, True
         self._twin = OptimizerTwin(
             pipeline.optimizer,
             self._names,
-            lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, pipeline.base_lrs, run.trial.lr_factor(run.trial.step)),
+            lambda twins: build_plain_optimizer(trial.settings.optimizer, twins, self._names_of(twins)),
+            lambda twin: set_lr(twin, pipeline.base_lrs, trial.lr_factor(trial.step)),
         )
         self._ready = time.perf_counter()
         self._seconds = self._ready - started
-        run.metrics.leave_out(self._seconds)
+        record.metrics.leave_out(self._seconds)
 
     def _why_blind(self) -> str:
         """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
-        parts = self._run.parts
+        parts = self._parts
         if not broadcast_value(has_room_for_whole(parts), FIRST):
             return "no worker has memory for the whole model"
         tied = any(
@@ -107,7 +116,7 @@ class AuditedStages:
 
     def _gather_before(self) -> None:
         """Bring what all stages hold to the first worker."""
-        pipeline, parts = self._pipeline, self._run.parts
+        pipeline, parts = self._pipeline, self._parts
         weights = {n: p for n, p in pipeline.parameters.items() if self._is_first(n)}
         state = optimizer_state(pipeline.optimizer, self._names) if self._needs_optimizer else {}
         state = {path: t for path, t in state.items() if self._is_first(path.rpartition("/")[0])}
@@ -130,7 +139,7 @@ class AuditedStages:
 
     def _gather_buffers(self) -> dict[str, dict[int, Tensor]]:
         """On the first worker the buffers that stages hold, by name and worker, in memory of their own."""
-        known = {name for name, _ in self._run.parts.model.named_buffers()}
+        known = {name for name, _ in self._parts.model.named_buffers()}
         own = {
             f"{self._rank}/{name}": buffer
             for module in self._pipeline.modules.values()
@@ -162,19 +171,19 @@ class AuditedStages:
             for path, module in stage.named_modules()
             if modules.get(path) is module
         }
-        loss = self._run.parts.loss
+        loss = self._parts.loss
         if self._layout.last in self._pipeline.modules and hasattr(loss, "__dict__"):
             found[LOSS] = loss
         return found
 
     def _modules(self) -> dict[str, Any]:
-        return dict(keeping_attributes(self._run.parts.model))
+        return dict(keeping_attributes(self._parts.model))
 
     # After the step.
 
-    def end(self, record: AuditRecord, loss: float) -> None:
+    def end(self, loss: float) -> None:
         """Take the step again and compare; `loss` is the step's. All workers call it together."""
-        started = time.perf_counter()
+        started, record = time.perf_counter(), self._record
         self._pipeline.on_content, self._pipeline.carries_random_state = None, False
         self._twin.close()
         largest, differences = 0.0, list[Difference]()
@@ -185,20 +194,20 @@ class AuditedStages:
                 "audit: one worker alone may take longer for a step than parallel.timeout_s allows, so that "
                 "only updates are audited; make it longer"
             )
-        elif all_gather_values(self._twin.updates) != [0] * self._run.worker.world_size:
+        elif all_gather_values(self._twin.updates) != [0] * self._worker.world_size:
             found, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
             if self._rank == FIRST:
-                largest, differences = self._replay(record, found, contents, after)
+                largest, differences = self._replay(found, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
         # The state of one that is inside of another is in no name of the whole model's.
         own = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
         unseen += tuple(f"optimizer.{name}" for name, each in own if isinstance(each, torch.optim.Optimizer))
         seconds = time.perf_counter() - started
-        self._run.metrics.leave_out(seconds)
+        record.metrics.leave_out(seconds)
         self._seconds += seconds
         findings = Findings(largest, differences, unseen)
-        record.add(self._run.trial.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
+        record.add(self._trial.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
 
     def _tied(self) -> set[str]:
         return {name for name in self._pipeline.parameters if len(self._stages[name]) > 1}
@@ -209,9 +218,8 @@ class AuditedStages:
 
     def _is_too_slow(self, ended: float) -> bool:
         """Whether the others might give the first worker up while it takes the step alone."""
-        worker = self._run.worker
-        predicted_s = (ended - self._ready) * worker.world_size
-        return bool(broadcast_value(predicted_s > worker.timeout_s / 2, FIRST))
+        predicted_s = (ended - self._ready) * self._worker.world_size
+        return bool(broadcast_value(predicted_s > self._worker.timeout_s / 2, FIRST))
 
     def _observe(self, loss: float) -> ObservedStep:
         """On the first worker what the stages did in the step."""
@@ -221,7 +229,7 @@ class AuditedStages:
         written |= {n: pipeline.parameters[n] for n in self._frozen if self._is_written(n)}
         gathered = gather_named(_prefixed("gradients", gradients) | _prefixed("written", written), FIRST)
         buffers, attributes = self._gather_buffers(), self._gather_attributes()
-        trained = [n for n, p in self._run.parts.model.named_parameters() if p.requires_grad]
+        trained = [n for n, p in self._parts.model.named_parameters() if p.requires_grad]
         found = _below("gradients", gathered)
         return ObservedStep(
             torch.tensor(loss, dtype=torch.float64),
@@ -235,7 +243,7 @@ class AuditedStages:
         return self._is_first(name) and _checksum(self._pipeline.parameters[name]) != self._frozen[name]
 
     def _unused_buffers(self, held: Mapping[str, object]) -> Named:
-        return {n: b.detach() for n, b in self._run.parts.model.named_buffers() if n not in held}
+        return {n: b.detach() for n, b in self._parts.model.named_buffers() if n not in held}
 
     def _gather_after(self) -> Named:
         """On the first worker the weights after the step, where it takes the update of all of them."""
@@ -256,7 +264,7 @@ class AuditedStages:
         gathered, found = gather_named(tensors, FIRST), Contents()
         for key, (note, count, weight, seed, samples) in _merged(all_gather_values(notes)).items():
             if self._rank == FIRST:
-                device, number = self._run.parts.device, int(key)
+                device, number = self._parts.device, int(key)
                 leaves = [gathered.get(f"{number}/{i}") for i in range(count)]
                 moved = [None if leaf is None else leaf.to(device) for leaf in leaves]
                 inputs, target = unpack_tree(moved, note)
@@ -264,16 +272,16 @@ class AuditedStages:
         return found
 
     def _replay(
-        self, record: AuditRecord, found: ObservedStep, contents: Contents, after: Named
+        self, found: ObservedStep, contents: Contents, after: Named
     ) -> tuple[float, list[Difference]]:
         """The largest difference, and those beyond rounding, which the first worker finds."""
-        run, layout = self._run, self._layout
-        kept = {**self._modules(), LOSS: run.parts.loss}
+        layout, step, settings, record = self._layout, self._trial.step, self._trial.settings, self._record
+        kept = {**self._modules(), LOSS: self._parts.loss}
         parts = [part for _, (part, _) in sorted(contents.items())]
-        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(run.parts.device):
-            if run.trial.step == 0:
+        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(self._parts.device):
+            if step == 0:
                 load_attributes(kept, self._before.attributes.values)
-            fresh = take_reference(run, run.trial.step)
+            fresh = take_reference(record, self._parts, settings, step)
             replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
             scale = self._pipeline.loss_scale
             how: dict[str, Any] = {
@@ -288,8 +296,8 @@ class AuditedStages:
             else:
                 samples = [count for _, (_, count) in sorted(contents.items())]
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
-                plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=run.settings.clip_norm)
-            replay = Replay(plain, self._before, parts, self._finish, is_first=run.trial.step == 0)
+                plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=settings.clip_norm)
+            replay = Replay(plain, self._before, parts, self._finish, is_first=step == 0)
             largest, differences = replay.compare(found, record.rounding, record.harmless)
             differences += self._update_differences(plain, found, after)
         return largest, differences
@@ -300,19 +308,20 @@ class AuditedStages:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(self._pipeline.loss_scale)
-        if self._run.settings.clip_norm is not None and self._layout.schedule.synchronous:
-            torch.nn.utils.clip_grad_norm_(parameters, self._run.settings.clip_norm)
+        clip_norm = self._trial.settings.clip_norm
+        if clip_norm is not None and self._layout.schedule.synchronous:
+            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         return loss
 
     def _make_optimizer(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of the whole model, as it was before the step."""
-        run = self._run
+        trial = self._trial
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         trained = [p for p in parameters.values() if p.requires_grad]
-        optimizer = build_plain_optimizer(run.settings.optimizer, trained, names)
+        optimizer = build_plain_optimizer(trial.settings.optimizer, trained, names)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
-        set_lr(optimizer, run.parts.base_lrs, run.trial.lr_factor(run.trial.step))
+        set_lr(optimizer, self._parts.base_lrs, trial.lr_factor(trial.step))
         return optimizer
 
     def _update_differences(

@@ -109,7 +109,8 @@ class AuditedStep:
             if self._step == 0:
                 # What a model made anew has in common with this one is as it was when this one was made.
                 load_attributes(self._live.objects, self._before.attributes.values)
-            fresh = take_reference(self._run, self._step)
+            run = self._run
+            fresh = take_reference(record, run.parts, run.settings, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)

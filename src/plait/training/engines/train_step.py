@@ -121,7 +121,7 @@ class TrainStep:
             members=group.members,
             most_notes=notes,
             may_fail=self._may_fail,
-            own_memory=components.keeps_gradients,
+            own_memory=not components.is_optimizer_known,
         )
 
     def watch(self, monitor: StepMonitor | None) -> None:

@@ -94,6 +94,13 @@ class WholeModelEngine:
         self._monitor: StepMonitor | None = None
         # What the step under way is taken on, once it is read: where it fails, trials are tried on it alone.
         self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
+        # Steps of the interval under way.
+        self.done = 0
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step was begun, its data read, that is not done yet."""
+        return bool(self.under_way[0])
 
     @property
     def settings(self) -> TrainSettings:
@@ -139,6 +146,7 @@ class WholeModelEngine:
     def train(self, steps: int) -> IntervalResult:
         step, trials = self._open_step, self.trials
         done, positions = 0, tuple(trial.position for trial in trials)
+        self.done = 0
         while done < steps:
             self.under_way = (), ()
             batches = next_batches([self._stream_of(trial) for trial in trials])
@@ -161,7 +169,8 @@ class WholeModelEngine:
                 if lost is None:
                     raise
                 return IntervalResult(done, positions, lost=lost)
-            done, positions = done + 1, tuple(batch.after for batch in batches)
+            self.done = done = done + 1
+            positions = tuple(batch.after for batch in batches)
             self._on_step(done, losses, batches)
             if self._audit is not None and self._audited(self._audit, losses):
                 break

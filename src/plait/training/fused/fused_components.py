@@ -52,8 +52,8 @@ class FusedComponents:
     runs trial by trial.
     """
 
-    # Of the optimizers that can be fused.
-    keeps_gradients = False
+    # Only torch's own optimizers are fused; and trials may weigh the same microbatch differently.
+    is_optimizer_known = weights_losses = True
 
     def __init__(
         self,
@@ -289,6 +289,10 @@ class FusedComponents:
         if 2 * len(slots) <= self.trials or len(sizes) > 1:
             return torch.stack([self._sums_alone(slot, share) for slot in slots])
         return self._sums_together(slots, sizes.pop(), share)
+
+    def sums_of(self, slot: int, output: Any, target: Any, count: int) -> Tensor:
+        """The sums of the trial in `slot` over a batch of `count` samples that each trial was given."""
+        return sums_of(self.of_trial(slot), at(output, slot), at(target, slot), count)
 
     def _sums_together(self, slots: Sequence[int], size: int, share: tuple[int, int]) -> Tensor:
         sums = torch.zeros(len(slots), 4, dtype=torch.float64)

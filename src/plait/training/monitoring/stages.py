@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
 from plait.core.codec import finite
 from plait.core.run_events import Signals
+from plait.launch.worker import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 from plait.schema.settings import TrainSettings
 from plait.training.monitoring.asked import wants_norms
-from plait.training.run import Run
+from plait.training.trial import Trial
 
 
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
@@ -36,18 +37,32 @@ def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
 
 
 class StageMonitor:
-    """Measures what one worker does of each step of a pipeline."""
+    """Measures what one worker does of each step of a trial's pipeline.
 
-    def __init__(self, run: Run, pipeline: Pipeline) -> None:
-        self._run = run
+    What is known of the noise of gradients is in `averages`; `on_signals` is told of each step's signals, and
+    `warn` of what cannot be measured.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        trials: Sequence[Trial],
+        pipeline: Pipeline,
+        averages: GradientAverages,
+        on_signals: Callable[[Signals], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._trials = trials
         self._pipeline = pipeline
-        self._rank, self._workers = run.worker.rank, run.worker.world_size
-        self.averages = run.noise
-        self._norms = wants_norms(run.settings)
-        self._planned_s = planned_seconds(run.settings)
+        self._rank, self._workers = worker.rank, worker.world_size
+        self.averages = averages
+        self._on_signals = on_signals
+        settings = trials[0].settings
+        self._norms = wants_norms(settings)
+        self._planned_s = planned_seconds(settings)
         schedule = pipeline.pipeline_layout.schedule
         if self._norms and not schedule.synchronous:
-            run.metrics.warn(
+            warn(
                 f"monitor: under schedule {schedule.value} the gradient of a batch is "
                 f"never there at once, so there is no noise scale and no variance; use flush, gpipe or "
                 f"zero-bubble"
@@ -115,16 +130,16 @@ class StageMonitor:
             self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
-        run, averages = self._run, self.averages
-        self._run.signals.add(
+        trial, averages = self._trials[0], self.averages
+        self._on_signals(
             Signals(
                 step=step + 1,
                 loss=finite(loss),
-                batch_size=run.batch_size,
-                lr_factor=run.trial.batch.lr_factor,
+                batch_size=trial.batch.size,
+                lr_factor=trial.batch.lr_factor,
                 workers=self._workers,
-                sync=run.settings.sync.kind,
-                topology=run.settings.topology.name,
+                sync=trial.settings.sync.kind,
+                topology=trial.settings.topology.name,
                 step_s=max(seconds) if known else None,
                 samples_per_s=samples / max(seconds) if known else None,
                 work_s=busy if known else (),

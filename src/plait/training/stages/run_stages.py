@@ -1,0 +1,66 @@
+"""The engine of a run whose workers hold stages of its model."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from plait.core.events import Event
+from plait.data.sampler import Position
+from plait.pipeline.executor import Pipeline
+from plait.training.audit.schedule import PIPELINE_COST, next_audited
+from plait.training.audit.stages import AuditedStages
+from plait.training.components import Components
+from plait.training.engines.pipeline import PipelineEngine, StepBatch
+from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.stages import StageMonitor
+from plait.training.run import Run
+from plait.training.stages.model_stages import ModelStages
+from plait.training.trial import UNKNOWN_STEPS
+
+
+def pipeline_engine(run: Run) -> PipelineEngine:
+    """The engine that trains the run's trial in stages; what it reports is kept in the run."""
+    worker, trials, metrics = run.worker, run.trials, run.metrics
+
+    def on_components(components: Components) -> None:
+        run.parts = components
+
+    def on_late_step(position: Position) -> None:
+        run.trial.advance(1, position)
+
+    def on_step(done: int, losses: Tensor, batch: StepBatch, ended: float) -> None:
+        step = run.trial.step + done
+        metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.samples, ended)
+
+    def on_operations(event: Event) -> None:
+        run.note(event)
+        run.flush_events()
+
+    def on_opened(seconds: float) -> None:
+        run.opened_s = seconds
+        # What was measured before is of another plan, or of other workers.
+        run.signals.forget()
+
+    def begin_audit(pipeline: Pipeline) -> tuple[int, AuditedStages | None]:
+        """A step that is audited is an interval of its own."""
+        # On a CPU the first worker has the cores of those that wait.
+        cost = PIPELINE_COST if run.parts.device.type == "cpu" else float(worker.world_size)
+        step, following = run.trial.step, next_audited(run.settings, run.trial.step, cost)
+        if following is None or following > step:
+            return UNKNOWN_STEPS if following is None else following - step, None
+        if run.parts.pieces is not None:
+            run.audits.say("audit: no worker has memory for the whole model, so that no step is taken twice")
+            return 1, None
+        return 1, AuditedStages(worker, run.trial, run.parts, pipeline, stages.names, run.audits)
+
+    def make_monitor(pipeline: Pipeline) -> StageMonitor | None:
+        if not is_monitored(run.settings):
+            return None
+        return StageMonitor(worker, trials, pipeline, run.noise, run.signals.add, metrics.warn)
+
+    stages = ModelStages(
+        worker, trials, run.parts, run.folder, metrics, run.order, run.load, on_components, on_late_step
+    )
+    return PipelineEngine(
+        worker, trials, stages, on_step, on_operations, on_opened, begin_audit, make_monitor
+    )
