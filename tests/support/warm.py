@@ -16,7 +16,7 @@ import_all(
         *(
             "plait.training.engines.auto_sync",
             "plait.training.engines.pipeline_replicas",
-            "plait.training.engines.pipeline",
+            "plait.training.stages.run_stages",
         ),
         "plait.sweeping.engines.fused_stages",
         # Commands that are forked import these, and those that plan a run or write its report.

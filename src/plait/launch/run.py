@@ -29,7 +29,7 @@ TRACING = (
     "torch._dynamo",
     "torch.export._trace",
     "sympy.tensor.tensor",
-    "plait.training.engines.pipeline",
+    "plait.training.stages.run_stages",
     "plait.training.engines.pipeline_replicas",
 )
 
