@@ -47,7 +47,7 @@ from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import with_fresh_model
-from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
+from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
 from plait.training.engines.pipeline_setup import (
     open_pipeline,
@@ -434,12 +434,6 @@ class PipelineEngine:
         written = checkpoints.Written(*paths, self._tied, broken)
         return EngineState({}, {}, written=written) if is_writer else None
 
-    def finish(self, save: Callable[[], None]) -> None:
-        save()
-
-    def ask_first(self, ask: Callable[[], Any]) -> Any:
-        return ask_rank_0(self._run.worker, ask)
-
     def apply(self, change: Change) -> None:
         if isinstance(change, PlanChange):
             self._change_plan(change)
@@ -531,9 +525,6 @@ class PipelineEngine:
         moves = [(name, ranks[0], staying[i % len(staying)]) for i, (name, ranks) in enumerate(only.items())]
         self._in_trust = taken(moves, self._own_layers(self._pipe.optimizer), self._run.worker.rank)
         self._handed_over = set(only)
-
-    def warm_up(self) -> None:
-        """The first step takes no longer for a worker that joins: what it needs is made as the links are."""
 
     def close(self) -> None:
         run, pipeline, self._pipeline = self._run, self._pipeline, None
