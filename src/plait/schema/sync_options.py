@@ -188,7 +188,7 @@ def options_among(kind: str, given: Mapping[str, Any], workers: int) -> Options:
 
 def lease_of(kind: str, given: Mapping[str, Any]) -> float | None:
     """How long a worker may be silent under a sync that goes on without it; None where others need it."""
-    options = decode(KINDS[kind], dict(given), KEY) if kind in FAULT_TOLERANT else None
+    options = decode(KINDS[kind], dict(given), KEY) if kind in KINDS else None
     return options.lease_s if isinstance(options, LeaseOptions) else None
 
 

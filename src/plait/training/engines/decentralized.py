@@ -246,7 +246,11 @@ class DecentralizedEngine:
         self._unrecorded: tuple[int, int, torch.Tensor, float] | None = None
         # Whether this worker asks to stop; whether all members hold the same.
         self._asks_stop = self._is_settled = False
+        # The places that took part in the last average, and the sums of this worker's weights before it.
+        self._averaged: tuple[int, ...] = ()
         self._sums_before: list[float] = []
+        # The keys in the store of the interval before.
+        self._used_keys: list[str] = []
 
     def load(self, state: Checkpoint) -> None:
         load_whole(self._run.parts, state)
@@ -260,7 +264,7 @@ class DecentralizedEngine:
         name = run.name_of_opening()
         self._opened = member = self._make_member(name, self._held)
         self._prefix, self._intervals, self._is_settled = f"{PREFIX}/{name}", 0, False
-        self._speed, self._throughput = Speed(), ThroughputMeter()
+        self._speed, self._throughput, self._used_keys = Speed(), ThroughputMeter(), []
         sync, places = run.settings.sync, len(member.workers)
         # Places whose workers serve the others take no work; the others share it.
         self._idle = _dedicated(options_among(sync.kind, sync.options, places), places)
@@ -276,47 +280,46 @@ class DecentralizedEngine:
         Where a worker is lost and the others need it to average, they leave the interval: what they had begun
         of its last batches counts as done.
         """
-        run, member = self._run, self._member
+        run = self._run
         batches = list(itertools.islice(run.order(), steps))
         queue = self._queue(batches)
-        self._counted, self._asks_stop, self._is_settled = 0, False, False
-        places: tuple[int, ...] = ()
         reports = lost = None
         try:
-            self._work(queue)
-            places = self._synchronize()
-            while member.from_first(queue.is_work_left):
-                self._work(queue)
-                places = self._synchronize()
-            self._check_complete(places)
-            audited = any(is_audited(run.settings, run.trial.step + i) for i in range(len(batches)))
-            # Once all have reported, nobody looks at the queue any more.
-            done = queue.done()
-            reports = self._exchange_reports(audited)
-            self._is_settled = True
+            reports = self._work_together(queue, batches)
         except RuntimeError as failure:
             lost = loss_of(run.worker, failure)
             if lost is None:
                 raise
             queue.stop()
-            done = queue.done()
+        done = queue.done()
+        step, samples = run.trial.step + done, sum(len(batch.samples) for batch in batches[:done])
         position = batches[done - 1].after if done else run.trial.position
-        samples = sum(len(b.samples) for b in batches[:done])
         self._record_step(samples)
         self._note_throughput(force=True)
-        self._note_average(places, run.trial.step + done)
+        self._note_average(step)
         self._intervals += 1
         if reports is None:
             return IntervalResult(done, (position,), lost=lost)
-        for key in queue.store_keys() if run.worker.rank == 0 else ():
-            run.worker.store.delete_key(key)
-        if member.monitor is not None:
-            own = dict(enumerate(each for each in reports.signals if each))
-            member.monitor.arrive(run.trial.step + done, samples, own)
-        run.audits.difference = next(filter(None, reports.differences), run.audits.difference)
+        self._take(reports, step, samples)
+        self._delete_keys_before(queue)
         return IntervalResult(
             done, (position,), stopped=any(reports.stops), change_asked=any(reports.changes)
         )
+
+    def _work_together(self, queue: WorkQueue, batches: Sequence[GlobalBatch]) -> Reports:
+        """Work until none is left, and come to the same state; what each worker reports then."""
+        self._counted, self._asks_stop, self._is_settled, self._averaged = 0, False, False, ()
+        self._work(queue)
+        self._synchronize()
+        while self._member.from_first(queue.is_work_left):
+            self._work(queue)
+            self._synchronize()
+        self._check_complete()
+        first, settings = self._run.trial.step, self._run.settings
+        audited = any(is_audited(settings, first + index) for index in range(len(batches)))
+        reports = self._exchange_reports(audited)
+        self._is_settled = True
+        return reports
 
     def _queue(self, batches: list[GlobalBatch]) -> WorkQueue:
         run, member, places = self._run, self._member, len(self._member.workers)
@@ -332,17 +335,18 @@ class DecentralizedEngine:
             speed=self._speed,
         )
 
-    def _synchronize(self) -> tuple[int, ...]:
+    def _synchronize(self) -> None:
         self._sums_before = self._member.weight_sums()
         places = self._member.synchronize()
-        return tuple(self._member.from_first(lambda: places))
+        self._averaged = tuple(self._member.from_first(lambda: places))
 
-    def _check_complete(self, places: Sequence[int]) -> None:
-        """Report the loss of members that are not at these places, which have just averaged."""
+    def _check_complete(self) -> None:
+        """Report the loss of a member that was not there when the others averaged."""
         member = self._member
-        if member.place not in places:
+        if member.place not in self._averaged:
             raise CannotGoOn("the others have averaged without this worker", LostPeer.GONE)
-        if missing := [rank for place, rank in enumerate(member.workers) if place not in places]:
+        missing = [worker for place, worker in enumerate(member.workers) if place not in self._averaged]
+        if missing:
             raise PeerError(f"worker {missing[0]} is lost", LostPeer.GONE)
 
     def _exchange_reports(self, audited: bool) -> Reports:
@@ -356,6 +360,19 @@ class DecentralizedEngine:
         if audited:
             self._compare_weights(found.sums)
         return found
+
+    def _take(self, reports: Reports, step: int, samples: int) -> None:
+        """Take note of what workers reported after `step` steps, `samples` of them in this interval."""
+        monitor, audits = self._member.monitor, self._run.audits
+        if monitor is not None:
+            monitor.arrive(step, samples, dict(enumerate(each for each in reports.signals if each)))
+        audits.difference = next(filter(None, reports.differences), audits.difference)
+
+    def _delete_keys_before(self, queue: WorkQueue) -> None:
+        """Delete the keys of the interval before: nobody looks at them once all have reported in this."""
+        for key in self._used_keys if self._run.worker.rank == 0 else ():
+            self._run.worker.store.delete_key(key)
+        self._used_keys = queue.store_keys()
 
     def _compare_weights(self, sums: Sequence[Sequence[Sequence[float]]]) -> None:
         """Compare what members hold after they took the mean with each other, and with what each brought."""
@@ -451,7 +468,8 @@ class DecentralizedEngine:
     def settle(self, staying: Sequence[int]) -> None:
         """Take the mean of all, unless they hold the same: some may have left an interval in its middle."""
         if not self._is_settled:
-            self._check_complete(self._synchronize())
+            self._synchronize()
+            self._check_complete()
             self._is_settled = True
 
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
@@ -473,11 +491,13 @@ class DecentralizedEngine:
         with contextlib.suppress(*([RuntimeError] if was_lost else [])):
             member.close()
 
-    def _note_average(self, places: Sequence[int], step: int) -> None:
-        """Record the members that have just averaged."""
+    def _note_average(self, step: int) -> None:
+        """Record the members that have averaged at the end of the interval, unless a loss ended it before."""
+        if not self._averaged:
+            return
         averaging, workers = self._member.averaging, self._member.workers
         distance = averaging.stats.distances[-1] if averaging.stats.distances else 0.0
-        self._run.note(run_events.Settled(step, tuple(workers[place] for place in places), distance))
+        self._run.note(run_events.Settled(step, tuple(workers[place] for place in self._averaged), distance))
 
     def _note_throughput(self, force: bool = False) -> None:
         if force or self._throughput.is_due():
