@@ -12,7 +12,7 @@ from plait.core.run_events import Changed, Signals
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSettings, TrainSettings
 from plait.training import components
-from plait.training.worker import make_loop, may_change_sync
+from plait.training.worker import make_loop
 from support.averaging import job_store
 from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks
@@ -58,9 +58,3 @@ def test_a_straggler_leads_to_partial_reduce(tmp_path: Path):
     first = next(e for e in log if isinstance(e, Changed))
     assert first.change["sync"] == "partial-reduce"
     assert "worker 1" in first.why
-
-
-def test_only_jobs_whose_policies_may_ask_for_it_can_change_their_sync():
-    assert may_change_sync(digits_job(adapt=(PolicySettings("sync"),)))
-    assert may_change_sync(digits_job(adapt=table({3: {"sync": "sma"}})))
-    assert not may_change_sync(digits_job(adapt=table({3: {"topology": "ring"}})))

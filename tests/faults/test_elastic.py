@@ -128,6 +128,48 @@ def test_a_pipeline_goes_on_without_a_worker_that_is_killed(tmp_path: Path, monk
     assert largest_difference(weights_of(Path(made.run)), weights_in_peace(tmp_path, 80)) < 1e-9
 
 
+class GrowLoseStop(Silent):
+    """Asks for a third worker, kills the first once that has joined, and stops the run once replaced."""
+
+    def __init__(self, folder: Path) -> None:
+        self._runs = folder / "runs"
+        self.seen: list[tuple[int, ...]] = []
+        self.lines: list[str] = []
+        self._has_asked = False
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        if not self._has_asked:
+            self._has_asked = True
+            run = find_run("t", self._runs)
+            threading.Thread(target=ask_job, args=(run, {"workers": 3})).start()
+
+    def started(self, workers: tuple[WorkerState, ...]) -> None:
+        self.seen.append(tuple(worker.rank for worker in workers))
+        if len(workers) == 3:
+            is_whole = 0 in self.seen[-1]
+            os.kill(
+                workers[0].pid if is_whole else os.getpid(), signal.SIGKILL if is_whole else signal.SIGTERM
+            )
+
+    def printed(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize("sync", ["partial-reduce", "ad-psgd", "local-sgd"])
+def test_a_job_that_averages_takes_workers_in_and_replaces_one_that_is_killed(sync: str, tmp_path: Path):
+    display = GrowLoseStop(tmp_path)
+    parallel = {"workers": 2, "max_workers": 3, "sync": sync}
+    made = plait.train(job(tmp_path, parallel, steps=1_000_000), display=display)
+    assert display.seen == [(0, 1), (0, 1, 2), (1, 2), (1, 2, 3)], display.lines
+    assert made.reason == "stopped"
+    run = RunDir(Path(made.run))
+    # Worker 1 keeps the record where the first is killed, with what that may not have written down.
+    recorded = [line.event for line in events.read(run.events(1))]
+    changes = [event for event in recorded if isinstance(event, WorkersChanged)]
+    assert [(change.joined, change.lost) for change in changes] == [((), (0,)), ((3,), ())]
+    assert load(list_checkpoints(run.checkpoints)[0]).step == made.step
+
+
 @pytest.mark.usefixtures("real_commands")
 def test_when_the_supervisor_is_killed_nothing_is_left_and_the_run_can_be_resumed(tmp_path: Path):
     asked = make_job(job(tmp_path, {"workers": 2, "max_workers": 3}, steps=10_000))

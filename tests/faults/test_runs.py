@@ -126,7 +126,8 @@ class KillTheWriter(Silent):
         self.lines.append(line)
 
     def started(self, workers: tuple[Any, ...]) -> None:
-        threading.Thread(target=self._kill, args=(workers[0].pid,), daemon=True).start()
+        if workers[0].rank == 0:
+            threading.Thread(target=self._kill, args=(workers[0].pid,), daemon=True).start()
 
     def _kill(self, pid: int) -> None:
         end = time.monotonic() + 60
@@ -138,7 +139,6 @@ class KillTheWriter(Silent):
 def test_a_last_checkpoint_that_takes_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The other workers are done long before it is written."""
     monkeypatch.setenv("PLAIT_SAVING", str(tmp_path / "saving"))
-    monkeypatch.setattr("plait.launch.supervisor.LINGER_S", 0.1)
     slow = {"kind": "broken:slow_to_save", "seconds": 1.5, "batch_size": 9}
     result = plait.train(job(tmp_path, data=slow, parallel={"workers": 3, "sync": "partial-reduce"}))
     assert result.reason == "finished"

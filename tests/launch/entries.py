@@ -110,8 +110,8 @@ def hang(worker: Any, settings: dict[str, Any]) -> None:
 
 
 def go_on_without(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Losses are tolerated; worker `who` is lost in that way, and worker 0 takes longer than all others."""
-    worker.tolerate_losses(3.0)
+    """Workers may be lost; worker `who` is, in that way, and worker 0 takes longer than all others."""
+    worker.report_joined()
     worker.join("gloo")
     dist.barrier()
     if worker.rank == settings["who"]:
@@ -147,22 +147,3 @@ def ask(worker: Any, settings: dict[str, Any]) -> list[int]:
     answers = [worker.ask({"number": number, "text": text}) for number in range(worker.rank, 6)]
     assert all(each["text"] == text for each in answers)
     return [each["twice"] for each in answers]
-
-
-def follow_the_living(worker: Any, settings: dict[str, Any]) -> list[list[int]]:
-    """Worker 1 stops, is let go on by worker 0, and is killed; the members as worker 0 sees them."""
-    worker.tolerate_losses(1.0)
-    worker.store.set(f"pid/{worker.rank}", str(os.getpid()))
-    victim = int(worker.store.get("pid/1"))
-    seen = [list(worker.memberships.latest().members)]
-    if worker.rank == 1:
-        time.sleep(60.0)
-    elif worker.rank == 0:
-        for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
-            before = worker.memberships.latest().version
-            os.kill(victim, number)
-            seen.append(list(worker.memberships.after(before, 30.0).members))
-        worker.store.set("done", "")
-    worker.store.get("done")
-    assert not worker.memberships.is_asked
-    return seen

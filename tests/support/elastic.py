@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from plait.core.errors import LostPeer, PeerError
 from plait.launch.membership import Membership, Memberships
 from plait.launch.messages import BreakReport, JobMessage, WorkerOrder
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import LaunchedWorker
+from plait.launch.worker import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
-from plait.training import components
+from plait.training import components, run_loop
 from plait.training.change.members import join_members
-from plait.training.engine import Engine
+from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from plait.training.stages.run_stages import pipeline_engine
-from plait.training.worker import whole_model_engine
+from plait.training.worker import engine_of_sync
 from plait.workloads import data
 from support.changes import StepTable
 from support.meeting import SECRET
@@ -44,10 +45,10 @@ def membership(version: int, members: tuple[int, ...], lost: tuple[int, ...] = (
 class ScriptedAgent:
     """In the place of the link to an agent: it keeps what the worker says.
 
-    `after_loss` is the version that it publishes once the worker reports the loss of another one.
+    `after_loss` are versions, of which it publishes the next once the worker reports the loss of another one.
     """
 
-    def __init__(self, worker: int, after_loss: Membership | None = None) -> None:
+    def __init__(self, worker: int, *after_loss: Membership) -> None:
         self.memberships = Memberships(worker)
         # Nobody is lost while others leave.
         self.memberships.dismiss()
@@ -58,8 +59,8 @@ class ScriptedAgent:
     def send(self, message: JobMessage) -> None:
         self.said.append(message)
         if isinstance(message, BreakReport):
-            assert self._after_loss is not None
-            self.memberships.put(self._after_loss)
+            later = [each for each in self._after_loss if each.version > message.version]
+            self.memberships.put(later[0])
 
 
 class Announcements:
@@ -117,7 +118,7 @@ def train_elastic(
     torch.set_num_threads(1)
     dist.destroy_process_group()
     MortalNet.is_victim = rank == victim
-    agent = ScriptedAgent(rank, after_loss)
+    agent = ScriptedAgent(rank, *([] if after_loss is None else [after_loss]))
     worker = elastic_worker(rank, versions, store, agent)
     join_members(worker, settings)
     parts = components.build(settings, torch.device("cpu"))
@@ -130,10 +131,10 @@ def train_elastic(
         requests = StepTable({3: WorkersChange(4)})
         if is_half_told:
             requests = StepTable({3: BatchSizeChange(30)} if rank == 0 else {3: None})
-        engine: Engine = whole_model_engine(run)
         if is_half_told:
-            engine = half_told(engine, rank)
-        result = RunLoop(run, engine, [table, requests]).train(resume=False)
+            run_loop.ask_rank_0 = half_told(rank)
+        make_engine = partial(engine_of_sync, run)
+        result = RunLoop(run, make_engine(), [table, requests], make_engine).train(resume=False)
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},
@@ -155,20 +156,18 @@ def run_elastic(
         store.close()
 
 
-def half_told(engine: Engine, worker: int) -> Engine:
-    """An engine whose first worker dies before all others know what it has decided."""
-    ask_first = engine.ask_first
+def half_told(number: int) -> Callable[[Worker, Callable[[], Any]], Any]:
+    """As `ask_rank_0`, but the first worker dies before all others know what it has decided."""
 
-    def ask_and_die(ask: Callable[[], Any]) -> Any:
-        answer = ask_first(ask)
-        if answer["requests"] and worker == 0:
+    def ask_and_die(worker: Worker, ask: Callable[[], Any]) -> Any:
+        answer = ask_rank_0(worker, ask)
+        if answer["requests"] and number == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if answer["requests"] and worker == 2:
+        if answer["requests"] and number == 2:
             raise PeerError("worker 0 is lost", LostPeer.GONE, 0)
         return answer
 
-    engine.ask_first = ask_and_die  # type: ignore[method-assign]
-    return engine
+    return ask_and_die
 
 
 class MortalNet(nn.Module):

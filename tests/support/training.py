@@ -84,9 +84,6 @@ class PlainWorker:
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         raise AssertionError("there is no coordinator")
 
-    def tolerate_losses(self, lease_s: float) -> None:
-        """Nobody ends the others here."""
-
     def join(self, backend: str) -> None:
         """The world is there already."""
         assert backend == "gloo"

@@ -32,6 +32,9 @@ class ScriptedMail:
     def peers(self) -> list[int]:
         return [1, 2]
 
+    def is_gone(self, peer: int) -> bool:
+        return False
+
     def wait(self, seconds: float) -> None:
         time.sleep(0.001)
 

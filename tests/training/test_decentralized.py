@@ -135,8 +135,8 @@ def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path)
     assert (result.reason, result.step) == ("finished", 30)
     assert result.test["accuracy"] > 0.5
     assert any(f"worker {rank} on localhost is lost (ended by SIGKILL)" in line for line in watch.lines)
-    lost = [e for e in all_events(Path(result.run))[1] if isinstance(e, run_events.WorkerLost)]
-    assert [e.worker for e in lost] == [rank]
+    changes = [e for e in all_events(Path(result.run))[1] if isinstance(e, run_events.WorkersChanged)]
+    assert [(e.members, e.lost) for e in changes] == [((1, 2), (rank,))]
     assert list_checkpoints(RunDir(Path(result.run)).checkpoints)[0].name == f"step-{result.step:09d}"
 
 

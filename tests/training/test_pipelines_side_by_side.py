@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from plait.core import run_events
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
+from plait.launch.membership import Membership
+from plait.launch.messages import WorkerOrder
 from plait.launch.run_dir import RunDir
+from plait.launch.worker import LaunchedWorker
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
     EvaluateSettings,
@@ -22,13 +27,17 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.training import checkpoint
+from plait.training import checkpoint, components
+from plait.training.change.members import join_members
 from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.replica_layout import replica_layouts
+from plait.training.worker import make_loop
 from support.averaging import job_store
+from support.elastic import ScriptedAgent
+from support.meeting import SECRET
 from support.plans import planned
-from support.training import PlainWorker, digits_job, largest_difference, train_here, train_rank
+from support.training import digits_job, largest_difference, train_here, train_rank
 from support.world import run_ranks
 
 PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
@@ -86,9 +95,19 @@ def test_a_slow_worker_holds_up_its_own_pipeline_only(tmp_path: Path):
 
 
 def lose_a_worker(
-    rank: int, port: int, victim: int, settings: TrainSettings, folder: Path, hosts: str
+    rank: int, store: str, victim: int, settings: TrainSettings, folder: Path, hosts: str
 ) -> Any:
     """The run of one rank; the victim is killed before its fifth update, others say why they end."""
+    torch.set_num_threads(1)
+    dist.destroy_process_group()
+    members = [(0, 1, 2, 3), tuple(m for m in range(4) if m != victim), (1, 3) if victim % 2 == 0 else (0, 2)]
+    first, *later = (
+        Membership(n, each, tuple(hosts[m] for m in each), tuple(m for m in range(4) if m not in each))
+        for n, each in enumerate(members, 1)
+    )
+    order = WorkerOrder(rank, hosts[rank], rank, first, False, store, SECRET.hex(), "127.0.0.1", 30.0)
+    worker = LaunchedWorker(order, ScriptedAgent(rank, *later))  # type: ignore[arg-type]
+    join_members(worker, settings)
     if rank == victim:
         update, count = PipelineReplica.update, iter(range(5))
 
@@ -98,10 +117,9 @@ def lose_a_worker(
             return update(replica, *given)
 
         PipelineReplica.update = update_or_end  # type: ignore[method-assign]
-    said = folder / f"tolerant-{rank}"
-    PlainWorker.tolerate_losses = lambda worker, lease_s: said.touch()  # type: ignore[method-assign]
+    parts = components.build(settings, torch.device("cpu"))
     try:
-        return train_rank(rank, settings, folder, address=port, hosts=hosts)[0]
+        return make_loop(worker, settings, parts, RunDir(folder)).train(resume=False)
     except PeerError as failure:
         return str(failure)
 
@@ -112,17 +130,15 @@ def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(
 ):
     """Worker 0 is the first of pipeline 0, and keeps the record; worker 3 is the second of pipeline 1."""
     settings = side_by_side(sync, {"lease_s": 0.5}, precision="float32")
-    with job_store() as port:
-        found = run_ranks(4, lose_a_worker, port, victim, settings, tmp_path, hosts, may_die=(victim,))
+    with job_store() as store:
+        found = run_ranks(4, lose_a_worker, store, victim, settings, tmp_path, hosts, may_die=(victim,))
     broken, whole = ((0, 2), 1) if victim == 0 else ((1, 3), 0)
     (mate,) = set(broken) - {victim}
-    assert f"worker {victim} is gone" in found[mate]
+    assert found[mate] == "another worker of this one's pipeline is lost"
     assert (found[whole].reason, found[whole].step) == ("finished", 20)
     assert found[whole].test["accuracy"] > 0.4
-    assert [e.worker for e in recorded(tmp_path, whole, run_events.WorkerLost)] == list(broken)
+    assert recorded(tmp_path, whole, run_events.WorkersChanged)[-1].lost == broken
     assert len(checkpoint.list_checkpoints(tmp_path / "checkpoints")) == 1
-    # A launcher goes on without a worker once all of them have said so.
-    assert sorted(path.name for path in tmp_path.glob("tolerant-*")) == [f"tolerant-{n}" for n in range(4)]
 
 
 def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():

@@ -46,9 +46,6 @@ class GuestWorker:
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         raise NotImplementedError("runs have no coordinator")
 
-    def tolerate_losses(self, lease_s: float) -> None:
-        """The job is all runs, and needs all workers."""
-
     def join(self, backend: str) -> None:
         join_world(backend, self.rendezvous)
 

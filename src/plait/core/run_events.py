@@ -264,14 +264,6 @@ class Settled(Event):
 
 
 @dataclass(frozen=True)
-class WorkerLost(Event):
-    """A worker was gone or silent when the others synchronized."""
-
-    worker: int
-    step: int
-
-
-@dataclass(frozen=True)
 class SyncChosen(Event):
     """`sync: auto` chose how workers agree, and why."""
 

@@ -15,6 +15,7 @@ from plait.launch.run import check_alone, launch
 from plait.launch.run_dir import RunKind, choose_folder, new_run
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
+from plait.schema.sync_options import lease_of
 
 
 def train(
@@ -47,6 +48,9 @@ def train(
             told = [*noticed, *notes]
             for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + told:
                 display.printed(line)
+        if job.parallel.elastic or placement.workers > 1:
+            lease_s = lease_of(settings.sync.kind, settings.sync.options)
+            placement = replace(placement, lease_s=lease_s)
         folder = folder or new_run(run_dir, job.name)
         result = launch(settings, placement, folder, display, resume=resume, job_text=job.text())
     return replace(result, warnings=(*told, *result.warnings))

@@ -258,7 +258,7 @@ class _WorkerProcess:
         self.last_seen_s = clock.read()
         self.ended = False
         self.reported_silent = False
-        # How long the others wait for a sign of life, where they can go on without it.
+        # How long a sign of life is waited for once it takes part, where the others can go on without it.
         self.lease_s = math.inf
         self._lines = LineBuffer()
 
@@ -371,13 +371,10 @@ class Agent:
         for worker in self._workers:
             silent_s = now - worker.last_seen_s
             is_silent = silent_s > min(self._placement.heartbeat_timeout_s, worker.lease_s)
-            if worker.pid is None or worker.ended or worker.reported_silent == is_silent:
+            if worker.pid is None or worker.ended or worker.reported_silent or not is_silent:
                 continue
-            worker.reported_silent = is_silent
-            rank = worker.rank
-            self._supervisor.send(
-                messages.WorkerSilence(rank, silent_s) if is_silent else messages.WorkerReturn(rank)
-            )
+            worker.reported_silent = True
+            self._supervisor.send(messages.WorkerSilence(worker.rank, silent_s))
         longest_s = self._order.supervisor_timeout_s
         if longest_s is not None and now - self._supervisor_seen_s > longest_s:
             words = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
@@ -444,6 +441,7 @@ class Agent:
             local_rank=local,
             membership=None if joins else order.membership,
             elastic=self._placement.elastic is not None,
+            lease_s=self._placement.lease_s,
             store=self._store_address,
             secret=order.secret,
             address=self._address,
@@ -491,8 +489,8 @@ class Agent:
             return
         received, more = worker.receive()
         for message in received:
-            if isinstance(message, messages.ToleranceReport):
-                worker.lease_s = message.lease_s
+            if isinstance(message, messages.JoinReport):
+                worker.lease_s = self._placement.lease_s or math.inf
             self._take_message(message)
         if not more:
             self._selector.unregister(worker.control)

@@ -49,7 +49,7 @@ class Processes(Protocol):
 class ElasticWorkers:
     """Keeps the number of workers of a job at the requested one when workers are lost.
 
-    Where the workers of the job are fixed (`can_change` is False), nothing that they report changes them.
+    Where the loss of a worker ends the job (`can_change` is False), nothing that workers report changes them.
     """
 
     def __init__(

@@ -37,16 +37,17 @@ class Membership:
 class Memberships:
     """The versions that this worker knows of; its agent's thread adds them, the main thread waits.
 
-    Every worker has one. Where the workers of the job are fixed (`can_change` is False) it enters one version
-    alone; should they tolerate losses, the latest one says which of them are there.
+    Every worker has one. Where the loss of a worker ends the job (`can_change` is False), it enters one
+    version alone. `can_grow` says whether workers may also join.
 
     `on_loss` functions are called, in the thread that learnt of it, when a member of the version that this
     worker has entered is lost: threads that wait for that member must be woken.
     """
 
-    def __init__(self, worker: int, can_change: bool = True) -> None:
+    def __init__(self, worker: int, can_change: bool = True, can_grow: bool = True) -> None:
         self.worker = worker
         self.can_change = can_change
+        self.can_grow = can_change and can_grow
         self._known: dict[int, Membership] = {}
         self._current: Membership | None = None
         self._is_dismissed = False

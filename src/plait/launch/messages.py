@@ -202,12 +202,6 @@ class WorkerSilence(JobMessage):
     seconds: float
 
 
-class WorkerReturn(JobMessage):
-    """A worker that was silent shows signs of life again."""
-
-    rank: int
-
-
 class WorkerEnd(JobMessage):
     """A worker's process has ended."""
 
@@ -265,13 +259,6 @@ class Failure(JobMessage):
     everywhere: bool = False
 
 
-class ToleranceReport(JobMessage):
-    """A worker can go on without others that are lost or, for as long as they are, silent for `lease_s`."""
-
-    rank: int
-    lease_s: float
-
-
 class ReadyReport(JobMessage):
     """A worker can take part as soon as it is made a member."""
 
@@ -324,7 +311,8 @@ class WorkerOrder:
 
     Without a membership it waits until it is made a member.
 
-    `elastic` says whether the membership may change.
+    `elastic` says whether workers may join and leave, `lease_s` whether they go on without one that is lost,
+    as those of an elastic job do, and how long the signs of life of each may be apart.
     """
 
     rank: int
@@ -338,6 +326,7 @@ class WorkerOrder:
     timeout_s: float
     entry: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    lease_s: float | None = None
     world_size: int = 1
     local_size: int = 1
     nic: str | None = None

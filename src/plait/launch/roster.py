@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import InputError
@@ -76,7 +76,8 @@ class Wanted:
 class Roster:
     """What is known of the workers of an elastic job.
 
-    `capacity` says how many workers each host may hold, beside those that `hosts` say it starts with.
+    `capacity` says how many workers each host may hold, beside those that `hosts` say it starts with: of a
+    job that is not elastic none, so that nobody takes the place of one that is lost.
     `has_begun` is set once all of these have taken their places.
     """
 
@@ -184,12 +185,6 @@ class Roster:
         except InputError:
             self.capacity = before
             raise
-
-    def without(self, away: Collection[int], lost: Sequence[int]) -> Membership:
-        """A version without the workers that are `away`, some of them for good, for others to go on."""
-        self._lost = list(lost)
-        members = tuple(worker for worker in self._entries if worker not in away)
-        return self._publish(members, "supervisor", "")
 
     def close_host(self, index: int) -> None:
         """Start no more workers on that host: nobody can reach it."""

@@ -38,15 +38,13 @@ from plait.launch.messages import (
     to_line,
 )
 from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
-from plait.launch.verdict import Cause, RankState, describe_status, ends_all, find_cause, is_conclusive
+from plait.launch.verdict import Cause, RankState, describe_status, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules, Placement
 
 START_S = 120.0
 # For reports that name a better cause than the first that a worker lost another one.
 GRACE_S = 2.0
-# For workers that the others have long left out, once some are done.
-LINGER_S = 2.0
 END_S = 5.0
 # Agents send a sign of life every few seconds, and so does the supervisor.
 AGENT_SILENT_S = 30.0
@@ -80,24 +78,22 @@ class Supervisor:
         self._results: dict[int, Any] = {}
         # What workers warned of, and what there is to say of them, in the order in which it came.
         self.warnings: list[str] = []
-        self._tolerant: set[int] = set()
-        # Those that the others go on without, where they can.
-        self._away: set[int] = set()
-        self._reported_lost: set[int] = set()
         self._signs = 0
         self._first_sign_at: float | None = None
-        self._first_done_at: float | None = None
         self._stops = 0
         self._begun = False
         rules = launch.placement.elastic
-        roster = Roster(launch.placement.hosts, self._capacity(), rules or ElasticRules())
-        self._members = ElasticWorkers(roster, self, self._show_members, can_change=rules is not None)
+        # A job that is not elastic goes on without those that it loses, if it can: nobody takes their places.
+        capacity = [0] * len(launch.placement.hosts) if rules is None else self._capacity()
+        roster = Roster(launch.placement.hosts, capacity, rules or ElasticRules())
+        can_change = launch.placement.may_lose_workers
+        self._members = ElasticWorkers(roster, self, self._show_members, can_change)
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """What each rank's entry, and the coordinator's, returned; raises when any of them failed.
 
         No process is left behind. `prepare` is called once every host has accepted the job, before any worker
-        starts. Workers that were lost and tolerated have no result.
+        starts. Workers that were lost have no result.
         """
         with self._signals_mean_stop():
             try:
@@ -241,7 +237,7 @@ class Supervisor:
         self.broadcast(messages.Stop())
 
     def _on_control(self, asked: ControlRequest) -> None:
-        if not self._members.can_change:
+        if self._placement.elastic is None:
             asked.answer.put(InputError("the job's workers are fixed; start it with parallel.elastic: true"))
         elif self._stops and (asked.workers or asked.hosts):
             asked.answer.put(InputError("the job is being stopped; its workers stay as they are"))
@@ -299,10 +295,6 @@ class Supervisor:
                 self._display.progressed(message.progress)
             case messages.ResultReport():
                 self._note_result(message.rank, message.value)
-            case messages.ToleranceReport():
-                self._tolerant.add(message.rank)
-            case messages.WorkerReturn() if self._tolerates():
-                self._state_of(message.rank).silent_s = None
             case CoordinatorQuestion():
                 self._agents[0].send(message)
             case CoordinatorAnswer():
@@ -330,10 +322,9 @@ class Supervisor:
         if self._members.has_left(rank):
             return
         self._results[rank] = value
-        self._first_done_at = self._first_done_at or time.monotonic()
         self._members.on_done(rank)
 
-    def _note_elastic_trouble(self, state: RankState) -> None:
+    def _leave_out(self, state: RankState) -> None:
         """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
 
         One that never took part is given up whatever it reports: those that train have not met it.
@@ -341,14 +332,15 @@ class Supervisor:
         if state.done or state.ended_here:
             return
         has_joined = self._members.roster.has_joined(state.rank)
-        if state.failure is not None and state.lost_peer is None and has_joined:
+        if state.failure is not None and has_joined and self._ends_all(state.failure):
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
             words = state.failure.summary if state.failure else describe_status(state.status)
             if state.silent_s is not None:
                 words = f"hung: no sign of life for {state.silent_s:.0f} s"
             lost = "is lost" if has_joined else "could not join"
-            self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on")
+            log = self._log_of(state.rank) if has_joined else ""
+            self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on{log}")
             self._members.on_gone(state.rank, words)
             if not has_joined and self._members.roster.gives_up_joiners:
                 self.warn(
@@ -357,6 +349,13 @@ class Supervisor:
                 )
         elif state.silent_s is not None:
             self.broadcast(messages.EndWorkers((state.rank,)))
+
+    def _ends_all(self, failure: Failure) -> bool:
+        """Whether a worker's own report ends the job: the others take its samples, and would meet it too.
+
+        Where workers average, a step that fails is lost with its worker, unless the reason holds for all.
+        """
+        return failure.lost is None and (failure.everywhere or self._placement.lease_s is None)
 
     def _note_trouble(self, sign: Failure | messages.WorkerSilence | messages.WorkerEnd) -> None:
         """Note a worker's own report, its silence, or its end."""
@@ -368,67 +367,25 @@ class Supervisor:
                 state.status = sign.status
             case messages.WorkerSilence():
                 state.silent_s = sign.seconds
-                if not self._members.can_change and self._tolerates() and state is not self._coordinator:
-                    return  # the others leave it out, and take it in again
         if not state.done and state.order is None:
             self._signs += 1
             state.order = self._signs
             if state is self._coordinator:  # nobody else has what it knows
                 raise self._worker_failed(find_cause([state]))
-            if not self._tolerates():
+            if not self._members.has_begun:
                 self._first_sign_at = self._first_sign_at or time.monotonic()
         if self._members.has_begun:
-            self._note_elastic_trouble(state)
-
-    def _tolerates(self) -> bool:
-        """Whether the job goes on without workers that are lost."""
-        return self._members.has_begun or len(self._tolerant) == len(self._ranks)
+            self._leave_out(state)
 
     def _is_over(self) -> bool:
         """Whether all workers are done, or lost where that is tolerated; raises where the job has failed."""
         if self._members.has_begun:
             return self._members.is_over()
-        if self._tolerates():
-            return self._is_over_with_losses()
         if self._first_sign_at is not None:
             if is_conclusive(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
                 raise self._worker_failed(find_cause(self._ranks))
             return False
         return all(state.done for state in self._ranks)
-
-    def _is_over_with_losses(self) -> bool:
-        for state in self._ranks:
-            if state.done or state.order is None:
-                continue
-            if state.failure is not None and ends_all(state.failure):
-                raise self._worker_failed(find_cause(self._ranks if state.lost_peer else [state]))
-            if state.status is not None and state.rank not in self._reported_lost:
-                self._report_lost(state)
-        if all(state.status is not None and not state.done for state in self._ranks):
-            raise self._worker_failed(find_cause(self._ranks))
-        self._publish_living()
-        self._end_left_out()
-        return all(state.done or state.status is not None for state in self._ranks)
-
-    def _publish_living(self) -> None:
-        """Let the workers know which of them are there, where that has changed."""
-        states = self._ranks
-        away = {s.rank for s in states if s.done or s.status is not None or s.silent_s is not None}
-        if away != self._away:
-            self._away = away
-            lost = [s.rank for s in states if s.status is not None and not s.done]
-            self.broadcast(messages.NewMembership(self._members.roster.without(away, lost)))
-
-    def _end_left_out(self) -> None:
-        """End workers that hang once the others are done without them."""
-        waited_for = [s for s in self._ranks if not s.done and s.status is None]
-        if not waited_for or self._first_done_at is None:
-            return
-        if all(state.silent_s is not None for state in waited_for) and self._has_lingered():
-            self.broadcast(messages.EndWorkers(tuple(state.rank for state in waited_for)))
-
-    def _has_lingered(self) -> bool:
-        return self._first_done_at is not None and time.monotonic() > self._first_done_at + LINGER_S
 
     def _note_workers(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
@@ -438,15 +395,6 @@ class Supervisor:
         if all(state.pid is not None for state in self._ranks):
             self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
 
-    def _report_lost(self, state: RankState) -> None:
-        """Report that a worker was lost while the others continue."""
-        self._reported_lost.add(state.rank)
-        cause = find_cause([state])
-        self.warn(
-            f"worker {state.rank} on {state.host} is lost ({cause.summary}); the rest goes on"
-            f"{self._log_of(state.rank)}"
-        )
-
     def _log_of(self, rank: int) -> str:
         logs = self._launch.logs
         return f" (its log: {logs / messages.process_name(rank)}.err)" if logs is not None else ""
@@ -454,7 +402,7 @@ class Supervisor:
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
         self._members.roster.close_host(index)
-        if not self._tolerates() or index == 0:
+        if not self._members.has_begun or index == 0:
             if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
                 raise describe(index)
             return

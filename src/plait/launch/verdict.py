@@ -119,12 +119,3 @@ def _accused(state: RankState, accuser: RankState) -> Cause:
     assert accuser.failure is not None
     words = f"hangs: worker {accuser.rank} reports: {accuser.failure.summary}"
     return Cause(state.rank, state.host, words)
-
-
-def ends_all(failure: Failure) -> bool:
-    """Whether a worker's own report ends the job even where the loss of a worker is tolerated.
-
-    Wrong input, a full disk or a loss that is no number would end one worker after the other. A worker that
-    was waited for in vain is there, and hangs: the others cannot go on without it.
-    """
-    return failure.everywhere or failure.lost is LostPeer.SILENT

@@ -157,13 +157,6 @@ class Worker(Protocol):
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the job's coordinator answers, however long that takes."""
 
-    def tolerate_losses(self, lease_s: float) -> None:
-        """From now on the end of a worker need not be the job's: the rest goes on without it.
-
-        So it does without a worker that is silent for `lease_s`, until that returns: later versions of the
-        membership, which nobody enters, say who is there. It holds once all workers have said so.
-        """
-
     def join(self, backend: str) -> None:
         """Make the process group of all workers; every rank calls it."""
 
@@ -273,10 +266,6 @@ class LaunchedWorker:
             raise (InputError if answer.wrong_input else PlaitError)(answer.failure)
         return answer.content
 
-    def tolerate_losses(self, lease_s: float) -> None:
-        self._agent.beat_s = min(BEAT_S, lease_s / BEATS)
-        self._agent.send(messages.ToleranceReport(self.rank, lease_s))
-
     def join(self, backend: str) -> None:
         world = join_world(backend, self.rendezvous)
         with self._world_lock:
@@ -343,13 +332,15 @@ class AgentLink:
     this process.
     """
 
-    def __init__(self, descriptor: int, memberships: Memberships, is_worker: bool = True) -> None:
+    def __init__(
+        self, descriptor: int, memberships: Memberships, is_worker: bool = True, beat_s: float = BEAT_S
+    ) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self.memberships = memberships
         self._is_worker = is_worker
         self.stop_requested = False
-        self.beat_s = BEAT_S
+        self._beat_s = beat_s
         # Answers or, for the coordinator, all that there is to answer.
         self.inbox: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         for target in (self._receive, self._send_beats):
@@ -389,7 +380,7 @@ class AgentLink:
 
     def _send_beats(self) -> None:
         while True:
-            time.sleep(self.beat_s)
+            time.sleep(self._beat_s)
             self.send(messages.Beat())
 
 
@@ -411,7 +402,10 @@ def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """
     order = decode(WorkerOrder, argument)
     is_worker = order.rank != COORDINATOR
-    agent = AgentLink(descriptors[0], Memberships(order.rank, order.elastic), is_worker)
+    lease_s, may_lose = order.lease_s, order.elastic or order.lease_s is not None
+    memberships = Memberships(order.rank, can_change=may_lose, can_grow=order.elastic)
+    beat_s = BEAT_S if lease_s is None else min(BEAT_S, lease_s / BEATS)
+    agent = AgentLink(descriptors[0], memberships, is_worker, beat_s)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hand_on_warnings(lambda text: agent.send(messages.WarningReport(text)))

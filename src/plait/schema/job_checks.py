@@ -137,10 +137,15 @@ def _check_elastic(job: Job, workers: int) -> None:
         if extra := {each.name for each in fields(ElasticRules)} & _given(job):
             raise JobError(f"parallel.{min(extra)}: applies to elastic jobs only; add parallel.elastic: true")
         return
-    if parallel.sync != "all-reduce":
+    if parallel.sync == "auto":
         raise JobError(
-            f"parallel.elastic: found true with parallel.sync {shown(parallel.sync)}; an elastic job needs "
-            f"sync: all-reduce"
+            "parallel.elastic: found true with parallel.sync 'auto', which is measured with the workers that "
+            "the job starts with; name a sync"
+        )
+    if parallel.plan != "data-parallel" and parallel.sync != "all-reduce":
+        raise JobError(
+            f"parallel.elastic: found true with parallel.plan {shown(parallel.plan)} and parallel.sync "
+            f"{shown(parallel.sync)}; an elastic pipeline needs sync: all-reduce"
         )
     for key in ("depths", "recompute", "vertical_sync"):
         if parallel.plan != "data-parallel" and getattr(parallel, key):

@@ -57,12 +57,19 @@ class Placement(HostAccess, WorkerLimits):
     """Where workers run and how their hosts are reached.
 
     `capacity` is the number of workers that each host may run, for a job that starts with fewer than its
-    slots; `elastic` is None for a job with a fixed number of workers.
+    slots; `elastic` is None for a job with a fixed number of workers. With a `lease_s` the loss of a worker
+    does not end it: the others go on. A worker that has shown no sign of life for so long is ended.
     """
 
     hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
     capacity: tuple[int, ...] = ()
     elastic: ElasticRules | None = None
+    lease_s: Seconds | None = None
+
+    @property
+    def may_lose_workers(self) -> bool:
+        """Whether the job goes on without a worker that is lost."""
+        return self.elastic is not None or self.lease_s is not None
 
     @property
     def workers(self) -> int:

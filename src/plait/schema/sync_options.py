@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plait.core.codec import decode
@@ -23,7 +23,7 @@ class AllReduceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """A worker that shows no sign of life for `lease_s` is left out until it returns."""
+    """A worker that shows no sign of life for `lease_s` is lost."""
 
     lease_s: float = 5.0
 
@@ -174,6 +174,22 @@ def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
         name, found, expected = invalid
         raise JobError(f"{KEY}.{name}: found {found!r}, expected {expected}")
     return options
+
+
+def options_among(kind: str, given: Mapping[str, Any], workers: int) -> Options:
+    """The options, checked when the job began, for the number of workers there are now."""
+    options = decode(KINDS[kind], dict(given), KEY)
+    if not isinstance(options, HetPipeOptions):
+        return options
+    # A server that does nothing else needs a worker to serve.
+    dedicated = options.dedicated and workers > 1
+    return replace(options, dedicated=dedicated, servers=min(options.servers, workers - dedicated))
+
+
+def lease_of(kind: str, given: Mapping[str, Any]) -> float | None:
+    """How long a worker may be silent under a sync that goes on without it; None where others need it."""
+    options = decode(KINDS[kind], dict(given), KEY) if kind in KINDS else None
+    return options.lease_s if isinstance(options, LeaseOptions) else None
 
 
 def _lease(seconds: float) -> tuple[bool, str, Any, str]:

@@ -64,7 +64,6 @@ class SweepLoop(Loop):
         sets: DataSets,
         device: torch.device,
         workers: WorkerGroup = ALONE,
-        members: SweepMembers | None = None,
         fresh: FreshProcesses | None = None,
     ) -> None:
         self._worker = worker
@@ -84,8 +83,8 @@ class SweepLoop(Loop):
         self._has_tried = False
         # The group whose width could not be chosen with the trial that is trained alone now.
         self._tried: str | None = None
-        # Where workers come and go: the members, and when this worker last offered them trials of its array.
-        self._members = members
+        self.members = SweepMembers(worker)
+        # When this worker last offered the others trials of its array.
         self._offered = 0.0
         self._step_s = 0.0
         # The trials that the coordinator has assigned to this worker and that it has not handed back.
@@ -109,10 +108,10 @@ class SweepLoop(Loop):
                 self._fail(failure)
 
     def ended(self) -> str | None:
-        if self._members is not None and self._members.is_changed:
-            if self._members.is_leaving:
+        if self.members.is_changed:
+            if self.members.is_leaving:
                 return "left"
-            self._members.enter()
+            self.members.enter()
             self._builder.forget_widths(self.engine.group)
         if self._is_stop_requested():
             return "stopped"
@@ -140,7 +139,7 @@ class SweepLoop(Loop):
         """Trials may join as soon as there are some; where workers come and go, they share out trials."""
         if self.engine.free and self._may_get_more:
             return 1
-        return None if self._members is None else max(1, int(OFFER_S / max(self._step_s, 1e-6)))
+        return max(1, int(OFFER_S / max(self._step_s, 1e-6))) if self.members.can_change else None
 
     def advance(self, steps: int) -> None:
         started = time.perf_counter()
@@ -341,7 +340,7 @@ class SweepLoop(Loop):
 
     def _offer_trials(self) -> None:
         """Where workers come and go, hand back trials for those that have none."""
-        if self._members is None or time.monotonic() - self._offered < OFFER_S:
+        if not self.members.can_change or time.monotonic() - self._offered < OFFER_S:
             return
         if self._builder.has_python_state(self.engine.group):
             return
@@ -407,7 +406,7 @@ class SweepLoop(Loop):
         for slot, each in due.items():
             trial = self.trials[slot]
             # Where workers may be lost, its state is kept after each evaluation.
-            is_save_due = each.checkpoint or (self._members is not None and each.evaluation)
+            is_save_due = each.checkpoint or (self.members.can_change and each.evaluation)
             if trial.stops_early:
                 self._end(slot, "early-stop", metrics[slot])
             elif trial.has_reached:
@@ -432,7 +431,7 @@ class SweepLoop(Loop):
             trial = self.trials[place]
             result = {"metrics": _finite(metrics[place]), "train_loss": _finite_or_none(trial.latest_loss)}
             # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
-            is_due = self._waits or self._members is not None or each.checkpoint
+            is_due = self._waits or self.members.can_change or each.checkpoint
             is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
             if is_wanted and not self._save(place):
                 self._end(place, "diverged", {})
@@ -481,7 +480,7 @@ class SweepLoop(Loop):
             self._hand_back(trial.number)
         self._leaving = []
         self.engine.close()
-        if self._members is not None:
+        if self.members.can_change:
             self._report_array()
 
 

@@ -19,7 +19,6 @@ from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
-from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
@@ -63,14 +62,9 @@ def sweep(worker: Worker, order: dict[str, Any]) -> None:
         group = make_worker_group(worker, settings, device)
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, order.get("run"))
-    members = SweepMembers(worker) if worker.memberships.can_change else None
     sets = DataSets(partial(look_at_data, worker))
     try:
-        training = SweepLoop(worker, settings, folder, sets, device, group, members, fresh)
-        if members is None:
-            training.run()
-        else:
-            _take_part_while_needed(members, training)
+        _take_part_while_needed(SweepLoop(worker, settings, folder, sets, device, group, fresh))
     except FusionError as failure:
         if settings.train.pipeline is not None:  # stages are fused, whatever the width
             raise
@@ -88,11 +82,11 @@ def _measures(settings: SweepSettings, worker: Worker) -> bool:
     return leads and (settings.width is None or settings.replicas > 1)
 
 
-def _take_part_while_needed(members: SweepMembers, training: SweepLoop) -> None:
+def _take_part_while_needed(training: SweepLoop) -> None:
     """Train until the end of the sweep or until the others go on without this worker."""
-    members.join()
+    training.members.join()
     while training.run() == "left":
-        if members.leave():
+        if training.members.leave():
             return
 
 

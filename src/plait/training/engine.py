@@ -41,8 +41,8 @@ class IntervalResult:
 class Engine(Protocol):
     """How intervals of steps are computed, on this worker together with the others.
 
-    All workers call each method together, in the same order; `load`, `held_state` and `warm_up` each for
-    itself. It can be closed and, among other workers, opened again.
+    All workers call each method together, in the same order; `load` and `held_state` each for itself. It can
+    be closed and, among other workers, opened again.
     """
 
     def load(self, state: Checkpoint) -> None:
@@ -63,12 +63,6 @@ class Engine(Protocol):
     def state(self, slot: int = 0) -> EngineState | None:
         """The state of the trial in `slot`, on the worker that writes checkpoints."""
 
-    def finish(self, save: Callable[[], None]) -> None:
-        """Have the last checkpoint saved by `save`, whoever is lost meanwhile."""
-
-    def ask_first(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` returns on the first worker, between two steps, on all of them; plain values."""
-
     def apply(self, change: Change) -> None:
         """Change the run between two steps; JobError where this engine cannot."""
 
@@ -87,9 +81,6 @@ class Engine(Protocol):
         None where what the workers hold is not a whole state any more: only a checkpoint is. Then the model
         is as its factory makes it.
         """
-
-    def warm_up(self) -> None:
-        """Compute what a step does, on this worker alone: the first one should take no longer than others."""
 
 
 def ask_rank_0(worker: Worker, ask: Callable[[], Any]) -> Any:

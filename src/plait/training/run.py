@@ -44,6 +44,8 @@ class Run:
         # What it took to open the engine that trains now, where layers may move.
         self.opened_s = 0.0
         self._keeps_record = worker.rank == 0
+        # The version of the membership that an engine was opened in last, and how many were before it there.
+        self._openings = (0, 0)
         self._own_events: EventLog | None = None
 
     @property
@@ -71,6 +73,12 @@ class Run:
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
         return self.parts.base_lrs[0] * self.trial.lr_factor(step)
+
+    def name_of_opening(self) -> str:
+        """A name for the links of an engine that is opened now, the same on all members and used once."""
+        version, count = self.worker.memberships.current.version, self._openings[1] + 1
+        self._openings = (version, count if self._openings[0] == version else 0)
+        return "{}.{}".format(*self._openings)
 
     def begin_anew(self) -> None:
         """Go back to where the run began, before a checkpoint is read."""

@@ -42,7 +42,8 @@ from plait.training.checks.stateful_loss import check_loss
 from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.components import emulated, total_steps
 from plait.training.early_stopping import gain
-from plait.training.engine import Engine, IntervalResult
+from plait.training.engine import Engine, IntervalResult, ask_rank_0
+from plait.training.engines.whole_model import warm_up
 from plait.training.loop import Loop, keep_what_was_built
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
@@ -183,7 +184,9 @@ class RunLoop(Loop):
     def _enter(self, resume: bool) -> None:
         """Get ready to take steps, with the workers that start together or with those that train already."""
         if self._members.is_joining:
-            self.engine.warm_up()
+            if self.run.settings.pipeline is None:
+                # The first step should take no longer than others.
+                warm_up(self.run.parts, self.run.settings)
             keep_what_was_built()
             self._go_on_among(self._members.first)
             return
@@ -199,7 +202,7 @@ class RunLoop(Loop):
         # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
         evaluates = reason not in ("stopped", "difference") and self.run.parts.test_set is not None
         with self.undone_by_losses():
-            self.engine.finish(lambda: self._save(evaluates))
+            self._save(evaluates)
             metrics = self.evaluate([0])[0] if evaluates else {}
             if metrics:
                 self._keep_evaluation(metrics)
@@ -356,7 +359,9 @@ class RunLoop(Loop):
         self.run.trial.until, self._until_data_ends = found["until"], found["until_data_ends"]
         self._stopped, self._changes = found["stopped"], tuple(found["changes"])
         # As changes have left them.
-        self.run.settings = decode(TrainSettings, found["settings"])
+        before, self.run.settings = self.run.settings, decode(TrainSettings, found["settings"])
+        if self.run.settings.sync != before.sync and self._make_engine is not None:
+            self.engine = self._make_engine()
 
     def _total_steps(self) -> int:
         """The steps of the whole run, counted from where it is with the batches that it takes now."""
@@ -399,7 +404,7 @@ class RunLoop(Loop):
             own = _ask(due, step)
             return own
 
-        answer = self.engine.ask_first(ask)
+        answer = ask_rank_0(self.run.worker, ask)
         if answer["failed"] is not None:
             raise JobError(answer["failed"])
         if answer != own:
@@ -420,7 +425,7 @@ class RunLoop(Loop):
             self.engine.apply(change)
 
     def _ask_for_workers(self, change: WorkersChange, why: str) -> None:
-        if not self._members.can_change:
+        if not self._members.can_grow:
             raise JobError(
                 f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
-from plait.schema.sync_options import FAULT_TOLERANT
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.audit.whole_model import ReplicaAudit
@@ -79,8 +79,7 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
         loop.run.flush_record()
         raise
     # Where others may be gone, its end could wait for them.
-    may_lose_workers = worker.memberships.can_change or settings.sync.kind in FAULT_TOLERANT
-    if dist.is_initialized() and not may_lose_workers:
+    if dist.is_initialized() and not worker.memberships.can_change:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}
@@ -114,43 +113,16 @@ def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder
         run.metrics.note(chosen)
     if settings.pipeline is not None:
         return _with_stages(run)
-    engines = WholeModelEngines(run)
-    changes = worker.world_size > 1 and may_change_sync(settings)
-    return RunLoop(
-        run, engines.make(keep_world=changes), make_sources(run), engines.make if changes else None
-    )
+    is_alone = worker.world_size == 1 and not worker.memberships.can_change
+    make_engine = partial(whole_model_engine if is_alone else engine_of_sync, run)
+    return RunLoop(run, make_engine(), make_sources(run), None if is_alone else make_engine)
 
 
-def may_change_sync(settings: TrainSettings) -> bool:
-    """Whether a policy of the job may ask for another sync; a user's own may ask for anything."""
-    return any(
-        policy.kind == "sync"
-        or ":" in policy.kind
-        or any("sync" in entry for entry in dict(policy.options.get("changes", {})).values())
-        for policy in settings.adapt
-    )
-
-
-class WholeModelEngines:
-    """Makes the engines of a run whose workers hold whole models, one after the other."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._made = 0
-
-    def make(self, keep_world: bool = True) -> Engine:
-        """The engine that the run's settings ask for now.
-
-        With `keep_world` the process group stays, for the engines to come: then, unlike in a run that only
-        ever averages, the loss of a worker ends the run.
-        """
-        run = self._run
-        # What an earlier engine left in the store is not this one's.
-        name = f"/{self._made}" if self._made else ""
-        self._made += 1
-        if run.worker.world_size == 1 or run.settings.sync.kind == "all-reduce":
-            return whole_model_engine(run)
-        return DecentralizedEngine(run, WholeModel(run, run.worker.hosts, name), name, keep_world=keep_world)
+def engine_of_sync(run: Run) -> Engine:
+    """The engine of a run whose workers each hold the whole model, by its sync."""
+    if run.settings.sync.kind == "all-reduce":
+        return whole_model_engine(run)
+    return DecentralizedEngine(run, partial(WholeModel, run))
 
 
 def whole_model_engine(run: Run) -> WholeModelEngine:
@@ -198,8 +170,7 @@ def _with_stages(run: Run) -> RunLoop:
     from plait.training.engines.pipeline_replicas import PipelineMember
     from plait.training.stages.run_stages import pipeline_engine
 
-    hosts = run.worker.hosts
     if run.settings.sync.kind == "all-reduce":
         return RunLoop(run, pipeline_engine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
-    return RunLoop(run, DecentralizedEngine(run, PipelineMember(run, hosts, layout)), make_sources(run))
+    return RunLoop(run, DecentralizedEngine(run, partial(PipelineMember, run, layout)), make_sources(run))

@@ -1,4 +1,4 @@
-"""A worker of an elastic sweep among the others: how it becomes a member and ceases to be one."""
+"""A worker of a sweep among the others: how it becomes a member and ceases to be one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ WAIT_S = 86400.0
 
 
 class SweepMembers:
-    """This worker among the members of an elastic sweep. Each trains trials of its own, so nobody waits."""
+    """This worker among the members of a sweep, which may be fixed.
+
+    Where they change, each trains trials of its own, so nobody waits.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = cast("ElasticWorker", worker)
         self._memberships = worker.memberships
 
+    @property
+    def can_change(self) -> bool:
+        """Whether workers come and go."""
+        return self._memberships.can_change
+
     def join(self) -> None:
         """Become a member; one that joins a running sweep waits until it is made one."""
+        if not self.can_change:
+            return
         if self._worker.rank < 0:
             self._worker.report_ready()
             self._worker.enter(self._memberships.after(-1, WAIT_S))

@@ -48,18 +48,14 @@ class Averaging(Protocol):
     """How workers that update by themselves come to agree.
 
     `after_update` follows each of this worker's updates; `synchronize` brings all living workers to the same
-    state and returns who they are. In between a worker may end at any time where `tolerant` says so. `living`
-    are the workers that are there, `ended` those that will not be back. `state` is what a checkpoint has to
-    hold besides the workers' own state, by name, with one tensor for each weight.
+    state and returns who they are. `state` is what a checkpoint has to hold besides the workers' own state,
+    by name, with one tensor for each weight.
     """
 
-    tolerant: bool
     stats: SyncStats
 
     def after_update(self) -> None: ...
     def synchronize(self) -> tuple[int, ...]: ...
-    def living(self) -> tuple[int, ...]: ...
-    def ended(self) -> set[int]: ...
     def state(self) -> Mapping[str, Sequence[Tensor]]: ...
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None: ...
     def close(self) -> None: ...
@@ -81,19 +77,11 @@ class WhenSynchronized(Protocol):
 
 
 class AllOrNone:
-    """What averagings have in common that need all `size` workers: the end of one is the end of the run."""
-
-    tolerant = False
+    """What averagings have in common that need all `size` workers: where one ends, a PeerError is raised."""
 
     def __init__(self, size: int) -> None:
         self.stats = SyncStats()
         self._size = size
-
-    def living(self) -> tuple[int, ...]:
-        return tuple(range(self._size))
-
-    def ended(self) -> set[int]:
-        return set()
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
@@ -264,13 +252,6 @@ class PeerAveraging:
             source.finish()
         self.stats.distances.append(self.full_average.distance)
         return members
-
-    def living(self) -> tuple[int, ...]:
-        """Who is there, as far as this worker knows."""
-        return tuple(sorted(self._peers.living()))
-
-    def ended(self) -> set[int]:
-        return self._peers.ended()
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}

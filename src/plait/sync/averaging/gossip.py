@@ -20,8 +20,6 @@ class Gossip(PeerAveraging):
     `choose` says who of the living may be asked; with `mutual` both take the mean, else only who asks.
     """
 
-    tolerant = True
-
     def __init__(
         self,
         peers: Peers,

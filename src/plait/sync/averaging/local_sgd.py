@@ -32,7 +32,7 @@ class Collective(AllOrNone):
         for source in self._when_synchronized:
             self._take_mean(FlatBuffer(source))
             source.finish()
-        return self.living()
+        return tuple(range(self._size))
 
     def close(self) -> None:
         pass

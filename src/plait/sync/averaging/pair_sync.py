@@ -18,8 +18,6 @@ class PairSync(PeerAveraging):
     Rounds are counted from the run's first step; `first` is the one to begin with.
     """
 
-    tolerant = False
-
     def __init__(
         self,
         peers: Peers,

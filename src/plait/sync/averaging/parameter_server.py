@@ -105,6 +105,7 @@ class Server:
             while (found := self._weights.pull(rank, last)) is None:
                 if self._failure is not None:
                     raise self._failure
+                self._check_there(self._weights.awaited(rank, last))
                 if time.monotonic() > end:
                     awaited = self._weights.awaited(rank, last)
                     raise PeerError(
@@ -115,6 +116,12 @@ class Server:
                     )
                 self._changed.wait(min(1.0, deadline_s))
             return [flat.clone() for flat in found]
+
+    def _check_there(self, awaited: Sequence[int]) -> None:
+        """Refuse to wait for a worker that is gone."""
+        for peer in awaited:
+            if peer != self._mailbox.rank and self._mailbox.is_gone(peer):
+                raise PeerError(f"worker {peer}, whose pushes are waited for, is gone", LostPeer.GONE, peer)
 
     def close(self) -> None:
         self._ended = True
@@ -147,6 +154,8 @@ class Server:
             if (found := self._weights.pull(worker, last)) is not None:
                 self._mailbox.send(worker, Tag.PULL, number, found)
                 del self._waiting[worker]
+            else:
+                self._check_there(self._weights.awaited(worker, last))
         self._mailbox.flush(0.1)
 
 
@@ -211,14 +220,16 @@ class HetPipe(AllOrNone):
         self._rest.scatter()
         for source in self._when_synchronized:
             source.finish()
-        return self.living()
+        return tuple(range(self._size))
 
     def close(self) -> None:
-        dist.barrier()
-        if self._server is not None:
-            self._server.close()
-        for mailbox in self._mailboxes:
-            mailbox.close()
+        try:
+            dist.barrier()
+        finally:
+            if self._server is not None:
+                self._server.close()
+            for mailbox in self._mailboxes:
+                mailbox.close()
 
     def _exchange(self, last: bool) -> None:
         with self.stats.waiting():

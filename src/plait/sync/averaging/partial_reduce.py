@@ -23,8 +23,6 @@ class PartialReduce(PeerAveraging):
     is the round that this worker was in last.
     """
 
-    tolerant = True
-
     def __init__(
         self,
         peers: Peers,

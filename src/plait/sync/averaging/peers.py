@@ -37,21 +37,24 @@ class Presence(Protocol):
 
 
 class LivingMembers:
-    """The living by the job's membership; `workers` are the ids of the workers at the places that average."""
+    """The living by the job's membership; `ranks` are those of the workers at the places that average.
 
-    def __init__(self, memberships: Memberships, place: int, workers: Sequence[int]) -> None:
+    A worker that is to leave is there until it does.
+    """
+
+    def __init__(self, memberships: Memberships, place: int, ranks: Sequence[int]) -> None:
         self._memberships = memberships
         self._place = place
-        self._workers = workers
+        self._workers = [memberships.current.members[rank] for rank in ranks]
         self._gone: set[int] = set()
-        self.members = tuple(range(len(workers)))
+        self.members = tuple(range(len(ranks)))
 
     def living(self) -> tuple[int, ...]:
-        there = self._memberships.latest().members
+        lost = self._memberships.latest().lost
         return tuple(
             place
             for place, worker in enumerate(self._workers)
-            if place == self._place or (worker in there and place not in self._gone)
+            if place == self._place or (worker not in lost and place not in self._gone)
         )
 
     def forget(self, member: int) -> None:
@@ -62,9 +65,9 @@ class LivingMembers:
 class Peers:
     """The job's store under a prefix, the mailbox to the other workers, and which of them are there.
 
-    No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is silent for
-    `lease_s` counts as absent where the averaging is `tolerant`; otherwise it is waited for, and one that has
-    ended is an error. `now` is this worker's clock; only its differences are used.
+    No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is not there is
+    left out where the averaging is `tolerant`; otherwise one that has ended is an error. `now` is this
+    worker's clock; only its differences are used.
     """
 
     store: dist.Store

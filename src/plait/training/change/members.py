@@ -34,12 +34,16 @@ class WorkerLeft(Exception):
     """This worker is no member any more, in agreement with the others."""
 
 
+class CannotGoOn(PeerError):
+    """This worker lacks what it needs of others that are lost: it ends, and the rest goes on without it."""
+
+
 def loss_of(worker: Worker, failure: RuntimeError) -> PeerError | None:
     """The loss of another worker that `failure` reports, if workers may be lost; else None.
 
     Once a loss is known, whatever the process group says is a consequence of it.
     """
-    if not worker.memberships.can_change:
+    if not worker.memberships.can_change or isinstance(failure, CannotGoOn):
         return None
     known = worker.memberships.loss() if worker.rank >= 0 else None
     if known is not None and (isinstance(failure, PeerError) or not isinstance(failure, PlaitError)):
@@ -57,7 +61,8 @@ def most_advanced(marks: Sequence[Mark]) -> int:
 
 def join_members(worker: Worker, settings: TrainSettings) -> None:
     """Make the process group of the members, where this worker is one and anything uses the group."""
-    if worker.world_size > 1 or (settings.pipeline is not None and worker.rank >= 0):
+    averages = settings.sync.kind != "all-reduce" or bool(settings.adapt)
+    if worker.world_size > 1 or (worker.rank >= 0 and (settings.pipeline is not None or averages)):
         worker.join(BACKEND)
 
 
@@ -74,8 +79,13 @@ class RunMembers:
 
     @property
     def can_change(self) -> bool:
-        """Whether workers may join and leave."""
+        """Whether workers may be lost, leave or join."""
         return self._memberships.can_change
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether workers may join."""
+        return self._memberships.can_grow
 
     @property
     def is_joining(self) -> bool:

@@ -77,9 +77,9 @@ def check_kept(run: Run) -> None:
     """
     parts, settings = run.parts, run.settings
     moves = settings.pipeline is not None and settings.pipeline.graph is not None
-    if not run.worker.memberships.can_change and not moves:
+    if not run.worker.memberships.can_grow and not moves:
         return
-    key = "parallel.elastic" if run.worker.memberships.can_change else "adapt"
+    key = "parallel.elastic" if run.worker.memberships.can_grow else "adapt"
     if settings.pipeline is not None and has_extra_state(parts.model):
         raise JobError(
             f"{key}: a module of {settings.model.factory} has get_extra_state, which does not move between "

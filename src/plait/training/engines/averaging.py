@@ -46,13 +46,13 @@ def make_averaging(
     overdue: float = math.inf,
     step: int = 0,
     when_synchronized: Sequence[WhenSynchronized] = (),
-    workers: Sequence[int] = (),
+    ranks: Sequence[int] = (),
 ) -> Averaging:
     """How this worker averages with the others; all make theirs together, each `prefix` once.
 
-    `hosts` names the host of each; `place` is this one's among them, unless given its rank, and `workers` are
-    the workers at these places, unless given all of the job. `overdue` is
-    that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged when all synchronize.
+    `hosts` names the host of each; `place` is this one's among them, unless given its rank, and `ranks` are
+    those of the workers at these places, unless given all of the job. `overdue` is that of `Rules`. The run
+    goes on after `step` steps; `when_synchronized` is averaged when all synchronize.
     """
     place = worker.rank if place is None else place
     if isinstance(options, SmaOptions):
@@ -75,7 +75,7 @@ def make_averaging(
             when_synchronized=when_synchronized,
         )
     mailbox = open_mailbox(worker.rendezvous, prefix, place, hosts)
-    presence = LivingMembers(worker.memberships, place, workers or range(len(hosts)))
+    presence = LivingMembers(worker.memberships, place, ranks or range(len(hosts)))
     peers = Peers(worker.store, prefix, mailbox, presence, worker.timeout_s)
     if isinstance(options, PairSyncOptions):
         return PairSync(peers, sources, seed, step, when_synchronized)

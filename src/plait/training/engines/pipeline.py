@@ -34,7 +34,7 @@ from plait.training.audit.stages import AuditedStages
 from plait.training.change.members import Mark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
-from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
+from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.replica_layout import check_replicas
 from plait.training.engines.train_step import AnyComponents, requests_of
 from plait.training.evaluate import evaluated_weights, in_order, means
@@ -404,12 +404,6 @@ class PipelineEngine:
         self._pipe.average_buffers()
         return self.stages.state(slot, self._pipe, self._group)
 
-    def finish(self, save: Callable[[], None]) -> None:
-        save()
-
-    def ask_first(self, ask: Callable[[], Any]) -> Any:
-        return ask_rank_0(self._worker, ask)
-
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials that cannot join those that are there."""
         self.stages.check_entering(entering)
@@ -461,9 +455,6 @@ class PipelineEngine:
     def settle(self, staying: Sequence[int]) -> None:
         self._pipe.average_buffers()
         self.stages.hand_over(staying, self._pipe)
-
-    def warm_up(self) -> None:
-        """The first step takes no longer for a worker that joins: what it needs is made as the links are."""
 
     def close(self) -> None:
         pipeline, self._pipeline = self._pipeline, None

@@ -21,7 +21,7 @@ from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import pieces_of
 from plait.planner.schedules.operations import Update
 from plait.schema.settings import TrainSettings
-from plait.schema.sync_options import read_options
+from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training.components import Components
@@ -104,7 +104,7 @@ class PipelineReplica:
 
     def _open_averaging(self, worker: Worker, hosts: Sequence[str], prefix: str) -> Averaging:
         settings, pipeline = self._settings, self.pipeline
-        options = read_options(settings.sync.kind, settings.sync.options, len(hosts))
+        options = options_among(settings.sync.kind, settings.sync.options, len(hosts))
         # A stage without weights averages a number, so that its workers meet like all others.
         weights = list(pipeline.parameters.values()) or [torch.nn.Parameter(torch.zeros(1))]
         buffers = [buffer for module in pipeline.modules.values() for buffer in module.buffers()]
@@ -124,7 +124,7 @@ class PipelineReplica:
             self.number,
             OVERDUE,
             when_synchronized=rest,
-            workers=self.peers,
+            ranks=self.peers,
         )
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.core.errors import LostPeer
 from plait.data import loader
 from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import further_names
 from plait.pipeline.op_timings import operations_event
-from plait.sync.averaging.base import Averaging
-from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.change.layers import HeldLayers, put_beside
+from plait.training.change.members import CannotGoOn
+from plait.training.checkpoint import EngineState
+from plait.training.components import with_fresh_model
+from plait.training.engines.averaging import PREFIX
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import report_verification, with_gathered
-from plait.training.engines.replica_layout import replica_layouts
+from plait.training.engines.replica_layout import among
 from plait.training.evaluate import in_order
 from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.own_pace import ShareMonitor
@@ -27,18 +31,27 @@ from plait.training.run import Run
 class PipelineMember:
     """A member of decentralized training that is a pipeline of workers, of which this is one."""
 
-    averaging: Averaging
-
-    def __init__(self, run: Run, hosts: Sequence[str], layout: PipelineLayout) -> None:
+    def __init__(self, run: Run, layout: PipelineLayout, name: str, held: EngineState) -> None:
+        worker = run.worker
+        layout = among(layout, worker.memberships.current.members)
+        if worker.rank not in layout.workers:
+            raise CannotGoOn("another worker of this one's pipeline is lost", LostPeer.GONE)
         self._run = run
-        self._hosts = hosts
-        self._layout = layout
-        self._pipelines = [replica.workers for replica in replica_layouts(layout)]
-        self.place = next(i for i, workers in enumerate(self._pipelines) if run.worker.rank in workers)
-        self.places = len(self._pipelines)
+        if held.model:
+            # A model that was cut into stages cannot be cut once more.
+            run.parts = with_fresh_model(run.parts, run.settings)
+            put_beside(run.parts, HeldLayers(held.model, held.optimizer))
+        self._replica = PipelineReplica(
+            worker, run.settings, run.parts, layout, worker.hosts, f"{PREFIX}/{name}", run.folder
+        )
+        self.place, self.averaging = self._replica.number, self._replica.averaging
+        self.workers = tuple(worker.memberships.current.members[rank] for rank in self._replica.peers)
         self._tied = further_names(run.parts.model)
+        report_verification(run.metrics, self._replica.checked)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
+        if self.monitor is not None and wants_norms(run.settings):
+            run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
     @property
     def is_first(self) -> bool:
@@ -46,27 +59,6 @@ class PipelineMember:
 
     def from_first(self, find: Callable[[], Any]) -> Any:
         return self._replica.lockstep.from_first(find)
-
-    def workers_at(self, place: int) -> tuple[int, ...]:
-        return self._pipelines[place]
-
-    def load(self, state: Checkpoint) -> None:
-        self._run.parts.load(state)
-
-    def held_state(self) -> EngineState:
-        return self._run.parts.state()
-
-    def open(self) -> bool:
-        run = self._run
-        self._replica = PipelineReplica(
-            run.worker, run.settings, run.parts, self._layout, self._hosts, folder=run.folder
-        )
-        self.averaging = self._replica.averaging
-        report_verification(self._run.metrics, self._replica.checked)
-        if self.monitor is not None and wants_norms(self._run.settings):
-            self._run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
-        # Links between workers of different hosts go through the world's process group.
-        return len(set(self._hosts)) > 1
 
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
         if not batch.count:
@@ -103,6 +95,10 @@ class PipelineMember:
 
     def state(self) -> EngineState:
         return with_gathered(self._run.parts.state(), self._replica.gather_state(), self._tied)
+
+    def held_state(self) -> EngineState:
+        """The stages of this worker: what has trained of its model and optimizer."""
+        return EngineState(*self._replica.pipeline.state())
 
     def close(self) -> None:
         self._replica.close()

@@ -7,6 +7,7 @@ for one update is sent before any of its workers waits for another replica, so w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.core.errors import JobError
@@ -22,11 +23,8 @@ def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ..
         tuple(w for each in pipeline_layout.layouts for w in each.stages[s]) for s in _stages(pipeline_layout)
     ]
     counts = [len(workers) for workers in holders]
-    if len(set(counts)) > 1 or counts[0] < 2:
-        raise JobError(
-            f"parallel.plan: found stages with {counts} workers; pipelines side by side need as many in "
-            f"every stage, two or more: plan with --pipelines, or use sync: all-reduce"
-        )
+    if len(set(counts)) > 1:
+        raise _unlike(counts)
     each = max(1, pipeline_layout.microbatches // counts[0])
     replicas = [Layout(tuple((workers[i],) for workers in holders)) for i in range(counts[0])]
     for layout in replicas:
@@ -36,6 +34,25 @@ def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ..
                 f"{layout.worker(0, 0)}; expected the lowest of them there"
             )
     return tuple(replace(pipeline_layout, layouts=(layout,), microbatches=each) for layout in replicas)
+
+
+def among(pipeline_layout: PipelineLayout, members: Sequence[int]) -> PipelineLayout:
+    """The pipelines whose workers are all among `members`, by their ranks there."""
+    replicas = replica_layouts(pipeline_layout)
+    layouts = [
+        Layout(tuple(tuple(members.index(w) for w in workers) for workers in each.layout.stages))
+        for each in replicas
+        if set(each.workers) <= set(members)
+    ]
+    microbatches = len(layouts) * replicas[0].microbatches
+    return replace(pipeline_layout, layouts=tuple(layouts), microbatches=microbatches)
+
+
+def _unlike(counts: Sequence[int]) -> JobError:
+    return JobError(
+        f"parallel.plan: found stages with {list(counts)} workers; pipelines side by side need as many in "
+        f"every stage, two or more: plan with --pipelines, or use sync: all-reduce"
+    )
 
 
 def _stages(pipeline_layout: PipelineLayout) -> range:
@@ -60,4 +77,7 @@ def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> 
             f"clip_norm: needs the whole model's gradient at once, which a pipeline under {kind} never has; "
             f"leave it out, or use sync: all-reduce"
         )
-    read_options(kind, settings.sync.options, len(replica_layouts(pipeline_layout)))
+    replicas = replica_layouts(pipeline_layout)
+    if len(replicas) < 2:
+        raise _unlike([1] * len(pipeline_layout.stages))
+    read_options(kind, settings.sync.options, len(replicas))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from plait.training.batch_streams import BatchStream, next_batches
 from plait.training.change.members import Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
-from plait.training.engine import IntervalResult, ask_rank_0, cannot_apply
+from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, StepRequests, TrainStep, requests_of
 from plait.training.evaluate import means
 from plait.training.monitoring.whole_model import StepMonitor
@@ -201,24 +201,8 @@ class WholeModelEngine:
         if not self._worker.memberships.can_change or self._group.is_alone:
             yield
             return
-        with self._restored_buffers(RuntimeError):
+        with _restored_buffers(self.components, RuntimeError):
             yield
-
-    @contextlib.contextmanager
-    def _restored_buffers(self, *failures: type[BaseException]) -> Iterator[None]:
-        """Give buffers back what they held, after one of `failures` or, without any, in any case."""
-        buffers = [buffer for buffer in self.components.model.buffers() if buffer.numel()]
-        kept = [buffer.clone() for buffer in buffers]
-        is_undone = not failures
-        try:
-            yield
-        except failures:
-            is_undone = True
-            raise
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, kept) if is_undone else ():
-                    buffer.copy_(before)
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         self._open_step.pause_monitor()
@@ -231,12 +215,6 @@ class WholeModelEngine:
         self._open_step.pause_monitor()
         self.settle()
         return self.components.state(slot) if self._group.is_first else None
-
-    def finish(self, save: Callable[[], None]) -> None:
-        save()
-
-    def ask_first(self, ask: Callable[[], Any]) -> Any:
-        return ask_rank_0(self._worker, ask)
 
     def apply(self, change: Change) -> None:
         self._open_step.pause_monitor()
@@ -273,17 +251,6 @@ class WholeModelEngine:
     def choose_source(self, marks: Sequence[Mark]) -> int | None:
         return most_advanced(marks)
 
-    def warm_up(self) -> None:
-        components, settings = self.components, self.settings
-        source = components.train_set
-        if source.is_stream:
-            return
-        samples = tuple(range(min(len(source), -(-settings.data.batch_size // WARM_UP_SHARES))))
-        order = iter([GlobalBatch(0, samples, Position())])
-        (batch,) = load(source, order, seed=settings.seed, rank=0, world_size=1, loaders=0)
-        with self._restored_buffers():
-            TrainStep(components, settings, rank=self._worker.rank).time_backward(batch)
-
     def close(self) -> None:
         self._forget_streams()
         step, self._step = self._step, None
@@ -298,3 +265,32 @@ class WholeModelEngine:
     def _open_step(self) -> TrainStep:
         assert self._step is not None
         return self._step
+
+
+def warm_up(components: AnyComponents, settings: TrainSettings) -> None:
+    """Compute what a step does, on this worker alone: the first one should take no longer than others."""
+    source = components.train_set
+    if source.is_stream:
+        return
+    samples = tuple(range(min(len(source), -(-settings.data.batch_size // WARM_UP_SHARES))))
+    order = iter([GlobalBatch(0, samples, Position())])
+    (batch,) = load(source, order, seed=settings.seed, rank=0, world_size=1, loaders=0)
+    with _restored_buffers(components):
+        TrainStep(components, settings).time_backward(batch)
+
+
+@contextlib.contextmanager
+def _restored_buffers(components: AnyComponents, *failures: type[BaseException]) -> Iterator[None]:
+    """Give buffers back what they held, after one of `failures` or, without any, in any case."""
+    buffers = [buffer for buffer in components.model.buffers() if buffer.numel()]
+    kept = [buffer.clone() for buffer in buffers]
+    is_undone = not failures
+    try:
+        yield
+    except failures:
+        is_undone = True
+        raise
+    finally:
+        with torch.no_grad():
+            for buffer, before in zip(buffers, kept) if is_undone else ():
+                buffer.copy_(before)

@@ -1,0 +1,88 @@
+"""Workers that average weights and come, leave or are lost while a run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.core import events
+from plait.core.run_events import Pace, WorkersChanged
+from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
+from plait.training import checkpoint
+from support.elastic import membership, run_elastic
+from support.syncs import settings_of
+from support.training import digits_job, largest_difference, train_here
+
+SYNCS: list[tuple[str, dict[str, Any]]] = [
+    ("partial-reduce", {}),
+    ("ad-psgd", {}),
+    ("pair-averaging", {}),
+    ("pair-sync", {}),
+    ("sma", {}),
+    ("local-sgd", {"every": 3}),
+    ("local-sgd", {"every": 3, "outer": "nesterov"}),
+    ("hetpipe", {"servers": 2}),
+]
+NAMES = [f"{kind}-{options['outer']}" if "outer" in options else kind for kind, options in SYNCS]
+
+
+def recorded(folder: Path, kind: type[Any]) -> list[Any]:
+    files = sorted((folder / "events").glob("rank*.jsonl"))
+    return [line.event for file in files for line in events.read(file) if isinstance(line.event, kind)]
+
+
+@pytest.mark.parametrize(("sync", "options"), SYNCS, ids=NAMES)
+def test_workers_join_and_leave_and_every_sample_is_used_once(
+    sync: str, options: dict[str, Any], tmp_path: Path
+):
+    settings = settings_of(sync, options, steps=None, epochs=2, evaluate=EvaluateSettings(every_steps=15))
+    versions = [(0, (0, 1)), (7, (0, 1, 2)), (20, (1, 2)), (33, (2,)), (45, (2, 3))]
+    found = run_elastic(settings, tmp_path, versions)
+    assert [each["result"] and each["result"].reason for each in found] == [*[None] * 2, *["finished"] * 2]
+    assert largest_difference(found[2]["weights"], found[3]["weights"]) == 0.0
+    assert found[2]["result"].step == 62
+    assert found[2]["result"].test["accuracy"] > 0.7
+    assert sum(pace.samples for pace in recorded(tmp_path, Pace)) == 2 * 1442
+    changes = recorded(tmp_path, WorkersChanged)
+    assert [change.members for change in changes] == [members for _, members in versions[1:]]
+    assert [change.left for change in changes] == [(), (0,), (1,), ()]
+
+
+@pytest.mark.parametrize(
+    ("victim", "sync", "options"), [(i % 3, *each) for i, each in enumerate(SYNCS)], ids=NAMES
+)
+def test_where_a_worker_dies_the_rest_finishes_the_run_with_equal_weights(
+    victim: int, sync: str, options: dict[str, Any], tmp_path: Path
+):
+    settings = settings_of(
+        sync,
+        options,
+        model=ModelSettings("support.elastic:MortalNet", {"dies_at": 7}),
+        evaluate=EvaluateSettings(every_steps=15),
+    )
+    rest = tuple(rank for rank in range(3) if rank != victim)
+    after = membership(2, rest, lost=(victim,))
+    found = run_elastic(settings, tmp_path, [(0, (0, 1, 2))], victim=victim, after_loss=after)
+    one, other = (found[rank] for rank in rest)
+    assert (one["result"].reason, one["result"].step) == ("finished", 30)
+    assert largest_difference(one["weights"], other["weights"]) == 0.0
+    (change,) = recorded(tmp_path, WorkersChanged)
+    assert (change.members, change.lost) == (rest, (victim,))
+    # The checkpoint of the end is what all hold.
+    (last, *_) = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    assert checkpoint.load(last).step == 30
+
+
+def test_with_an_average_after_every_step_workers_that_come_and_go_equal_one_process(tmp_path: Path):
+    """With plain SGD, averaging weights after every step is averaging gradients."""
+    plain = OptimizerSettings("sgd", {"lr": 0.05})
+    settings = digits_job(steps=30, data=DataSettings("digits", 60), optimizer=plain)
+    versions = [(0, (0,)), (5, (0, 1, 2)), (14, (1, 2)), (22, (2, 3))]
+    averaged = settings_of(
+        "local-sgd", {"every": 1}, precision="float64", data=settings.data, optimizer=plain
+    )
+    found = run_elastic(averaged, tmp_path / "elastic", versions)
+    _, alone = train_here(settings, tmp_path / "alone")
+    assert largest_difference(found[3]["weights"], alone) < 1e-9
