@@ -52,7 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         asked.append(list(sizes))
         return tuple(profile_of(size) for size in sizes)
 
-    monkeypatch.setattr(module, "profile_together", measure)
+    monkeypatch.setattr("plait.measure.job.profile_together", measure)
     return asked
 
 
@@ -140,7 +140,7 @@ def test_timing_noise_changes_neither_the_plan_nor_the_updates(monkeypatch: pyte
             found.append(replace(profile_of(size), graph=graph))
         return tuple(found)
 
-    monkeypatch.setattr(module, "profile_together", measure)
+    monkeypatch.setattr("plait.measure.job.profile_together", measure)
     plans = [plan_of(64, 2, PlanRequest("auto")) for _ in range(8)]
     chosen = {(plan.schedule, plan.microbatches, len(plan.stages)) for plan in plans}
     assert chosen == {(Schedule.FLUSH, 2, 1)}
@@ -158,16 +158,16 @@ def test_replicas_that_share_a_batch_out_run_without_a_pipeline_and_stay_so(
             "parallel": {"workers": 2, "plan": "auto"},
         }
     )
-    settings, _, plan, _ = module.plan_job(job, job.settings(), job.placement())
+    settings, _, plan, _ = module.plan_job(job, job.settings(), job.placement)
     assert settings.pipeline is not None
     assert settings.as_run().pipeline is None
     (tmp_path / "settings.json").write_text(json.dumps(encode(settings)))
     before = module.settings_before(tmp_path / "settings.json")
-    again, _, kept, _ = module.plan_job(job, job.settings(), job.placement(), before)
+    again, _, kept, _ = module.plan_job(job, job.settings(), job.placement, before)
     assert (again, kept) == (settings, plan)
     assert len(measured) == 1
     # Where the plan may change while the job runs, workers are ready for stages.
-    elastic = replace(job.placement(), elastic=ElasticRules(max_workers=2))
+    elastic = replace(job.placement, elastic=ElasticRules(max_workers=2))
     assert module.plan_job(job, job.settings(), elastic)[0].as_run().pipeline is not None
 
 

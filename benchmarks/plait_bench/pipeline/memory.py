@@ -49,6 +49,7 @@ from plait.profiler.trace import trace
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
+from plait.training.process import choose_device
 from plait.workloads.losses import build_loss
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number, within, workers
 from plait_bench.pipeline.models import job
@@ -172,7 +173,7 @@ def peak_bytes(worker: Worker, order: dict[str, Any], planned: dict[str, Any], s
     """Be one of the two workers whose memory is measured: the most bytes that it has resident."""
     settings = decode(TrainSettings, order, "settings")
     plan = decode(Plan, planned, "plan")
-    device = components.choose_device(settings.device, worker.local_rank)
+    device = choose_device(settings.device, worker.local_rank)
     use_libraries(device)
     data = components.build_train_data(settings)
     x, y = to_device(data.batch(0, range(size), 0), device, None)

@@ -62,7 +62,7 @@ def profile(
 
     check_alone()
     asked = read_job(job, [*(set_ or []), *placed(workers, hosts, nic)])
-    placement = replace(asked.placement(), threads=threads)
+    placement = replace(asked.placement, threads=threads)
     together = links and sum(host.slots for host in placement.hosts) > 1
     measure = _measure_together if together else _measure_alone
     with searching(os.getcwd(), asked.folder):

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
+from plait.training.process import begin_process, choose_device, use_device
 from plait.training.worker_group import group_of_world
 from plait.verification import same_random_numbers
 from plait.verification.verify import Mismatch, verify
@@ -80,25 +81,22 @@ def profile_job(
     sizes = (batch_size or settings.data.batch_size,)
     _check_sizes(sizes)
     components.check(settings)
-    verified = (
-        verify_layers(settings, components.choose_device(settings.device, 0)) if verify else Verification()
-    )
-    (found,) = _profile_sizes(settings, sizes, threads, repeats, least_s, on_progress, local_rank=0)
+    device = choose_device(settings.device, 0)
+    verified = verify_layers(settings, device) if verify else Verification()
+    (found,) = _profile_sizes(settings, sizes, device, threads, repeats, least_s, on_progress)
     return verified.noted_in(found)
 
 
 def _profile_sizes(
     settings: TrainSettings,
     batch_sizes: Sequence[int],
+    device: torch.device,
     threads: int | None,
     repeats: int,
     least_s: float,
     on_progress: Callable[[int, int], None] | None,
-    local_rank: int,
 ) -> tuple[Profile, ...]:
     """The job's model measured on microbatches of each size, one size after the other."""
-    components.check(settings)
-    device = components.choose_device(settings.device, local_rank)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     profiles = []
@@ -333,28 +331,48 @@ def profile_together(
     layers take longer next to busy workers than alone; and what is measured where the job will run has its
     threads, its libraries and its processors.
     """
-    sizes = list(batch_sizes)
-    _check_sizes(sizes)
-    order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
-    order |= {"verify": verify, "data_parallel": data_parallel}
-    entry = "plait.measure.job:profile_worker"
-    launch = Launch(placement, entry, order, preload=TRACING, saves=False)
+    _check_sizes(batch_sizes)
+    request = ProfileRequest(settings, tuple(batch_sizes), repeats, least_s, verify, data_parallel)
+    launch = Launch(
+        placement,
+        f"{__name__}:profile_worker",
+        encode(request),
+        check=f"{__name__}:check_profile",
+        preload=TRACING,
+        saves=False,
+    )
     results = Supervisor(launch, Silent()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 
 
-def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What the workers of a profile receive; see `profile_together`."""
+
+    settings: TrainSettings
+    batch_sizes: tuple[int, ...]
+    repeats: int
+    least_s: float
+    verify: bool
+    data_parallel: bool
+
+
+def check_profile(order: Mapping[str, Any]) -> None:
+    """Refuse a job that cannot run, before any worker starts; each host's agent calls it."""
+    components.check(begin_process(ProfileRequest, order).settings)
+
+
+def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; the answer of rank 0 counts."""
-    settings = decode(TrainSettings, order["settings"], "settings")
-    device = components.choose_device(settings.device, worker.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    request = begin_process(ProfileRequest, order)
+    settings = request.settings
+    device = use_device(settings.device, worker)
     worker.join("gloo")
     verified = Verification()
-    if order["verify"] and worker.rank == 0:
+    if request.verify and worker.rank == 0:
         verified = verify_layers(settings, device)
-    found = profile_here(worker, settings, order["batch_sizes"], order["repeats"], order["least_s"])
-    if order["data_parallel"]:
+    found = profile_here(worker, settings, request.batch_sizes, request.repeats, request.least_s)
+    if request.data_parallel:
         seconds = time_data_parallel(worker, settings, device)
         found = tuple(replace(each, data_parallel_s=seconds) for each in found)
     return {"profiles": [encode(verified.noted_in(each)) for each in found]}
@@ -405,14 +423,12 @@ def profile_here(
         if done == 1:  # traced and weighed; the timed steps follow
             dist.barrier()
 
-    profiles = _profile_sizes(
-        settings, batch_sizes, None, repeats, least_s, start_together, worker.local_rank
-    )
+    device = choose_device(settings.device, worker.local_rank)
+    profiles = _profile_sizes(settings, batch_sizes, device, None, repeats, least_s, start_together)
     profiles = tuple(replace(each, graph=_mean_of_workers(each.graph)) for each in profiles)
     if worker.world_size == 1:
         return profiles
     model = components.build_model(settings.model, settings.seed)
-    device = components.choose_device(settings.device, worker.local_rank)
     links = measure_links(worker.rendezvous, _two_of_each(worker.hosts), device=device)
     overhead_s = measure_overhead(worker.rendezvous)
     sums = measure_sums(model, worker.rendezvous, settings.topology, device=device)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from plait.core.codec import decode
 from plait.core.errors import InputError
-from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -21,20 +18,19 @@ from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.search.values import Search
-from plait.sweeping.settings import SweepSettings
+from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import check_worker_groups, make_worker_group
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
-from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.process import begin_process, join_workers, use_device
 from plait.training.worker_group import ALONE
 
 
-def check_order(order: dict[str, Any]) -> None:
+def check_order(order: Mapping[str, Any]) -> None:
     """Refuse a sweep that cannot run, before any worker starts; each host's agent calls it."""
-    use_eager_optimizers()
-    settings = decode(SweepSettings, order["settings"], "settings")
+    settings = begin_process(SweepRequest, order).settings
     Search(settings)
     check_comparable(settings, choose_metric(settings))
     check_data(settings.train.data)
@@ -45,24 +41,20 @@ def check_order(order: dict[str, Any]) -> None:
             components.check(with_values(settings.train, {dimension.key: value}))
 
 
-def sweep(worker: Worker, order: dict[str, Any]) -> None:
+def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     """Be one worker of a sweep; its result is the coordinator's."""
-    show_logs()
-    use_eager_optimizers()
-    settings = decode(SweepSettings, order["settings"], "settings")
+    request = begin_process(SweepRequest, order)
+    settings, folder = request.settings, RunDir(request.folder)
     # Before a device is in use.
     fresh = FreshProcesses(import_fake_tensors) if _measures(settings, worker) else None
-    folder = RunDir(Path(order["folder"]))
-    device = components.choose_device(settings.train.device, worker.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = use_device(settings.train.device, worker)
     check_worker_groups(settings, worker.world_size)
     group = ALONE
     if settings.workers_per_array > 1:
-        worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
+        join_workers(worker, device)
         group = make_worker_group(worker, settings, device)
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
-        check_shared(worker.host, folder, order.get("run"))
+        check_shared(worker.host, folder, request.run)
     members = SweepMembers(worker) if worker.memberships.can_change else None
     sets = DataSets(partial(look_at_data, worker))
     try:

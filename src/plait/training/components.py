@@ -27,7 +27,6 @@ from plait.data.calling import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
-from plait.launch.worker import Worker
 from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
@@ -36,6 +35,7 @@ from plait.training.checkpoint import EngineState
 from plait.training.fused.rounds import Piece, Round
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
+from plait.training.process import choose_device
 from plait.training.trial import UNKNOWN_STEPS
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
@@ -326,30 +326,6 @@ def check_test_split(settings: TrainSettings) -> None:
                 f"{key}: found {wanted}, but {settings.data.kind} has no test split (it returned None for "
                 f"'test'); leave the key out, or return a data set to evaluate on"
             )
-
-
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this worker; workers of one host take its GPUs in turn."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise JobError("device: found 'cuda', but torch sees no GPU here; use device: cpu or auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def choose_backend(device: torch.device) -> str:
-    """NCCL where every worker of this host has a GPU to itself, else gloo, which goes through the host."""
-    workers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cuda" and workers_here <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
-
-
-def agree_on_backend(worker: Worker, wanted: str) -> str:
-    """The backend that every worker wants, or gloo, which always works, where they differ."""
-    worker.store.set(f"plait/backend/{worker.rank}", wanted)
-    backends = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
-    return wanted if len(backends) == 1 else "gloo"
 
 
 def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
