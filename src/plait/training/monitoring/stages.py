@@ -9,27 +9,26 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
-from plait.core.codec import finite
-from plait.core.run_events import Signals
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 from plait.schema.settings import TrainSettings
 from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.signals import step_signals
 from plait.training.run import Run
 
 
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
     """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
-    assert settings.pipeline is not None
-    plan = settings.pipeline.plan
+    plan = settings.stages.plan
     found = enumerate(seconds_of_devices(plan))
     seconds = tuple(each / plan.machines.device(device).speed for device, each in found)
     return seconds if all(seconds) else ()
@@ -42,7 +41,6 @@ class StageMonitor:
         self._run = run
         self._pipeline = pipeline
         self._rank, self._workers = run.worker.rank, run.worker.world_size
-        self.averages = run.noise
         self._norms = wants_norms(run.settings)
         self._planned_s = planned_seconds(run.settings)
         schedule = pipeline.pipeline_layout.schedule
@@ -112,26 +110,8 @@ class StageMonitor:
         """Take the sums of all workers' numbers of a step."""
         variance, whole, missing, *times = sums
         if self._norms and not missing and whole > 0:
-            self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
+            self._run.noise.add(GradientMoments(variance, whole - variance / samples), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
-        run, averages = self._run, self.averages
-        self._run.signals.add(
-            Signals(
-                step=step + 1,
-                loss=finite(loss),
-                batch_size=run.batch_size,
-                lr_factor=run.trial.batch.lr_factor,
-                workers=self._workers,
-                sync=run.settings.sync.kind,
-                topology=run.settings.topology.name,
-                step_s=max(seconds) if known else None,
-                samples_per_s=samples / max(seconds) if known else None,
-                work_s=busy if known else (),
-                planned_s=self._planned_s,
-                noise_scale=averages.noise_scale,
-                variance=averages.variance,
-                squared_norm=averages.squared_norm,
-                note=averages.note,
-            )
-        )
+        signals = step_signals(self._run, step + 1, loss, samples, max(seconds) if known else None)
+        self._run.signals.add(replace(signals, work_s=busy if known else (), planned_s=self._planned_s))
