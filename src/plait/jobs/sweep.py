@@ -80,15 +80,15 @@ def sweep(
     with searching(os.getcwd(), job.folder):
         named = run_folder if resume is None else resume
         folder = choose_folder(run_dir, job.name, resume is not None, named, RunKind.SWEEP)
+        before = None
         if resume is not None and folder is not None:
             before = load(SweepSettings, folder.sweep, KIND, VERSION)
             settings = go_on(before, width=width, replicas=replicas, trials=trials, **asked)
-            placement, changed = placement_of(job, settings), settings != before
         else:
             given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
             settings = make_sweep(job, over, trials=trials, width=width, replicas=replicas, **given)
-            placement = placement_of(job, settings)
-            folder, changed = folder or new_run(run_dir, job.name), True
+        placement = placement_of(job, settings)
+        folder = folder or new_run(run_dir, job.name)
         content = encode(settings)
         text = json.dumps({"plait": KIND, "version": VERSION, **content}, indent=1) + "\n"
         found = launch_entry(
@@ -99,7 +99,7 @@ def sweep(
             folder,
             display or Silent(),
             resume is not None,
-            {folder.sweep: text} if changed else {},
+            {} if settings == before else {folder.sweep: text},
             "" if resume is not None else job.text(),
             preload=tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
@@ -189,22 +189,22 @@ def make_sweep(
     check(settings)
     _check_values(job, written, listed=trials is None)
     if job.parallel.plan != "data-parallel":
-        # Before the job is measured, which takes a while.
-        check_in_stages(settings)
-        if job.parallel.schedule is not None:
-            check_schedule(job.parallel.schedule)
-        settings = replace(settings, train=_with_plan(job, settings.train))
+        settings = replace(settings, train=_with_plan(job, settings))
         check(settings)
     return settings
 
 
-def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
-    """`settings` with the job's plan, under a schedule that drains between two steps."""
+def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
+    """The sweep's job with its plan, under a schedule that drains between two steps."""
     from plait.measure.auto_plan import planned
 
     parallel = job.parallel
+    # Before the job is measured, which takes a while.
+    check_in_stages(settings)
+    if parallel.schedule is not None:
+        check_schedule(parallel.schedule)
     schedule = parallel.schedule or (Schedule.FLUSH if parallel.needs_planning else None)
-    made, plan = planned(settings, job.placement, replace(parallel, schedule=schedule))
+    made, plan = planned(settings.train, job.placement, replace(parallel, schedule=schedule))
     if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
         assert schedule is not None
