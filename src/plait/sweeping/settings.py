@@ -26,7 +26,7 @@ class SweepSettings:
     @property
     def workers_per_array(self) -> int:
         """How many workers train an array together."""
-        return self.replicas if self.train.pipeline is None else len(self.train.pipeline.plan.stages)
+        return len(self.train.stages.plan.stages) if self.train.in_stages else self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)

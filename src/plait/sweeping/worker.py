@@ -64,7 +64,7 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
         else:
             _take_part_while_needed(members, training)
     except FusionError as failure:
-        if settings.train.pipeline is not None:  # stages are fused, whatever the width
+        if settings.train.in_stages:  # stages are fused, whatever the width
             raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     if not group.is_alone:
@@ -74,7 +74,7 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
     """Whether this worker tries out how trials are fused: a width that nobody gave, or for its group."""
-    if settings.train.pipeline is not None or settings.width == 1:
+    if settings.train.in_stages or settings.width == 1:
         return False
     leads = worker.rank % settings.workers_per_array == 0
     return leads and (settings.width is None or settings.replicas > 1)

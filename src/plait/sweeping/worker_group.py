@@ -50,7 +50,7 @@ def check_worker_groups(settings: SweepSettings, workers: int) -> None:
     if workers % size:
         few = f"-np {size}" if workers < size else f"-np {workers - workers % size}"
         there = f"the {workers} worker{'s' if workers > 1 else ''}; use {few}"
-        if settings.train.pipeline is not None:
+        if settings.train.in_stages:
             raise InputError(f"--plan: found {size} stages, which do not divide {there}, or another plan")
         raise InputError(
             f"--replicas: found {size}, which does not divide {there}, or another number of replicas"
@@ -67,6 +67,6 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
         if worker.rank in ranks:
             found = WorkerGroup(ranks, worker.rank, sums, answers)
     assert found is not None
-    if settings.train.pipeline is not None:
+    if settings.train.in_stages:
         found.pipeline = link_stages(worker, settings.train, worker.rank - found.place, device)
     return found

@@ -83,6 +83,11 @@ class Components:
     can_be_captured = has_partial_gradients = False
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this worker holds the tensors of the whole model."""
+        return self.pieces is None
+
+    @property
     def weights(self) -> frozenset[str]:
         """The names of the parameters that are trained."""
         return frozenset(name for parameter, name in self.names.items() if parameter.requires_grad)
@@ -171,23 +176,41 @@ class Components:
         return self
 
 
+@dataclass(frozen=True)
+class JobCode:
+    """The code that a job names for its model, loss and metric."""
+
+    model: Callable[..., torch.nn.Module]
+    loss: Loss
+    metric: tuple[str, Metric] | None
+    modes: Mapping[str, Mode]
+
+
+def resolve_names(settings: TrainSettings) -> JobCode:
+    """What the names of a job refer to; names that do not exist or take other arguments are refused."""
+    seed_factory(settings.seed)
+    return JobCode(
+        model=find_model(settings.model),
+        loss=build_loss(settings.loss, settings.loss_args),
+        metric=find_metric(settings.evaluate.metric, settings.loss),
+        modes=find_modes(settings.evaluate, settings.loss),
+    )
+
+
 def check(settings: TrainSettings) -> None:
     """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
-    find_model(settings.model)
+    code = resolve_names(settings)
     if makes_stream(settings.data):
         check_stream(settings)
     find_collate_fn(settings.data)
-    build_loss(settings.loss, settings.loss_args)
-    metric = find_metric(settings.evaluate.metric, settings.loss)
-    modes = find_modes(settings.evaluate, settings.loss)
-    known = ["loss", metric[0]] if metric is not None else ["loss"]
+    known = ["loss", code.metric[0]] if code.metric is not None else ["loss"]
     for key, name in (
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
         ("early_stop.metric", settings.early_stop.metric if settings.early_stop else None),
     ):
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
-        if name is not None and name not in modes:
+        if name is not None and name not in code.modes:
             raise JobError(f"{key}: {unknown_mode(name)}")
     # On a parameter that is not used, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
@@ -224,16 +247,20 @@ def seed_factory(seed: int) -> None:
     seed_all(mix(seed))
 
 
+def dtype_of(settings: TrainSettings) -> torch.dtype | None:
+    """What weights and batches are converted to; None where they stay as they are made."""
+    return torch.float64 if settings.precision == "float64" else None
+
+
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
     """The model with its initial weights, which depend on `seed` alone, in training mode."""
-    model = _made(settings, seed)
+    # Modules may draw while they are imported, too.
+    seed_factory(seed)
+    model = _made(find_model(settings), settings, seed)
     return model if model.training else model.train()
 
 
-def _made(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    # Modules may draw while they are imported, too.
-    seed_factory(seed)
-    factory = find_model(settings)
+def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed: int) -> torch.nn.Module:
     seed_factory(seed)
     model = factory(**settings.args)
     if not isinstance(model, torch.nn.Module):
@@ -302,7 +329,7 @@ def check_stream(settings: TrainSettings, source: DataSource | None = None) -> N
     if source is None or settings.epochs is None or source.length is not None:
         return
     unknown = f"but {kind} is a stream without __len__, so the number of steps is unknown"
-    if settings.pipeline is not None:
+    if settings.in_stages:
         raise JobError(
             f"epochs: found {settings.epochs}, {unknown}, which the stages of a pipeline need; give "
             f"steps instead, or the data set a __len__"
@@ -330,7 +357,7 @@ def check_test_split(settings: TrainSettings) -> None:
 
 def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
     """The model without memory, where a pipeline's worker could not hold all of it; else None."""
-    if settings.pipeline is None or settings.sync.kind != "all-reduce":
+    if not settings.in_stages or settings.sync.kind != "all-reduce":
         return None
     try:
         pieces = make_pieces(settings, device)
@@ -348,8 +375,7 @@ def has_room_for_whole(parts: Components) -> bool:
 
 def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
     """The model of the settings without memory."""
-    dtype = torch.float64 if settings.precision == "float64" else None
-    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
+    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype_of(settings), device)
     if has_extra_state(pieces.model):
         raise NotInPiecesError("the model has state of its own kind (get_extra_state), which has no pieces")
     return pieces
@@ -379,6 +405,7 @@ def build(
 
     With `pieces` the model is theirs, without memory.
     """
+    code = resolve_names(settings)
     train_set, test_set = sets or (build_train_data(settings), build_data(settings, "test"))
     if train_set.is_stream:
         check_stream(settings, train_set)
@@ -389,30 +416,31 @@ def build(
     if pieces is not None:
         model = pieces.model
     else:
-        model = _made(settings.model, settings.seed)
+        model = _made(code.model, settings.model, settings.seed)
         if not model.training:
             notes = (_IN_EVALUATION_MODE.format(settings.model.factory),)
             model.train()
-        model.to(device, torch.float64 if settings.precision == "float64" else None)
-    factory = find_model(settings.model)
+        model.to(device, dtype_of(settings))
     for source in (train_set, test_set):
         if source is not None:
-            check_vocabulary(settings, factory, model, source.dataset)
-            check_length(settings, factory, model, source.dataset)
+            check_vocabulary(settings, code.model, model, source.dataset)
+            check_length(settings, code.model, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
-    return replace(_with_optimizer(settings, device, model, (train_set, test_set), pieces), notes=notes)
+    sets = train_set, test_set
+    return replace(_with_optimizer(settings, code, device, model, sets, pieces), notes=notes)
 
 
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
     """The parts of a run that take steps on batches from elsewhere: no data are read."""
-    no_data = DataSource(())
+    code = resolve_names(settings)
     model = build_model(settings.model, settings.seed)
-    model.to(device, torch.float64 if settings.precision == "float64" else None)
-    return _with_optimizer(settings, device, model, (no_data, None), None)
+    model.to(device, dtype_of(settings))
+    return _with_optimizer(settings, code, device, model, (DataSource(()), None), None)
 
 
 def _with_optimizer(
     settings: TrainSettings,
+    code: JobCode,
     device: torch.device,
     model: torch.nn.Module,
     sets: DataPair,
@@ -435,9 +463,9 @@ def _with_optimizer(
     return Components(
         model=model,
         names=names,
-        loss=build_loss(settings.loss, settings.loss_args),
-        metric=find_metric(settings.evaluate.metric, settings.loss),
-        modes=find_modes(settings.evaluate, settings.loss),
+        loss=code.loss,
+        metric=code.metric,
+        modes=code.modes,
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         # A loss scale keeps small gradients alive in fp16; the other types need none.
@@ -445,7 +473,7 @@ def _with_optimizer(
         train_set=train_set,
         test_set=test_set,
         device=device,
-        dtype=torch.float64 if settings.precision == "float64" else None,
+        dtype=dtype_of(settings),
         autocast=_autocast(settings.precision, device),
         pieces=pieces,
     )
