@@ -242,7 +242,9 @@ class _Run:
             supervisor = Supervisor(task, self._status)
             try:
                 with _controlled(supervisor, task.placement, folder):
-                    result = finish(_of_lowest(supervisor.run(self._prepare)))
+                    results = supervisor.run(self._prepare)
+                # The coordinator's or, of the workers that were not lost, the first one's: it has the record.
+                result = finish(results[min(results)])
             finally:
                 folder.remove_unfinished()
             result["warnings"] = [*dict.fromkeys([*result.get("warnings", ()), *supervisor.warnings])]
@@ -302,11 +304,6 @@ def _controlled(
     from plait.launch.control import serving  # imports an HTTP server
 
     return serving(folder, placement.elastic.control, supervisor.request_control)
-
-
-def _of_lowest(results: Mapping[int, Any]) -> Any:
-    """What the coordinator returned, or the lowest rank of those that were not lost: it kept the record."""
-    return results[min(results)]
 
 
 def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -219,11 +219,7 @@ def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
 
 def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
     """Refuse stages of the job's model, traced by `trace_job`, that do not compute what it computes."""
-    dtype, device = _dtype(settings), torch.device("cpu")
-    with same_random_numbers(settings.seed):
-        contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
-    batches = [to_device(content, device, dtype) for content in contents]
-    loss = build_loss(settings.loss, settings.loss_args)
+    loss, batches = build_loss(settings.loss, settings.loss_args), _batches(settings, torch.device("cpu"))
     mismatch = find_mismatch(traced, stages, Example(batches, loss, Choices(quick=False)))
     if mismatch is not None:
         raise StageError(f"the stages do not compute what the model computes: {mismatch}")
@@ -250,13 +246,13 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
     that is the code of the model itself.
     """
     started = time.perf_counter()
-    model, batches = _model_and_batches(settings, device)
-    example = Example(
-        batches,
-        build_loss(settings.loss, settings.loss_args),
-        Choices(lambda: _autocast(settings, device), quick=False),
-        lambda: components.build_model(settings.model, settings.seed).to(device, _dtype(settings)),
-    )
+
+    def make_model() -> nn.Module:
+        return components.build_model(settings.model, settings.seed).to(device, components.dtype_of(settings))
+
+    batches, model = _batches(settings, device), make_model()
+    choices = Choices(lambda: _autocast(settings, device), quick=False)
+    example = Example(batches, build_loss(settings.loss, settings.loss_args), choices, make_model)
     whole, notes = set[str](), list[str]()
 
     def mend(mismatch: Mismatch) -> bool:
@@ -292,21 +288,16 @@ def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -
     return mismatch
 
 
-def _model_and_batches(settings: TrainSettings, device: torch.device) -> tuple[nn.Module, list[Any]]:
-    """The model, and two batches of its data of a few samples, as pairs of inputs and target."""
+def _batches(settings: TrainSettings, device: torch.device) -> list[Any]:
+    """Two batches of a few samples of the job's data, as pairs of inputs and target."""
     with same_random_numbers(settings.seed):
         contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
-    model = components.build_model(settings.model, settings.seed).to(device, _dtype(settings))
-    return model, [to_device(content, device, _dtype(settings)) for content in contents]
-
-
-def _dtype(settings: TrainSettings) -> torch.dtype | None:
-    return torch.float64 if settings.precision == "float64" else None
+    return [to_device(content, device, components.dtype_of(settings)) for content in contents]
 
 
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
-    dtype = _dtype(settings)
+    dtype = components.dtype_of(settings)
     # A set with fewer samples than a microbatch begins again: what they hold costs no time.
     content = components.build_train_data(settings).first_batch(batch_size, settings.seed)
     inputs, target = to_device(content, device, dtype)
@@ -446,7 +437,7 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
         return 0.0
     source = components.build_train_data(settings)
     numbers = itertools.count()
-    dtype = _dtype(settings)
+    dtype = components.dtype_of(settings)
     seconds = []
     for _ in range(repeats):
         taken = itertools.islice(numbers, batch_size)
