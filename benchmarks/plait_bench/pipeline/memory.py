@@ -32,7 +32,7 @@ from torch import nn
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.launch.worker import Worker
-from plait.measure.job import profile_together
+from plait.measure.job import ProfileRequest, profile_together
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import arrange
 from plait.planner import (
@@ -128,7 +128,7 @@ def run(steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Devi
     """
     rows: list[Row] = []
     for case in cases(device) if chosen is None else chosen:
-        (profile,) = profile_together(case.settings, TWO, (case.microbatch,), repeats=2)
+        (profile,) = profile_together(ProfileRequest(case.settings, (case.microbatch,), 2), TWO)
         for schedule in case.schedules:
             rows += _measure(case, case.plan(profile, schedule), steps)
     return rows, claims_of(rows)

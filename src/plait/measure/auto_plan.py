@@ -140,10 +140,10 @@ def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:
     """What the layers of a job cost whose plan was made elsewhere."""
-    from plait.measure.job import profile_together  # imports torch
+    from plait.measure.job import ProfileRequest, profile_together  # imports torch
 
     size = max(1, round(settings.data.batch_size / plan.microbatches))
-    (found,) = profile_together(settings, placement, [size], least_s=measure_s)
+    (found,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
     return found.loaded_graph()
 
 
@@ -221,7 +221,7 @@ def measure_and_plan(
 
     Returns the plan, and what the layers were measured to cost for it.
     """
-    from plait.measure.job import profile_together  # imports torch
+    from plait.measure.job import ProfileRequest, profile_together  # imports torch
 
     workers, batch = placement.workers, settings.data.batch_size
     schedule = _schedule(request)
@@ -229,11 +229,10 @@ def measure_and_plan(
     microbatches = request.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
     is_open = request.leaves_microbatches_open and settings.sync.kind == "all-reduce" and batch >= workers
-    sizes = {small, whole} if is_open else {small}
-    found = profile_together(
-        settings, placement, sorted(sizes), least_s=measure_s, data_parallel=is_open and workers > 1
-    )
-    profiles = dict(zip(sorted(sizes), found))
+    sizes = tuple(sorted({small, whole} if is_open else {small}))
+    tries_data_parallel = is_open and workers > 1
+    asked_for = ProfileRequest(settings, sizes, least_s=measure_s, data_parallel=tries_data_parallel)
+    profiles = dict(zip(sizes, profile_together(asked_for, placement)))
     if words := profiles[small].doubts():
         log.warning("parallel.plan: %s", words)
     cluster = _machines(placement, profiles[small])

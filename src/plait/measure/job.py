@@ -55,12 +55,27 @@ _STEPS = (4, 30)
 MOST_SAMPLES = 1 << 20
 
 
-def _check_sizes(sizes: Sequence[int]) -> None:
-    if max(sizes) > MOST_SAMPLES:
-        raise InputError(
-            f"--batch: found microbatches of {max(sizes):,} samples, expected {MOST_SAMPLES:,} at most; if "
-            f"it is not given, data.batch_size counts"
-        )
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is measured of a job: a profile for each of `batch_sizes`, sizes of microbatches.
+
+    With `verify` the layers are first compared with the model, see `verify_layers`. With `data_parallel` some
+    steps are taken in which every worker holds the whole model, see `time_data_parallel`.
+    """
+
+    settings: TrainSettings
+    batch_sizes: tuple[int, ...]
+    repeats: int = 5
+    least_s: float = 0.0
+    verify: bool = False
+    data_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if max(self.batch_sizes) > MOST_SAMPLES:
+            raise InputError(
+                f"--batch: found microbatches of {max(self.batch_sizes):,} samples, expected "
+                f"{MOST_SAMPLES:,} at most; if it is not given, data.batch_size counts"
+            )
 
 
 def profile_job(
@@ -78,30 +93,27 @@ def profile_job(
     `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
     the layers are compared with the model first, see `verify_layers`.
     """
-    sizes = (batch_size or settings.data.batch_size,)
-    _check_sizes(sizes)
+    request = ProfileRequest(settings, (batch_size or settings.data.batch_size,), repeats, least_s)
     components.check(settings)
     device = choose_device(settings.device, 0)
     verified = verify_layers(settings, device) if verify else Verification()
-    (found,) = _profile_sizes(settings, sizes, device, threads, repeats, least_s, on_progress)
+    (found,) = _profile_sizes(request, device, threads, on_progress)
     return verified.noted_in(found)
 
 
 def _profile_sizes(
-    settings: TrainSettings,
-    batch_sizes: Sequence[int],
+    request: ProfileRequest,
     device: torch.device,
     threads: int | None,
-    repeats: int,
-    least_s: float,
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[Profile, ...]:
     """The job's model measured on microbatches of each size, one size after the other."""
+    settings, repeats = request.settings, request.repeats
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     profiles = []
     try:
-        for size in batch_sizes:
+        for size in request.batch_sizes:
             model, inputs, target = _example(settings, size, device)
             with explaining_type_errors(model, inputs), _autocast(settings, device):
                 found = profile_model(
@@ -110,7 +122,7 @@ def _profile_sizes(
                     _loss_of(settings, target),
                     device=device,
                     repeats=repeats,
-                    least_s=least_s,
+                    least_s=request.least_s,
                     name=settings.model.factory,
                     on_progress=on_progress,
                 )
@@ -305,25 +317,12 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     return model, as_arguments(inputs), target
 
 
-def profile_together(
-    settings: TrainSettings,
-    placement: Placement,
-    batch_sizes: Sequence[int],
-    repeats: int = 5,
-    least_s: float = 0.0,
-    verify: bool = False,
-    data_parallel: bool = False,
-) -> tuple[Profile, ...]:
+def profile_together(request: ProfileRequest, placement: Placement) -> tuple[Profile, ...]:
     """The job measured on all of its workers at once, with the links between them and their sums.
 
-    Each of `batch_sizes`, sizes of microbatches, has its own profile. With `verify` rank 0 first compares the
-    layers with the model, see `verify_layers`. With `data_parallel` some steps are taken in which every
-    worker holds the whole model, see `time_data_parallel`. Neighbours share memory and caches, so
-    layers take longer next to busy workers than alone; and what is measured where the job will run has its
-    threads, its libraries and its processors.
+    Neighbours share memory and caches, so layers take longer next to busy workers than alone; and what is
+    measured where the job will run has its threads, its libraries and its processors.
     """
-    _check_sizes(batch_sizes)
-    request = ProfileRequest(settings, tuple(batch_sizes), repeats, least_s, verify, data_parallel)
     launch = Launch(
         placement,
         f"{__name__}:profile_worker",
@@ -334,18 +333,6 @@ def profile_together(
     )
     results = Supervisor(launch, Silent()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
-
-
-@dataclass(frozen=True)
-class ProfileRequest:
-    """What the workers of a profile receive; see `profile_together`."""
-
-    settings: TrainSettings
-    batch_sizes: tuple[int, ...]
-    repeats: int
-    least_s: float
-    verify: bool
-    data_parallel: bool
 
 
 def check_profile(order: Mapping[str, Any]) -> None:
@@ -362,7 +349,7 @@ def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     verified = Verification()
     if request.verify and worker.rank == 0:
         verified = verify_layers(settings, device)
-    found = profile_here(worker, settings, request.batch_sizes, request.repeats, request.least_s)
+    found = profile_here(worker, request)
     if request.data_parallel:
         seconds = time_data_parallel(worker, settings, device)
         found = tuple(replace(each, data_parallel_s=seconds) for each in found)
@@ -398,13 +385,7 @@ def time_data_parallel(
     return statistics.median(seconds[1:])
 
 
-def profile_here(
-    worker: Worker,
-    settings: TrainSettings,
-    batch_sizes: Sequence[int],
-    repeats: int = 5,
-    least_s: float = 0.0,
-) -> tuple[Profile, ...]:
+def profile_here(worker: Worker, request: ProfileRequest) -> tuple[Profile, ...]:
     """The mean of what all workers measured at once, with links and sums; one profile for each size.
 
     All workers call it together, in a gloo group.
@@ -414,8 +395,9 @@ def profile_here(
         if done == 1:  # traced and weighed; the timed steps follow
             dist.barrier()
 
+    settings = request.settings
     device = choose_device(settings.device, worker.local_rank)
-    profiles = _profile_sizes(settings, batch_sizes, device, None, repeats, least_s, start_together)
+    profiles = _profile_sizes(request, device, None, start_together)
     profiles = tuple(replace(each, graph=_mean_of_workers(each.graph)) for each in profiles)
     if worker.world_size == 1:
         return profiles
