@@ -67,6 +67,6 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
         if worker.rank in ranks:
             found = WorkerGroup(ranks, worker.rank, sums, answers)
     assert found is not None
-    if settings.train.in_stages:
+    if settings.train.pipeline is not None:
         found.pipeline = link_stages(worker, settings.train, worker.rank - found.place, device)
     return found

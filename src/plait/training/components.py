@@ -176,27 +176,6 @@ class Components:
         return self
 
 
-@dataclass(frozen=True)
-class JobCode:
-    """The code that a job names for its model, loss and metric."""
-
-    model: Callable[..., torch.nn.Module]
-    loss: Loss
-    metric: tuple[str, Metric] | None
-    modes: Mapping[str, Mode]
-
-
-def resolve_names(settings: TrainSettings) -> JobCode:
-    """What the names of a job refer to; names that do not exist or take other arguments are refused."""
-    seed_factory(settings.seed)
-    return JobCode(
-        model=find_model(settings.model),
-        loss=build_loss(settings.loss, settings.loss_args),
-        metric=find_metric(settings.evaluate.metric, settings.loss),
-        modes=find_modes(settings.evaluate, settings.loss),
-    )
-
-
 def check(settings: TrainSettings) -> None:
     """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
     code = resolve_names(settings)
@@ -235,6 +214,27 @@ def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
         )
     check_arguments(factory, settings.args, "model_args", JobError)
     return factory
+
+
+@dataclass(frozen=True)
+class JobCode:
+    """The code that a job names for its model, loss and metric."""
+
+    model: Callable[..., torch.nn.Module]
+    loss: Loss
+    metric: tuple[str, Metric] | None
+    modes: Mapping[str, Mode]
+
+
+def resolve_names(settings: TrainSettings) -> JobCode:
+    """What the names of a job refer to; names that do not exist or take other arguments are refused."""
+    seed_factory(settings.seed)
+    return JobCode(
+        model=find_model(settings.model),
+        loss=build_loss(settings.loss, settings.loss_args),
+        metric=find_metric(settings.evaluate.metric, settings.loss),
+        modes=find_modes(settings.evaluate, settings.loss),
+    )
 
 
 def seed_factory(seed: int) -> None:

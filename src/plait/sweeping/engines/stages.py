@@ -26,7 +26,8 @@ def link_stages(worker: Worker, settings: TrainSettings, first: int, device: tor
     """This worker's links to its group, whose first has rank `first`; all workers call it together."""
     from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
 
-    layout = _from_rank(first, _arranged(settings.stages))
+    assert settings.pipeline is not None
+    layout = _from_rank(first, _arranged(settings.pipeline))
     channels = link(worker, layout, device)
     return GroupPipeline(worker.rank, layout, channels, worker.rendezvous)
 
@@ -42,8 +43,8 @@ def _from_rank(first: int, layout: PipelineLayout) -> PipelineLayout:
 
 def check_stages_of(settings: SweepSettings) -> None:
     """Refuse a plan that arrays cannot follow, and what they cannot do in stages."""
-    if settings.train.in_stages:
-        _check_plan(settings.train.stages)
+    if settings.train.pipeline is not None:
+        _check_plan(settings.train.pipeline)
         check_in_stages(settings)
 
 

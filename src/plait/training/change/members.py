@@ -57,7 +57,7 @@ def most_advanced(marks: Sequence[Mark]) -> int:
 
 def join_members(worker: Worker, settings: TrainSettings) -> None:
     """Make the process group of the members, where this worker is one and anything uses the group."""
-    if worker.world_size > 1 or (settings.in_stages and worker.rank >= 0):
+    if worker.world_size > 1 or (settings.pipeline is not None and worker.rank >= 0):
         worker.join(BACKEND)
 
 

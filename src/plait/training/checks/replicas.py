@@ -76,16 +76,16 @@ def check_kept(run: Run) -> None:
     That is what forwards keep in Python, and of layers that move also what `get_extra_state` gives.
     """
     parts, settings = run.parts, run.settings
-    moves = settings.in_stages and settings.stages.graph is not None
+    moves = settings.pipeline is not None and settings.pipeline.graph is not None
     if not run.worker.memberships.can_change and not moves:
         return
     key = "parallel.elastic" if run.worker.memberships.can_change else "adapt"
-    if settings.in_stages and has_extra_state(parts.model):
+    if settings.pipeline is not None and has_extra_state(parts.model):
         raise JobError(
             f"{key}: a module of {settings.model.factory} has get_extra_state, which does not move between "
             f"workers with its layer; leave {key} out, or keep that state in buffers"
         )
-    if parts.is_whole and not parts.train_set.is_stream and settings.verify.start != "off":
+    if parts.pieces is None and not parts.train_set.is_stream and settings.verify.start != "off":
         (content,) = parts.train_set.example_batches((2,), settings.seed)
         inputs, _ = loader.to_device(content, parts.device, parts.dtype)
         if shown := find_kept(parts.model, inputs):

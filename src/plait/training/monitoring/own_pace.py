@@ -117,6 +117,7 @@ class ShareMonitor:
         known = all(own.updates for own in by_place.values()) and seconds > 0
         loss = total.loss / total.updates if total.updates else math.nan
         work_s = tuple(own.work_s / own.updates for own in by_place.values()) if known else ()
+        end_s = seconds if known else None
+        signals = step_signals(run.trial, run.noise, len(by_place), step, loss, samples, end_s)
         # No step has an end of its own here.
-        signals = replace(step_signals(run, step, loss, samples, seconds if known else None), step_s=None)
-        run.signals.add(replace(signals, workers=len(by_place), topology="none", work_s=work_s))
+        run.signals.add(replace(signals, step_s=None, topology="none", work_s=work_s))

@@ -28,7 +28,8 @@ from plait.training.run import Run
 
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
     """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
-    plan = settings.stages.plan
+    assert settings.pipeline is not None
+    plan = settings.pipeline.plan
     found = enumerate(seconds_of_devices(plan))
     seconds = tuple(each / plan.machines.device(device).speed for device, each in found)
     return seconds if all(seconds) else ()
@@ -41,6 +42,7 @@ class StageMonitor:
         self._run = run
         self._pipeline = pipeline
         self._rank, self._workers = run.worker.rank, run.worker.world_size
+        self.averages = run.noise
         self._norms = wants_norms(run.settings)
         self._planned_s = planned_seconds(run.settings)
         schedule = pipeline.pipeline_layout.schedule
@@ -110,8 +112,9 @@ class StageMonitor:
         """Take the sums of all workers' numbers of a step."""
         variance, whole, missing, *times = sums
         if self._norms and not missing and whole > 0:
-            self._run.noise.add(GradientMoments(variance, whole - variance / samples), whole)
+            self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
-        signals = step_signals(self._run, step + 1, loss, samples, max(seconds) if known else None)
+        trial, step_s = self._run.trial, max(seconds) if known else None
+        signals = step_signals(trial, self.averages, self._workers, step + 1, loss, samples, step_s)
         self._run.signals.add(replace(signals, work_s=busy if known else (), planned_s=self._planned_s))

@@ -152,10 +152,10 @@ class StepMonitor:
             run.noise.update(norms)
         taken = WorkerTimes(tuple(times[: self._workers]), tuple(times[self._workers :]))
         known, links = taken.known, self._shared and taken.known
-        signals = step_signals(run, done.step, done.loss, done.samples, taken.step_s if known else None)
+        step_s, workers = taken.step_s if known else None, run.worker.world_size
         run.signals.add(
             replace(
-                signals,
+                step_signals(run.trial, run.noise, workers, done.step, done.loss, done.samples, step_s),
                 batch_size=done.batch_size,
                 lr_factor=done.lr_factor,
                 topology=done.topology,
