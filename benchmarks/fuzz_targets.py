@@ -123,9 +123,9 @@ JOBS = [
 
 def use_job(job: Job) -> None:
     """What a run makes of a job; written down and read again it is the same."""
-    told = json.dumps([encode(job.settings()), encode(job.placement())])
+    told = json.dumps([encode(job.settings()), encode(job.placement)])
     again = make_job(parse(job.text(), "again"))
-    assert json.dumps([encode(again.settings()), encode(again.placement())]) == told, "another job comes back"
+    assert json.dumps([encode(again.settings()), encode(again.placement)]) == told, "another job comes back"
     assert "\0" not in job.run_dir
 
 
@@ -234,7 +234,7 @@ def hosts_flag(source: random.Random, folder: Path, number: int) -> tuple[str, U
     def use() -> None:
         job = make_job(PLAIN, placed(None, text, None))
         use_job(job)
-        for host in job.hosts():
+        for host in job.placement.hosts:
             assert not host.name.startswith("-"), "an option of ssh"
             assert "\0" not in host.name, "no process can be started with it"
 
@@ -428,7 +428,7 @@ def plan_file(source: random.Random, folder: Path, number: int) -> tuple[str, Us
     job = make_job(PLAIN, ["parallel.plan=x.plan.json"])
 
     def use() -> None:
-        settings, plan = planned(job.settings(), job.placement(), PlanRequest(str(path)))
+        settings, plan = planned(job.settings(), job.placement, PlanRequest(str(path)))
         check_pipeline(settings, 2)
         render_plan(plan)
         workers = {worker for p in range(plan.pipelines) for worker in plan.layout(p).workers}

@@ -40,6 +40,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
+from plait.training.process import choose_device
 from plait.training.worker import make_loop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -164,7 +165,7 @@ def train(settings: TrainSettings, folder: Path) -> None:
     exact_kernels()
     worker = PlainWorker()
     # All workers share the first GPU.
-    device = components.choose_device(settings.device, 0)
+    device = choose_device(settings.device, 0)
     parts = components.build(settings, device)
     make_loop(worker, settings, parts, RunDir(folder)).train(False)
 

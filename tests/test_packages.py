@@ -108,6 +108,14 @@ def test_importing_plait_loads_neither_torch_nor_any_optional_dependency():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_run_under_a_plan_file_is_started_without_torch():
+    script = "import sys, plait.jobs.train, plait.measure.auto_plan; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
+
+
 def test_every_name_that_plait_offers_is_there():
     for name in plait.__all__:
         assert getattr(plait, name) is not None

@@ -159,7 +159,7 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts(folder: P
         pytest.skip("there is a GPU")
     settings = read_job(folder / "job.yaml", [word]).settings()
     with pytest.raises(InputError) as refusal:
-        check_order({"settings": encode(settings)})
+        check_order({"settings": encode(settings), "folder": "run", "resume": False})
     assert message in str(refusal.value)
 
 

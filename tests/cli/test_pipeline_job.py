@@ -17,7 +17,7 @@ from plait.jobs.train import train
 from plait.launch.display import Silent
 from plait.launch.run_dir import RunDir, RunKind
 from plait.measure import auto_plan
-from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan
+from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan, save_plan
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job import make_job
 from plait.schema.placement import Placement
@@ -126,6 +126,25 @@ def test_a_job_that_cannot_be_planned_leaves_no_folder(
     with pytest.raises(JobError, match="it cannot be traced"):
         train(job)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel": {"plan": "two.json", "workers": 3}}, "the plan is for 2 devices, but the job has 3"),
+        ({"parallel": {"plan": "two.json"}, "accumulate": 2}, "accumulate: a pipeline accumulates by itself"),
+        ({"parallel": {"plan": "auto"}, "optimizer": {"kind": "sgd", "lrr": 1}}, "did you mean 'lr'"),
+    ],
+)
+def test_the_hosts_refuse_a_plan_before_any_worker_starts(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    graph = chain([1.0] * 2, output_bytes=1e3)
+    save_plan(make_plan(graph, machines(2, 1e9), Settings(straight=True)), Path("two.json"))
+    with pytest.raises(InputError, match=words):
+        train({**JOB, **changes})
+    assert [path.name for path in tmp_path.iterdir()] == ["two.json"]
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused_before_the_job_is_measured(

@@ -126,7 +126,7 @@ def test_a_mistake_is_answered_with_one_message_and_status_two(folder: Path):
 def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
     settings = make_sweep(plait.make_job(CONTENT), ["optimizer.lrr=0.1"])
     with pytest.raises(InputError, match="optimizer.lrr: SGD takes no 'lrr'; did you mean 'lr'?"):
-        check_order({"settings": encode(settings)})
+        check_order({"settings": encode(settings), "folder": "run", "resume": False})
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,9 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_starts(over: list[str], options: Any, message: str):
+    job = plait.make_job(CONTENT)
     with pytest.raises(InputError) as failure:
-        make_sweep(plait.make_job(CONTENT), over, **options)
+        placement_of(job, make_sweep(job, over, **options))
     assert message in str(failure.value)
 
 
@@ -229,7 +230,7 @@ def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path
     assert [host.slots for host in placement_of(job, made).hosts] == [2]
     three = plait.make_job({**CONTENT, "parallel": {"plan": str(file), "workers": 3}})
     with pytest.raises(InputError, match=r"--plan: found 2 stages, which do not divide the 3 workers"):
-        make_sweep(three, ["optimizer.lr=0.1,0.2"], width=2)
+        placement_of(three, make_sweep(three, ["optimizer.lr=0.1,0.2"], width=2))
 
 
 def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(

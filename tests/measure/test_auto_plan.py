@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 from plait.core.codec import encode
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import planned
-from plait.measure.job import profile_job, time_data_parallel
+from plait.measure.job import ProfileRequest, profile_job, time_data_parallel
 from plait.measure.plan_notes import describe_updates, other_microbatch
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
@@ -48,11 +47,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The sizes of microbatches that were asked for; every layer takes a second and one for each sample."""
     asked: list[list[int]] = []
 
-    def measure(settings: Any, placement: Any, sizes: Sequence[int], *_: Any, **__: Any) -> tuple[Any, ...]:
-        asked.append(list(sizes))
-        return tuple(profile_of(size) for size in sizes)
+    def measure(request: ProfileRequest, placement: Any) -> tuple[Any, ...]:
+        asked.append(list(request.batch_sizes))
+        return tuple(profile_of(size) for size in request.batch_sizes)
 
-    monkeypatch.setattr(module, "profile_together", measure)
+    monkeypatch.setattr("plait.measure.job.profile_together", measure)
     return asked
 
 
@@ -132,15 +131,15 @@ def test_timing_noise_changes_neither_the_plan_nor_the_updates(monkeypatch: pyte
     """Layers that take a few percent more or less from one measurement to the next."""
     noise = random.Random(0)
 
-    def measure(_: Any, __: Any, sizes: Sequence[int], *___: Any, **____: Any) -> tuple[Any, ...]:
+    def measure(request: ProfileRequest, placement: Any) -> tuple[Any, ...]:
         found = []
-        for size in sizes:
+        for size in request.batch_sizes:
             layers = [(0.01 + 0.01 * size) * noise.uniform(0.95, 1.05) for _ in range(8)]
             graph = chain(layers, output_bytes=1e3, parameter_bytes=1e3)
             found.append(replace(profile_of(size), graph=graph))
         return tuple(found)
 
-    monkeypatch.setattr(module, "profile_together", measure)
+    monkeypatch.setattr("plait.measure.job.profile_together", measure)
     plans = [plan_of(64, 2, PlanRequest("auto")) for _ in range(8)]
     chosen = {(plan.schedule, plan.microbatches, len(plan.stages)) for plan in plans}
     assert chosen == {(Schedule.FLUSH, 2, 1)}
@@ -158,16 +157,16 @@ def test_replicas_that_share_a_batch_out_run_without_a_pipeline_and_stay_so(
             "parallel": {"workers": 2, "plan": "auto"},
         }
     )
-    settings, _, plan, _ = module.plan_job(job, job.settings(), job.placement())
+    settings, _, plan, _ = module.plan_job(job, job.settings(), job.placement)
     assert settings.pipeline is not None
     assert settings.as_run().pipeline is None
     (tmp_path / "settings.json").write_text(json.dumps(encode(settings)))
     before = module.settings_before(tmp_path / "settings.json")
-    again, _, kept, _ = module.plan_job(job, job.settings(), job.placement(), before)
+    again, _, kept, _ = module.plan_job(job, job.settings(), job.placement, before)
     assert (again, kept) == (settings, plan)
     assert len(measured) == 1
     # Where the plan may change while the job runs, workers are ready for stages.
-    elastic = replace(job.placement(), elastic=ElasticRules(max_workers=2))
+    elastic = replace(job.placement, elastic=ElasticRules(max_workers=2))
     assert module.plan_job(job, job.settings(), elastic)[0].as_run().pipeline is not None
 
 

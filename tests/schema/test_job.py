@@ -40,7 +40,7 @@ def test_the_job_of_the_design_is_read_as_meant():
     assert settings.data.options == {"path": "data/imagenet"}
     assert settings.optimizer.options == {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
     assert settings.lr_schedule.warmup_steps == 500
-    assert job.placement().hosts == (Host("w0", 2), Host("w1", 2))
+    assert job.placement.hosts == (Host("w0", 2), Host("w1", 2))
 
 
 def test_overrides_replace_values_of_the_file():
@@ -54,7 +54,7 @@ def test_overrides_replace_values_of_the_file():
 def test_a_job_written_down_again_is_the_same_job():
     job = make_job(GOOD, ["optimizer.lr=1e-3", "parallel.workers=2"])
     again = make_job(parse(job.text(), "again"))
-    assert (again.settings(), again.placement()) == (job.settings(), job.placement())
+    assert (again.settings(), again.placement) == (job.settings(), job.placement)
 
 
 def test_how_long_a_job_takes_is_said_by_the_override_whichever_key_the_file_has():
@@ -95,7 +95,7 @@ def test_a_python_file_is_no_job_and_says_how_to_name_its_code(tmp_path: Path):
 
 
 def test_without_hosts_the_workers_run_on_localhost():
-    assert make_job(GOOD, ["parallel.workers=3"]).placement().hosts == (Host(LOCAL, 3),)
+    assert make_job(GOOD, ["parallel.workers=3"]).placement.hosts == (Host(LOCAL, 3),)
 
 
 def test_one_chain_of_stages_may_have_more_workers_than_a_batch_has_samples():

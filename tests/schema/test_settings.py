@@ -84,7 +84,7 @@ def test_a_job_that_sets_nothing_has_the_defaults_of_the_settings():
     made = make_job(MINIMAL)
     assert made.parallel == ParallelSettings()
     assert made.cluster == ClusterSettings()
-    assert made.placement() == Placement()
+    assert made.placement == Placement()
     plain = TrainSettings("t", settings.ModelSettings("m:m"), settings.DataSettings("digits", 8), steps=1)
     assert made.settings() == plain
 
@@ -118,8 +118,8 @@ def test_what_a_job_says_arrives_in_the_settings_of_its_workers():
         "depths": {0: 2},
         "recompute": (1, 2),
     }
-    assert values_of(HostAccess, made.placement()) == values_of(HostAccess, made.cluster)
-    assert (made.placement().threads, made.placement().workers) == (3, 2)
+    assert values_of(HostAccess, made.placement) == values_of(HostAccess, made.cluster)
+    assert (made.placement.threads, made.placement.workers) == (3, 2)
     assert decode(TrainSettings, encode(sent)) == sent
     assert make_job(made.content) == made
 

@@ -13,7 +13,7 @@ import pytest
 
 import plait
 from plait.core.errors import InputError
-from plait.jobs.sweep import make_sweep
+from plait.jobs.sweep import make_sweep, placement_of
 from plait.launch.control import ask_job
 from plait.launch.display import Silent, WorkerState
 from plait.launch.run_dir import find_run
@@ -129,4 +129,4 @@ def test_an_elastic_sweep_refuses_groups_of_workers():
     with pytest.raises(
         InputError, match="parallel.elastic: found true with --replicas 2; a worker that leaves"
     ):
-        make_sweep(asked, OVER, replicas=2)
+        placement_of(asked, make_sweep(asked, OVER, replicas=2))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from plait.fusion.errors import FusionError
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
-from plait.sweeping import array_size
-from plait.sweeping.array_size import MARGIN, slower_by
+from plait.sweeping.array_size import MARGIN, find_width, slower_by
 
 HERE = "sweep.test_sweep_width" if __name__.startswith("sweep.") else __name__
 left_behind: list[int] = []
@@ -71,15 +70,14 @@ def test_a_width_is_not_decided_by_the_load_of_the_machine(seed: int):
 
 
 @pytest.mark.parametrize(("slower_from", "width"), [(64, 8), (8, 4), (4, 2), (2, 1)])
-def test_arrays_are_made_narrower_only_where_they_are_clearly_slower(monkeypatch, slower_from, width):
-    def seconds(narrow: int, wide: int, device: Any) -> list[tuple[float, float]]:
-        own = 1.5 if wide >= slower_from else 1.02
-        return [(float(narrow), wide * own)] * 3
+def test_arrays_are_made_narrower_only_where_they_are_clearly_slower(slower_from, width):
+    class Steps:
+        def of_width(self, width: int) -> int:
+            return width
 
-    monkeypatch.setattr(array_size, "_fitting", lambda asked: 8)
-    monkeypatch.setattr(array_size, "_stepper", lambda asked, width: width)
-    monkeypatch.setattr(array_size, "_seconds", seconds)
-    asked: Any = type("Asked", (), {"device": torch.device("cpu")})
-    found, why = array_size._measure_width(asked, 20)
+        def seconds(self, narrow: int, wide: int) -> list[tuple[float, float]]:
+            return [(float(narrow), wide * (1.5 if wide >= slower_from else 1.02))] * 3
+
+    found, why = find_width(cast("Any", Steps()), 8)
     assert found == width
     assert bool(why) == (width == 1)

@@ -20,6 +20,7 @@ from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
+from plait.training.process import choose_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from plait.training.worker import whole_model_engine
@@ -64,7 +65,7 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
 
 def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:
     """Take the job's steps, with another topology after each."""
-    parts = components.build(JOB, components.choose_device("cpu", 0))
+    parts = components.build(JOB, choose_device("cpu", 0))
     run = Run(PlainWorker(), JOB, parts, RunDir(folder))
     names = ["ring", "native", "clique", "star:2", "binary-tree", "native"]
     changes = StepTable({step: TopologyChange(name) for step, name in enumerate(names, 1)})

@@ -30,7 +30,7 @@ from plait.training import components
 from plait.training.checkpoint import list_checkpoints
 from plait.training.engines.auto_sync import choose
 from plait.training.engines.train_step import TrainStep
-from plait.training.worker import make_loop
+from plait.training.worker import make_job_loop
 from support.averaging import job_store, open_store
 from support.syncs import run_sync, settings_of
 from support.training import PlainWorker, largest_difference, train_rank
@@ -208,7 +208,7 @@ def choose_in_a_world(
     TrainStep.time_backward = time_backward  # type: ignore[method-assign]
     parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    loop: Any = make_loop(PlainWorker(address=port), settings, parts, RunDir(folder))
+    loop: Any = make_job_loop(PlainWorker(address=port), settings, parts, RunDir(folder))
     assert largest_difference(before, parts.model.state_dict()) == 0
     return type(loop.engine).__name__
 

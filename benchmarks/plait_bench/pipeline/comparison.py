@@ -29,7 +29,7 @@ from torch import nn
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker import Worker
-from plait.measure.job import profile_here
+from plait.measure.job import ProfileRequest, profile_here
 from plait.pipeline.executor import PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout, arrange
@@ -161,7 +161,7 @@ class _World:
         data = components.build_train_data(settings)
         groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
         self.content = [data.batch(0, group, 0) for group in groups]
-        (self.profile,) = profile_here(worker, settings, (minibatch,))
+        (self.profile,) = profile_here(worker, ProfileRequest(settings, (minibatch,)))
         # All workers come to the same number: the profile is their mean.
         self.steps = min(MOST, max(LEAST, round(INTERVAL_S / self.profile.graph.compute_s())))
 

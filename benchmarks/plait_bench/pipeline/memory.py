@@ -32,7 +32,7 @@ from torch import nn
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.launch.worker import Worker
-from plait.measure.job import profile_together
+from plait.measure.job import ProfileRequest, profile_together
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import arrange
 from plait.planner import (
@@ -49,6 +49,7 @@ from plait.profiler.trace import trace
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
+from plait.training.process import choose_device
 from plait.workloads.losses import build_loss
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number, within, workers
 from plait_bench.pipeline.models import job
@@ -127,7 +128,7 @@ def run(steps: int = 3, chosen: Sequence[MemoryCase] | None = None, device: Devi
     """
     rows: list[Row] = []
     for case in cases(device) if chosen is None else chosen:
-        (profile,) = profile_together(case.settings, TWO, (case.microbatch,), repeats=2)
+        (profile,) = profile_together(ProfileRequest(case.settings, (case.microbatch,), 2), TWO)
         for schedule in case.schedules:
             rows += _measure(case, case.plan(profile, schedule), steps)
     return rows, claims_of(rows)
@@ -172,7 +173,7 @@ def peak_bytes(worker: Worker, order: dict[str, Any], planned: dict[str, Any], s
     """Be one of the two workers whose memory is measured: the most bytes that it has resident."""
     settings = decode(TrainSettings, order, "settings")
     plan = decode(Plan, planned, "plan")
-    device = components.choose_device(settings.device, worker.local_rank)
+    device = choose_device(settings.device, worker.local_rank)
     use_libraries(device)
     data = components.build_train_data(settings)
     x, y = to_device(data.batch(0, range(size), 0), device, None)

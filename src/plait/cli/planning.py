@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +20,6 @@ from plait.core.units import parse_bytes, show_bytes, show_seconds
 from plait.schema.plans.schedules import Schedule
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from plait.planner import Cluster, Device, Plan
     from plait.profiler.profile import Profile
     from plait.schema.placement import Placement
@@ -62,7 +59,7 @@ def profile(
 
     check_alone()
     asked = read_job(job, [*(set_ or []), *placed(workers, hosts, nic)])
-    placement = replace(asked.placement(), threads=threads)
+    placement = replace(asked.placement, threads=threads)
     together = links and sum(host.slots for host in placement.hosts) > 1
     measure = _measure_together if together else _measure_alone
     with searching(os.getcwd(), asked.folder):
@@ -88,21 +85,15 @@ def _measure_together(
     """Measured on all of the job's workers at once, as `parallel.plan: auto` does."""
     from rich.console import Console
 
-    from plait.measure.job import profile_together
+    from plait.measure.job import ProfileRequest, profile_together
 
-    console = Console(stderr=True)
     size = batch or settings.data.batch_size
-    with _spinner(console, quiet):
-        (found,) = profile_together(
-            settings, placement, (size,), repeats, verify=settings.verify.start != "off"
-        )
+    request = ProfileRequest(settings, (size,), repeats, verify=settings.verify.start != "off")
+    console = Console(stderr=True)
+    status = console.status("measuring on all workers at once")
+    with status if console.is_terminal and not quiet else contextlib.nullcontext():
+        (found,) = profile_together(request, placement)
         return found
-
-
-def _spinner(console: Console, quiet: bool) -> AbstractContextManager[object]:
-    if quiet or not console.is_terminal:
-        return contextlib.nullcontext()
-    return console.status("measuring on all workers at once")
 
 
 def _measure_alone(

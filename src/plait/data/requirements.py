@@ -74,9 +74,9 @@ def _check_workers(settings: TrainSettings) -> None:
             f"parallel.sync: found {settings.sync.kind!r}, but the samples of {kind} continue those of the "
             f"batch before, which the same worker must have had; use sync: all-reduce"
         )
-    if settings.pipeline is None:
+    if not settings.in_stages:
         return
-    replicas = max(stage.replicas for stage in settings.pipeline.plan.stages)
+    replicas = max(stage.replicas for stage in settings.stages.plan.stages)
     if replicas > 1:
         raise JobError(
             f"parallel.plan: found a stage with {replicas} replicas, but the samples of {kind} continue "

@@ -80,25 +80,26 @@ def sweep(
     with searching(os.getcwd(), job.folder):
         named = run_folder if resume is None else resume
         folder = choose_folder(run_dir, job.name, resume is not None, named, RunKind.SWEEP)
+        before = None
         if resume is not None and folder is not None:
             before = load(SweepSettings, folder.sweep, KIND, VERSION)
             settings = go_on(before, width=width, replicas=replicas, trials=trials, **asked)
-            _check_workers(job, settings)
-            files = {} if settings == before else {folder.sweep: _text(settings)}
         else:
             given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
             settings = make_sweep(job, over, trials=trials, width=width, replicas=replicas, **given)
-            folder = folder or new_run(run_dir, job.name)
-            files = {folder.sweep: _text(settings)}
+        placement = placement_of(job, settings)
+        folder = folder or new_run(run_dir, job.name)
+        content = encode(settings)
+        text = json.dumps({"plait": KIND, "version": VERSION, **content}, indent=1) + "\n"
         found = launch_entry(
             "plait.sweeping.worker",
             RunKind.SWEEP,
-            settings,
-            placement_of(job, settings),
+            content,
+            placement,
             folder,
             display or Silent(),
             resume is not None,
-            files,
+            {} if settings == before else {folder.sweep: text},
             "" if resume is not None else job.text(),
             preload=tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
@@ -188,48 +189,45 @@ def make_sweep(
     check(settings)
     _check_values(job, written, listed=trials is None)
     if job.parallel.plan != "data-parallel":
-        # Before the job is measured, which takes a while.
-        check_in_stages(settings)
-        if job.parallel.schedule is not None:
-            check_schedule(job.parallel.schedule)
-        settings = replace(settings, train=_with_plan(job, settings.train))
+        settings = replace(settings, train=_with_plan(job, settings))
         check(settings)
-    _check_workers(job, settings)
     return settings
 
 
-def _check_workers(job: Job, settings: SweepSettings) -> None:
-    """Refuse workers that cannot train the sweep's arrays."""
-    if job.parallel.elastic and settings.workers_per_array > 1:
-        key = f"--replicas {settings.replicas}" if settings.train.pipeline is None else "a plan with stages"
-        raise InputError(
-            f"parallel.elastic: found true with {key}; a worker that leaves would break its group, and in an "
-            f"elastic sweep each worker trains arrays of its own: leave one of the two out"
-        )
-    check_worker_groups(settings, sum(host.slots for host in placement_of(job, settings).hosts))
-
-
-def _with_plan(job: Job, settings: TrainSettings) -> TrainSettings:
-    """`settings` with the job's plan, under a schedule that drains between two steps."""
+def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
+    """The sweep's job with its plan, under a schedule that drains between two steps."""
     from plait.measure.auto_plan import planned
 
     parallel = job.parallel
+    # Before the job is measured, which takes a while.
+    check_in_stages(settings)
+    if parallel.schedule is not None:
+        check_schedule(parallel.schedule)
     schedule = parallel.schedule or (Schedule.FLUSH if parallel.needs_planning else None)
-    made, plan = planned(settings, job.placement(), replace(parallel, schedule=schedule))
+    made, plan = planned(settings.train, job.placement, replace(parallel, schedule=schedule))
     if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
         assert schedule is not None
         plan = replace(plan, schedule=schedule, depths=())
-    assert made.pipeline is not None
-    return replace(made, pipeline=replace(made.pipeline, plan=plan))
+    return made.with_stages(plan=plan)
 
 
 def placement_of(job: Job, settings: SweepSettings) -> Placement:
-    """Where a sweep's workers run: as many as its plan has stages, where the job does not say."""
-    placement = job.placement()
-    if settings.train.pipeline is None or job.parallel.workers is not None or job.cluster.hosts:
-        return placement
-    return replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
+    """Where a sweep's workers run: as many as its plan has stages, where the job does not say.
+
+    Workers that cannot train the sweep's arrays are refused.
+    """
+    placement, in_stages = job.placement, settings.train.in_stages
+    if job.parallel.elastic and settings.workers_per_array > 1:
+        key = "a plan with stages" if in_stages else f"--replicas {settings.replicas}"
+        raise InputError(
+            f"parallel.elastic: found true with {key}; a worker that leaves would break its group, and in an "
+            f"elastic sweep each worker trains arrays of its own: leave one of the two out"
+        )
+    if in_stages and job.parallel.workers is None and not job.cluster.hosts:
+        placement = replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
+    check_worker_groups(settings, placement.workers)
+    return placement
 
 
 def _in_own_spelling(dimension: Dimension) -> Dimension:
@@ -286,7 +284,3 @@ def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         make_job(content, list(values.items()))
     except JobError as failure:
         raise JobError(f"--over {failure}") from None
-
-
-def _text(settings: SweepSettings) -> str:
-    return json.dumps({"plait": KIND, "version": VERSION, **encode(settings)}, indent=1) + "\n"

@@ -34,12 +34,12 @@ def train(
     check_alone()
     job = as_job(job)
     display = display or Silent()
-    settings, placement = job.settings(), job.placement()
+    settings, placement = job.settings(), job.placement
     run_dir, told = Path(job.run_dir), list[str]()
     with searching(os.getcwd(), job.folder):
         folder = choose_folder(run_dir, job.name, resume, run_folder, RunKind.TRAIN)
         if job.parallel.plan != "data-parallel":
-            from plait.measure.auto_plan import plan_job, settings_before  # imports torch
+            from plait.measure.auto_plan import plan_job, settings_before
             from plait.planner import describe_plan
 
             before = settings_before(folder.settings) if folder is not None and resume else None

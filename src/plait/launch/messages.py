@@ -69,6 +69,19 @@ class Launch:
     saves: bool = True  # whether workers that are asked to stop have something to save first
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What the processes of a run receive besides its settings, whose type depends on the kind of run.
+
+    `run` is the id of the run, and `workers` the number of workers that it starts with.
+    """
+
+    folder: Path
+    resume: bool
+    run: str | None = None
+    workers: int | None = None
+
+
 # From the supervisor to an agent, and from there to its workers.
 
 

@@ -16,7 +16,7 @@ from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.units import count_of
 from plait.launch.display import Display, WorkerState
-from plait.launch.messages import Launch
+from plait.launch.messages import Launch, RunRequest
 from plait.launch.run_dir import RunDir, RunKind
 from plait.launch.supervisor import Supervisor
 from plait.schema.placement import Placement
@@ -122,7 +122,8 @@ def launch(
     The folder is held while the run goes on, and left as it was when the settings are refused. `job_text` is
     kept in it.
     """
-    files = {folder.settings: json.dumps(encode(settings), indent=1)}
+    content = encode(settings)
+    files = {folder.settings: json.dumps(content, indent=1)}
 
     def finish(result: dict[str, Any]) -> dict[str, Any]:
         earlier = _earlier_result(folder, result) if resume else None
@@ -138,7 +139,7 @@ def launch(
     result = launch_entry(
         "plait.training.worker",
         RunKind.TRAIN,
-        settings,
+        content,
         placement,
         folder,
         display,
@@ -156,13 +157,13 @@ def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
 
     They take longer to import than most of torch, and a worker that runs the model whole needs none of them.
     """
-    return TRACING if settings.as_run().pipeline is not None else ()
+    return TRACING if settings.as_run().in_stages else ()
 
 
 def launch_entry(
     module: str,
     kind: RunKind,
-    settings: Any,
+    settings: Mapping[str, Any],
     placement: Placement,
     folder: RunDir,
     display: Display,
@@ -175,32 +176,25 @@ def launch_entry(
 ) -> dict[str, Any]:
     """Run the function of that kind on all workers in a run folder, once its module's `check_order` accepts.
 
-    `files` say what the run is. A new run has them before any worker starts, a resumed one once the workers
-    have taken it up: until then they may refuse. `finish` may change what rank 0 or the coordinator returned.
-    `preload` names modules that are imported once a host, before its workers are forked; `coordinator` is as
-    in `Launch`.
+    `settings` are encoded, and `files` are what the folder keeps of them. A new run has these before any
+    worker starts, a resumed one once the workers have taken it up: until then they may refuse. `finish` may
+    change what rank 0 or the coordinator returned; `preload` and `coordinator` are as in `Launch`.
     """
-    check_alone()
-    folder.claim(kind, resume)
-    order = {
-        "settings": encode(settings),
-        "folder": str(folder.path.absolute()),
-        "resume": resume,
-        "run": folder.read_record().id,
-    }
+    record = folder.claim(kind, resume)
+    request = RunRequest(
+        folder=folder.path.absolute(), resume=resume, run=record.id, workers=placement.workers
+    )
+    task = Launch(
+        placement,
+        f"{module}:{kind.value}",
+        {"settings": settings, **encode(request)},
+        folder.logs.absolute(),
+        check=f"{module}:check_order",
+        preload=preload,
+        coordinator=coordinator,
+    )
     with folder.lock():
-        return _Run(folder, display, resume, files, job_text).supervise(
-            Launch(
-                placement,
-                f"{module}:{kind.value}",
-                order,
-                folder.logs.absolute(),
-                check=f"{module}:check_order",
-                preload=preload,
-                coordinator=coordinator,
-            ),
-            finish,
-        )
+        return _Run(folder, display, resume, files, job_text).supervise(task, finish)
 
 
 def check_alone(environment: Mapping[str, str] = os.environ) -> None:
@@ -248,7 +242,9 @@ class _Run:
             supervisor = Supervisor(task, self._status)
             try:
                 with _controlled(supervisor, task.placement, folder):
-                    result = finish(_of_lowest(supervisor.run(self._prepare)))
+                    results = supervisor.run(self._prepare)
+                # The coordinator's or, of the workers that were not lost, the first one's: it has the record.
+                result = finish(results[min(results)])
             finally:
                 folder.remove_unfinished()
             result["warnings"] = [*dict.fromkeys([*result.get("warnings", ()), *supervisor.warnings])]
@@ -308,11 +304,6 @@ def _controlled(
     from plait.launch.control import serving  # imports an HTTP server
 
     return serving(folder, placement.elastic.control, supervisor.request_control)
-
-
-def _of_lowest(results: Mapping[int, Any]) -> Any:
-    """What the coordinator returned, or the lowest rank of those that were not lost: it kept the record."""
-    return results[min(results)]
 
 
 def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any] | None:

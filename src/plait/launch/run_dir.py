@@ -143,14 +143,15 @@ class RunDir:
         names = (*FILES, *FOLDERS)
         return [name for name in names if name not in own and os.path.lexists(self.path / name)]
 
-    def claim(self, kind: RunKind, resume: bool) -> None:
+    def claim(self, kind: RunKind, resume: bool) -> RunRecord:
         """Make this the folder of a new run, or find the run that is to go on; refuses any other folder."""
         if resume:
-            if taken := self._taken(self.check_kind(kind).entries):
+            record = self.check_kind(kind)
+            if taken := self._taken(record.entries):
                 raise InputError(
                     f"--resume: {self.path} has {listed(taken)}, which its run did not make; move them away"
                 )
-            return
+            return record
         self.check_free()
         self.make()
         record = RunRecord(kind, uuid.uuid4().hex, (*FILES, *FOLDERS), tuple(own_folders()))
@@ -163,6 +164,7 @@ class RunDir:
                 self.record.unlink(missing_ok=True)
             self.remove_made()
             raise
+        return record
 
     def write_job(self, text: str) -> None:
         """Keep the job as a file of the run's, unless a person has changed the one that is there."""

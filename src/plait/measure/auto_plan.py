@@ -8,10 +8,10 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
-from plait.measure.job import profile_together
 from plait.measure.plan_notes import describe_clipping, describe_memory, describe_updates, other_microbatch
 from plait.planner import (
     Cluster,
@@ -30,7 +30,6 @@ from plait.planner import (
     with_memory_as_run,
 )
 from plait.planner.replan import plan_for
-from plait.profiler.profile import Profile
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.job_checks import check_slow
 from plait.schema.job_settings import Job
@@ -44,8 +43,9 @@ from plait.schema.settings import (
     TrainSettings,
     values_of,
 )
-from plait.training import components
-from plait.training.engines.pipeline import check_pipeline
+
+if TYPE_CHECKING:
+    from plait.profiler.profile import Profile
 
 # Microbatches a worker has of each step where nothing else is asked for.
 _PER_WORKER = 4
@@ -74,13 +74,10 @@ def plan_job(
         used, workers = plan.devices_used, placement.workers
         notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
         plan, placement = on_fewer_workers(plan, placement)
-        assert settings.pipeline is not None
-        settings = replace(settings, pipeline=replace(settings.pipeline, plan=plan))
+        settings = settings.with_stages(plan=plan)
     check_slow(settings.slow.factors, placement.workers)
-    check_pipeline(settings, placement.workers)
-    assert settings.pipeline is not None
     if _is_data_parallel(plan, parallel) and not may_plan_again(settings, placement):
-        settings = replace(settings, pipeline=replace(settings.pipeline, as_data_parallel=True))
+        settings = settings.with_stages(as_data_parallel=True)
     notes += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
     if not parallel.needs_planning:
         notes.append(other_microbatch(plan, settings))
@@ -105,7 +102,7 @@ def planned(
     A run that goes on, whose settings were `before`, keeps its plan: another measurement might give another,
     and with it other updates.
     """
-    graph = None if before is None or before.pipeline is None else before.pipeline.graph
+    graph = before.stages.graph if before is not None and before.in_stages else None
     if not request.needs_planning:
         plan = _read(Path(request.plan), settings, request)
     elif (kept := _kept(settings, placement, request, before)) is not None:
@@ -143,9 +140,10 @@ def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:
     """What the layers of a job cost whose plan was made elsewhere."""
-    components.check(settings)
+    from plait.measure.job import ProfileRequest, profile_together  # imports torch
+
     size = max(1, round(settings.data.batch_size / plan.microbatches))
-    (found,) = profile_together(settings, placement, [size], least_s=measure_s)
+    (found,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
     return found.loaded_graph()
 
 
@@ -161,12 +159,11 @@ def _kept(
     settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None
 ) -> Plan | None:
     """The plan that the run had, if the job asks for the same now on as many workers."""
-    if before is None or before.pipeline is None:
+    if before is None or not before.in_stages:
         return None
-    plan = before.pipeline.plan
-    workers = sum(host.slots for host in placement.hosts)
+    plan = before.stages.plan
     same = (
-        plan.machines.count == workers
+        plan.machines.count == placement.workers
         and before.data.batch_size == settings.data.batch_size
         and request.schedule in (None, plan.schedule)
         and request.microbatches in (None, plan.microbatches)
@@ -224,19 +221,18 @@ def measure_and_plan(
 
     Returns the plan, and what the layers were measured to cost for it.
     """
-    workers = sum(host.slots for host in placement.hosts)
-    batch = settings.data.batch_size
+    from plait.measure.job import ProfileRequest, profile_together  # imports torch
+
+    workers, batch = placement.workers, settings.data.batch_size
     schedule = _schedule(request)
     usual = 1 if schedule in _WHOLE_BATCHES or workers == 1 else min(batch, _PER_WORKER * workers)
     microbatches = request.microbatches or usual
     small, whole = max(1, round(batch / microbatches)), math.ceil(batch / workers)
-    components.check(settings)
     is_open = request.leaves_microbatches_open and settings.sync.kind == "all-reduce" and batch >= workers
-    sizes = {small, whole} if is_open else {small}
-    found = profile_together(
-        settings, placement, sorted(sizes), least_s=measure_s, data_parallel=is_open and workers > 1
-    )
-    profiles = dict(zip(sorted(sizes), found))
+    sizes = tuple(sorted({small, whole} if is_open else {small}))
+    tries_data_parallel = is_open and workers > 1
+    asked_for = ProfileRequest(settings, sizes, least_s=measure_s, data_parallel=tries_data_parallel)
+    profiles = dict(zip(sizes, profile_together(asked_for, placement)))
     if words := profiles[small].doubts():
         log.warning("parallel.plan: %s", words)
     cluster = _machines(placement, profiles[small])

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +43,7 @@ from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
+from plait.training.process import begin_process, choose_device, use_device
 from plait.training.worker_group import group_of_world
 from plait.verification import same_random_numbers
 from plait.verification.verify import Mismatch, verify
@@ -54,12 +55,27 @@ _STEPS = (4, 30)
 MOST_SAMPLES = 1 << 20
 
 
-def _check_sizes(sizes: Sequence[int]) -> None:
-    if max(sizes) > MOST_SAMPLES:
-        raise InputError(
-            f"--batch: found microbatches of {max(sizes):,} samples, expected {MOST_SAMPLES:,} at most; if "
-            f"it is not given, data.batch_size counts"
-        )
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is measured of a job: a profile for each of `batch_sizes`, sizes of microbatches.
+
+    With `verify` the layers are first compared with the model, see `verify_layers`. With `data_parallel` some
+    steps are taken in which every worker holds the whole model, see `time_data_parallel`.
+    """
+
+    settings: TrainSettings
+    batch_sizes: tuple[int, ...]
+    repeats: int = 5
+    least_s: float = 0.0
+    verify: bool = False
+    data_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if max(self.batch_sizes) > MOST_SAMPLES:
+            raise InputError(
+                f"--batch: found microbatches of {max(self.batch_sizes):,} samples, expected "
+                f"{MOST_SAMPLES:,} at most; if it is not given, data.batch_size counts"
+            )
 
 
 def profile_job(
@@ -77,33 +93,27 @@ def profile_job(
     `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
     the layers are compared with the model first, see `verify_layers`.
     """
-    sizes = (batch_size or settings.data.batch_size,)
-    _check_sizes(sizes)
+    request = ProfileRequest(settings, (batch_size or settings.data.batch_size,), repeats, least_s)
     components.check(settings)
-    verified = (
-        verify_layers(settings, components.choose_device(settings.device, 0)) if verify else Verification()
-    )
-    (found,) = _profile_sizes(settings, sizes, threads, repeats, least_s, on_progress, local_rank=0)
+    device = choose_device(settings.device, 0)
+    verified = verify_layers(settings, device) if verify else Verification()
+    (found,) = _profile_sizes(request, device, threads, on_progress)
     return verified.noted_in(found)
 
 
 def _profile_sizes(
-    settings: TrainSettings,
-    batch_sizes: Sequence[int],
+    request: ProfileRequest,
+    device: torch.device,
     threads: int | None,
-    repeats: int,
-    least_s: float,
     on_progress: Callable[[int, int], None] | None,
-    local_rank: int,
 ) -> tuple[Profile, ...]:
     """The job's model measured on microbatches of each size, one size after the other."""
-    components.check(settings)
-    device = components.choose_device(settings.device, local_rank)
+    settings, repeats = request.settings, request.repeats
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     profiles = []
     try:
-        for size in batch_sizes:
+        for size in request.batch_sizes:
             model, inputs, target = _example(settings, size, device)
             with explaining_type_errors(model, inputs), _autocast(settings, device):
                 found = profile_model(
@@ -112,7 +122,7 @@ def _profile_sizes(
                     _loss_of(settings, target),
                     device=device,
                     repeats=repeats,
-                    least_s=least_s,
+                    least_s=request.least_s,
                     name=settings.model.factory,
                     on_progress=on_progress,
                 )
@@ -221,11 +231,7 @@ def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
 
 def verify_job(settings: TrainSettings, traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
     """Refuse stages of the job's model, traced by `trace_job`, that do not compute what it computes."""
-    dtype, device = _dtype(settings), torch.device("cpu")
-    with same_random_numbers(settings.seed):
-        contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
-    batches = [to_device(content, device, dtype) for content in contents]
-    loss = build_loss(settings.loss, settings.loss_args)
+    loss, batches = build_loss(settings.loss, settings.loss_args), _batches(settings, torch.device("cpu"))
     mismatch = find_mismatch(traced, stages, Example(batches, loss, Choices(quick=False)))
     if mismatch is not None:
         raise StageError(f"the stages do not compute what the model computes: {mismatch}")
@@ -252,13 +258,13 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
     that is the code of the model itself.
     """
     started = time.perf_counter()
-    model, batches = _model_and_batches(settings, device)
-    example = Example(
-        batches,
-        build_loss(settings.loss, settings.loss_args),
-        Choices(lambda: _autocast(settings, device), quick=False),
-        lambda: components.build_model(settings.model, settings.seed).to(device, _dtype(settings)),
-    )
+
+    def make_model() -> nn.Module:
+        return components.build_model(settings.model, settings.seed).to(device, components.dtype_of(settings))
+
+    batches, model = _batches(settings, device), make_model()
+    choices = Choices(lambda: _autocast(settings, device), quick=False)
+    example = Example(batches, build_loss(settings.loss, settings.loss_args), choices, make_model)
     whole, notes = set[str](), list[str]()
 
     def mend(mismatch: Mismatch) -> bool:
@@ -294,21 +300,16 @@ def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -
     return mismatch
 
 
-def _model_and_batches(settings: TrainSettings, device: torch.device) -> tuple[nn.Module, list[Any]]:
-    """The model, and two batches of its data of a few samples, as pairs of inputs and target."""
+def _batches(settings: TrainSettings, device: torch.device) -> list[Any]:
+    """Two batches of a few samples of the job's data, as pairs of inputs and target."""
     with same_random_numbers(settings.seed):
         contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
-    model = components.build_model(settings.model, settings.seed).to(device, _dtype(settings))
-    return model, [to_device(content, device, _dtype(settings)) for content in contents]
-
-
-def _dtype(settings: TrainSettings) -> torch.dtype | None:
-    return torch.float64 if settings.precision == "float64" else None
+    return [to_device(content, device, components.dtype_of(settings)) for content in contents]
 
 
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
-    dtype = _dtype(settings)
+    dtype = components.dtype_of(settings)
     # A set with fewer samples than a microbatch begins again: what they hold costs no time.
     content = components.build_train_data(settings).first_batch(batch_size, settings.seed)
     inputs, target = to_device(content, device, dtype)
@@ -316,45 +317,40 @@ def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> 
     return model, as_arguments(inputs), target
 
 
-def profile_together(
-    settings: TrainSettings,
-    placement: Placement,
-    batch_sizes: Sequence[int],
-    repeats: int = 5,
-    least_s: float = 0.0,
-    verify: bool = False,
-    data_parallel: bool = False,
-) -> tuple[Profile, ...]:
+def profile_together(request: ProfileRequest, placement: Placement) -> tuple[Profile, ...]:
     """The job measured on all of its workers at once, with the links between them and their sums.
 
-    Each of `batch_sizes`, sizes of microbatches, has its own profile. With `verify` rank 0 first compares the
-    layers with the model, see `verify_layers`. With `data_parallel` some steps are taken in which every
-    worker holds the whole model, see `time_data_parallel`. Neighbours share memory and caches, so
-    layers take longer next to busy workers than alone; and what is measured where the job will run has its
-    threads, its libraries and its processors.
+    Neighbours share memory and caches, so layers take longer next to busy workers than alone; and what is
+    measured where the job will run has its threads, its libraries and its processors.
     """
-    sizes = list(batch_sizes)
-    _check_sizes(sizes)
-    order = {"settings": encode(settings), "batch_sizes": sizes, "repeats": repeats, "least_s": least_s}
-    order |= {"verify": verify, "data_parallel": data_parallel}
-    entry = "plait.measure.job:profile_worker"
-    launch = Launch(placement, entry, order, preload=TRACING, saves=False)
+    launch = Launch(
+        placement,
+        f"{__name__}:profile_worker",
+        encode(request),
+        check=f"{__name__}:check_profile",
+        preload=TRACING,
+        saves=False,
+    )
     results = Supervisor(launch, Silent()).run()
     return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
 
 
-def profile_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
+def check_profile(order: Mapping[str, Any]) -> None:
+    """Refuse a job that cannot run, before any worker starts; each host's agent calls it."""
+    components.check(begin_process(ProfileRequest, order).settings)
+
+
+def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     """Be one worker of a profile; the answer of rank 0 counts."""
-    settings = decode(TrainSettings, order["settings"], "settings")
-    device = components.choose_device(settings.device, worker.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    request = begin_process(ProfileRequest, order)
+    settings = request.settings
+    device = use_device(settings.device, worker)
     worker.join("gloo")
     verified = Verification()
-    if order["verify"] and worker.rank == 0:
+    if request.verify and worker.rank == 0:
         verified = verify_layers(settings, device)
-    found = profile_here(worker, settings, order["batch_sizes"], order["repeats"], order["least_s"])
-    if order["data_parallel"]:
+    found = profile_here(worker, request)
+    if request.data_parallel:
         seconds = time_data_parallel(worker, settings, device)
         found = tuple(replace(each, data_parallel_s=seconds) for each in found)
     return {"profiles": [encode(verified.noted_in(each)) for each in found]}
@@ -389,13 +385,7 @@ def time_data_parallel(
     return statistics.median(seconds[1:])
 
 
-def profile_here(
-    worker: Worker,
-    settings: TrainSettings,
-    batch_sizes: Sequence[int],
-    repeats: int = 5,
-    least_s: float = 0.0,
-) -> tuple[Profile, ...]:
+def profile_here(worker: Worker, request: ProfileRequest) -> tuple[Profile, ...]:
     """The mean of what all workers measured at once, with links and sums; one profile for each size.
 
     All workers call it together, in a gloo group.
@@ -405,14 +395,13 @@ def profile_here(
         if done == 1:  # traced and weighed; the timed steps follow
             dist.barrier()
 
-    profiles = _profile_sizes(
-        settings, batch_sizes, None, repeats, least_s, start_together, worker.local_rank
-    )
+    settings = request.settings
+    device = choose_device(settings.device, worker.local_rank)
+    profiles = _profile_sizes(request, device, None, start_together)
     profiles = tuple(replace(each, graph=_mean_of_workers(each.graph)) for each in profiles)
     if worker.world_size == 1:
         return profiles
     model = components.build_model(settings.model, settings.seed)
-    device = components.choose_device(settings.device, worker.local_rank)
     links = measure_links(worker.rendezvous, _two_of_each(worker.hosts), device=device)
     overhead_s = measure_overhead(worker.rendezvous)
     sums = measure_sums(model, worker.rendezvous, settings.topology, device=device)
@@ -430,7 +419,7 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
         return 0.0
     source = components.build_train_data(settings)
     numbers = itertools.count()
-    dtype = _dtype(settings)
+    dtype = components.dtype_of(settings)
     seconds = []
     for _ in range(repeats):
         taken = itertools.islice(numbers, batch_size)

@@ -15,7 +15,7 @@ from plait.schema.limits import MAX_COUNT, MAX_SECONDS
 from plait.schema.placement import ElasticRules
 from plait.schema.settings import PlanRequest
 from plait.schema.sync_options import FAULT_TOLERANT, read_options
-from plait.schema.topology_spec import check_topology, read_topology_spec
+from plait.schema.topology_spec import check_topology
 
 if TYPE_CHECKING:
     from plait.schema.job_settings import Job
@@ -26,7 +26,7 @@ def check_combinations(job: Job) -> None:
     if (job.epochs is None) == (job.steps is None):
         found = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
         raise JobError(f"epochs: found {found}, expected one of epochs and steps")
-    slots = sum(host.slots for host in job.hosts())
+    slots = job.placement.workers
     if job.cluster.hosts and job.parallel.workers not in (None, slots) and not job.parallel.elastic:
         raise JobError(
             f"parallel.workers: found {job.parallel.workers}, but cluster.hosts have {slots}; "
@@ -102,8 +102,7 @@ def _check_sync(job: Job, workers: int) -> None:
 
 
 def _check_topology(job: Job, workers: int) -> None:
-    parallel = job.parallel
-    spec = read_topology_spec(parallel.topology)
+    parallel, spec = job.parallel, job.topology
     if "topology" in _given(job) and parallel.sync != "all-reduce":
         raise JobError(
             f"parallel.topology: belongs to an all-reduce, but parallel.sync is {parallel.sync!r}; "
@@ -132,8 +131,8 @@ def _check_policies(job: Job) -> None:
 
 
 def _check_elastic(job: Job, workers: int) -> None:
-    parallel = job.parallel
-    if not parallel.elastic:
+    parallel, rules = job.parallel, job.placement.elastic
+    if rules is None:
         if extra := {each.name for each in fields(ElasticRules)} & _given(job):
             raise JobError(f"parallel.{min(extra)}: applies to elastic jobs only; add parallel.elastic: true")
         return
@@ -153,12 +152,11 @@ def _check_elastic(job: Job, workers: int) -> None:
                 f"parallel.{key}: found {shown(getattr(parallel, key))} with parallel.elastic, where stages "
                 f"change with the workers; leave it out"
             )
-    if not read_topology_spec(parallel.topology).by_name:
+    if not job.topology.by_name:
         raise JobError(
             f"parallel.topology: found {shown(parallel.topology)} with parallel.elastic, whose number of "
             f"workers changes; expected a topology by name"
         )
-    rules = job.elastic_rules()
     if not rules.min_workers <= workers <= rules.max_allowed:
         raise JobError(
             f"parallel.workers: found {workers}, expected parallel.min_workers ({rules.min_workers}) to "

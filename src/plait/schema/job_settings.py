@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from plait.core.errors import JobError
@@ -21,7 +22,7 @@ from plait.schema.settings import (
     TrainSettings,
     values_of,
 )
-from plait.schema.topology_spec import read_topology_spec
+from plait.schema.topology_spec import TopologySpec, read_topology_spec
 
 
 @dataclass(frozen=True)
@@ -41,38 +42,41 @@ class Job(CommonSettings):
     content: AsGiven = field(default_factory=dict, repr=False)
     folder: ReadFrom = field(default=None, repr=False, compare=False)
 
+    @cached_property
     def hosts(self) -> tuple[Host, ...]:
+        """The hosts of `cluster.hosts`, each with all its slots; empty if the job lists none."""
+        return parse_hosts(self.cluster.hosts, "cluster.hosts") if self.cluster.hosts else ()
+
+    def _first_hosts(self) -> tuple[Host, ...]:
         """The hosts, each with the number of workers it starts with."""
-        if not self.cluster.hosts:
-            return (Host(LOCAL, self.parallel.workers or 1),)
-        hosts = parse_hosts(self.cluster.hosts, "cluster.hosts")
-        remaining = self.parallel.workers
+        remaining, slots = self.parallel.workers, sum(host.slots for host in self.hosts)
+        if not self.hosts:
+            return (Host(LOCAL, remaining or 1),)
         if remaining is None or not self.parallel.elastic:
-            return hosts
-        if remaining > sum(self.slots()):
-            raise JobError(
-                f"parallel.workers: found {remaining}, but cluster.hosts have {sum(self.slots())} slots"
-            )
+            return self.hosts
+        if remaining > slots:
+            raise JobError(f"parallel.workers: found {remaining}, but cluster.hosts have {slots} slots")
         started = []
-        for host in hosts:
+        for host in self.hosts:
             started.append(Host(host.name, min(remaining, host.slots)))
             remaining -= started[-1].slots
         return tuple(started)
 
-    def slots(self) -> tuple[int, ...]:
-        """The most workers each host may run; empty if the job lists no hosts."""
-        return tuple(host.slots for host in parse_hosts(self.cluster.hosts, "cluster.hosts"))
-
-    def elastic_rules(self) -> ElasticRules:
+    def _elastic_rules(self) -> ElasticRules:
         """The limits of an elastic job; `max_workers` defaults to the slots or the batch size, if smaller.
 
         A pipeline needs a plan for each number of workers, so its default is the number it starts with.
         """
-        slots = sum(self.slots()) if self.cluster.hosts else MAX_SLOTS
+        slots = sum(host.slots for host in self.hosts)
         if self.parallel.plan != "data-parallel":
-            slots = self.parallel.workers or sum(self.slots()) or 1
+            slots = self.parallel.workers or slots or 1
         rules = ElasticRules(**values_of(ElasticRules, self.parallel))
-        return replace(rules, max_workers=rules.max_workers or min(slots, self.data.batch_size))
+        return replace(rules, max_workers=rules.max_workers or min(slots or MAX_SLOTS, self.data.batch_size))
+
+    @cached_property
+    def topology(self) -> TopologySpec:
+        """What `parallel.topology` says; its file, if it is one, is read once."""
+        return read_topology_spec(self.parallel.topology)
 
     def settings(self) -> TrainSettings:
         """The settings that are sent to the workers."""
@@ -80,18 +84,19 @@ class Job(CommonSettings):
         common = values_of(CommonSettings, self)
         return TrainSettings(
             **{**common, "model": ModelSettings(self.model, self.model_args)},
-            topology=read_topology_spec(parallel.topology),
+            topology=self.topology,
             sync=SyncSettings(parallel.sync, parallel.sync_options),
             slow=SlowSettings(parallel.slow, parallel.jitter),
         )
 
+    @cached_property
     def placement(self) -> Placement:
         """Where the workers run."""
         access, limits = values_of(HostAccess, self.cluster), values_of(WorkerLimits, self.parallel)
         return Placement(
-            self.hosts(),
-            self.slots() if self.cluster.hosts else (),
-            self.elastic_rules() if self.parallel.elastic else None,
+            self._first_hosts(),
+            tuple(host.slots for host in self.hosts),
+            self._elastic_rules() if self.parallel.elastic else None,
             **access,
             **limits,
         )

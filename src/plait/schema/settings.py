@@ -283,10 +283,24 @@ class TrainSettings(CommonSettings):
     sync: SyncSettings = field(default_factory=SyncSettings)
     slow: SlowSettings = field(default_factory=SlowSettings)
 
+    @property
+    def in_stages(self) -> bool:
+        """Whether each worker holds stages of the model, by a plan, rather than all of it."""
+        return self.pipeline is not None
+
+    @property
+    def stages(self) -> PipelineSettings:
+        """The plan and the options of a run in stages."""
+        assert self.pipeline is not None
+        return self.pipeline
+
+    def with_stages(self, **changes: Any) -> TrainSettings:
+        """The settings of a run in stages with `changes` to its plan or its options."""
+        return replace(self, pipeline=replace(self.stages, **changes))
+
     def as_run(self) -> TrainSettings:
         """The settings that workers go by: without a pipeline where the plan is data parallelism."""
-        is_plain = self.pipeline is not None and self.pipeline.as_data_parallel
-        return replace(self, pipeline=None) if is_plain else self
+        return replace(self, pipeline=None) if self.in_stages and self.stages.as_data_parallel else self
 
 
 @dataclass(frozen=True)

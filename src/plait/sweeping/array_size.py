@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -62,7 +62,7 @@ def choose_width(
     """
     if trials < 2:
         return 1, ""
-    found = _measured(fresh, "measure_width", settings, device, sets, replicas, verdict, trials=trials)
+    found = _measured(fresh, _Asked(settings, str(device), replicas, verdict, trials), sets)
     return found["width"], found["why"]
 
 
@@ -79,32 +79,28 @@ def try_two(
     verdict: Verdict | None = None,
 ) -> None:
     """Take a step with two fused trials, in a process of its own; NotFusedError where it fails."""
-    _measured(fresh, "take_step_of_two", settings, device, sets, replicas, verdict)
+    _measured(fresh, _Asked(settings, str(device), replicas, verdict), sets)
 
 
-def _measured(
-    fresh: FreshProcesses,
-    function: str,
-    settings: TrainSettings,
-    device: torch.device,
-    sets: DataPair,
-    replicas: int,
-    verdict: Verdict | None,
-    **more: Any,
-) -> Any:
-    """What a function of this module finds in another process; NotFusedError where it fails there."""
+@dataclass(frozen=True)
+class _Asked:
+    """What is measured: the width for `trials` trials of these settings or, without them, a step of two."""
+
+    settings: TrainSettings
+    device: str
+    replicas: int
+    verdict: Verdict | None
+    trials: int | None = None
+
+
+def _measured(fresh: FreshProcesses, asked: _Asked, sets: DataPair) -> Any:
+    """What `measure` returns in another process; NotFusedError where it fails there."""
     # The last worker's share is the largest.
-    batch = open_stream(sets[0], settings, Position(), (replicas - 1, replicas)).next()
-    argument = {
-        "settings": encode(settings),
-        "device": str(device),
-        "batch": batch,
-        "replicas": replicas,
-        "verdict": None if verdict is None else encode(verdict),
-        **more,
-    }
+    share = (asked.replicas - 1, asked.replicas)
+    batch = open_stream(sets[0], asked.settings, Position(), share).next()
+    argument = {"asked": encode(asked), "batch": batch}
     try:
-        found = fresh.call(f"{__name__}:{function}", argument, on_gpu=device.type == "cuda")
+        found = fresh.call(f"{__name__}:measure", argument, on_gpu=asked.device.startswith("cuda"))
     except FreshProcessError as failure:
         raise NotFusedError(short(str(failure))) from None
     if "fails alone" in found:
@@ -118,78 +114,41 @@ def import_fake_tensors() -> None:
         (torch.ones(1, requires_grad=True) * 2.0).backward()
 
 
-def measure_width(argument: dict[str, Any]) -> dict[str, Any]:
-    """The width of arrays and, where it is one, why."""
-    asked = _Asked.of(argument)
-
-    def measure() -> dict[str, Any]:
-        width, why = _measure_width(asked, argument["trials"])
-        return {"width": width, "why": why}
-
-    return _or_fails_alone(asked, measure)
-
-
-def take_step_of_two(argument: dict[str, Any]) -> dict[str, Any]:
-    """Take a step of two fused trials."""
-    asked = _Asked.of(argument)
-
-    def take() -> dict[str, Any]:
-        _stepper(asked, 2)()
-        return {}
-
-    return _or_fails_alone(asked, take)
-
-
-def _or_fails_alone(asked: _Asked, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `measure` finds of fused trials; where it fails, why one trial fails by itself, if it does."""
+def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
+    """The width of arrays and, where it is one, why; or why one trial fails by itself, if it does."""
+    use_eager_optimizers()
+    asked, batch = decode(_Asked, argument["asked"]), argument["batch"]
+    device = torch.device(asked.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    steps = _Steps(asked, batch, device)
     try:
         with fused_work():
-            return measure()
+            if asked.trials is None:
+                steps.of_width(2)()
+                return {}
+            width, why = find_width(steps, min(asked.trials, MOST, steps.fitting()))
+            return {"width": width, "why": why}
     except NotFusedError as failure:
         if isinstance(failure.__cause__, FusionError):
             raise
         try:
-            step_alone(_entries(asked, 1)[0], asked.batch, 1.0)
+            step_alone(steps.entries(1)[0], batch, 1.0)
         except Exception as own:  # a user's model can fail in any way
-            if (why := why_failed(own)) is not None:
-                return {"fails alone": why}
+            if (why_alone := why_failed(own)) is not None:
+                return {"fails alone": why_alone}
         raise
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What is measured: trials of these settings on a device and a batch."""
-
-    settings: TrainSettings
-    device: torch.device
-    batch: Batch
-    replicas: int
-    verdict: Verdict | None
-
-    @classmethod
-    def of(cls, argument: Mapping[str, Any]) -> _Asked:
-        use_eager_optimizers()
-        verdict, device = argument["verdict"], torch.device(argument["device"])
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return cls(
-            decode(TrainSettings, argument["settings"], "settings"),
-            device,
-            argument["batch"],
-            argument["replicas"],
-            None if verdict is None else decode(Verdict, verdict, "verdict"),
-        )
-
-
-def _measure_width(asked: _Asked, trials: int) -> tuple[int, str]:
-    width = min(trials, MOST, _fitting(asked))
+def find_width(steps: _Steps, width: int) -> tuple[int, str]:
+    """The width, of `width` at most, at which a step of a trial takes least; where that is one, also why."""
     if width == 1:
         return 1, "the memory of the device holds one trial"
     # From the widest down: one comparison is enough where wide arrays pay, as they mostly do.
-    wide = _stepper(asked, width)
+    wide = steps.of_width(width)
     while width > 1:
-        narrow = _stepper(asked, width // 2)
-        slower = slower_by(_seconds(narrow, wide, asked.device), width // 2, width)
+        narrow = steps.of_width(width // 2)
+        slower = slower_by(steps.seconds(narrow, wide), width // 2, width)
         if slower <= MARGIN:
             return width, ""
         width, wide = width // 2, narrow
@@ -204,75 +163,63 @@ def slower_by(times: Sequence[tuple[float, float]], narrow: int, wide: int) -> f
     return statistics.median((wide_s / wide) / (narrow_s / narrow) for narrow_s, wide_s in times)
 
 
-def _fitting(asked: _Asked) -> int:
-    """The most trials that the memory of the device holds, from steps on tensors without memory."""
-    # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
-    on_cpu = replace(asked, device=torch.device("cpu"))
-    entries = _entries(on_cpu, max(WIDTHS))
-    # Sums of gradients need buffers.
-    beside = _weight_bytes(asked.settings) if asked.replicas > 1 else 0
-    try:
-        need = measure_need(lambda width: _step_of(asked, entries[:width]), WIDTHS)
-    except FusionError:
-        raise
-    except Exception as failure:  # not every model runs on tensors without memory
-        log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
-        need = _rough_need(asked.settings, asked.batch)
-    need = MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
-    if asked.device.type == "cuda":
-        return need.largest(torch.cuda.mem_get_info(asked.device)[0] * SHARE)
-    # The workers of a host share its memory.
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
+class _Steps:
+    """Steps of arrays of some width, on one batch."""
 
+    def __init__(self, asked: _Asked, batch: Batch, device: torch.device) -> None:
+        self._asked, self._batch, self._device = asked, batch, device
 
-def _rough_need(settings: TrainSettings, batch: Batch) -> MemoryNeed:
-    """A rough upper bound: weights, gradients and states, and as much again for what a step keeps."""
-    weights = _weight_bytes(settings)
-    rows = sum(x.numel() * x.element_size() for x in batch.content if isinstance(x, torch.Tensor))
-    return MemoryNeed(0.0, 8.0 * weights + 200.0 * rows)
+    def entries(self, count: int, device: torch.device | None = None) -> list[TrialInit]:
+        """Trials as they are before their first step."""
+        settings, device = self._asked.settings, device or self._device
+        return [TrialInit(settings, components.build_without_data(settings, device)) for _ in range(count)]
 
+    def of_width(self, width: int) -> Callable[[], Any]:
+        return self._step_of(self.entries(width))
 
-def _weight_bytes(settings: TrainSettings) -> int:
-    model = components.build_model(settings.model, settings.seed)
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    def _step_of(self, entries: Sequence[TrialInit]) -> Callable[[], Any]:
+        fused, width = FusedComponents(entries, verdict=self._asked.verdict), len(entries)
+        step = TrainStep(fused, self._asked.settings)
+        return lambda: step.step([self._batch] * width, [1.0] * width)
 
+    def fitting(self) -> int:
+        """The most trials that the memory of the device holds, from steps on tensors without memory."""
+        # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
+        entries = self.entries(max(WIDTHS), torch.device("cpu"))
+        weights = sum(p.numel() * p.element_size() for p in entries[0].parts.model.parameters())
+        try:
+            need = measure_need(lambda width: self._step_of(entries[:width]), WIDTHS)
+        except FusionError:
+            raise
+        except Exception as failure:  # not every model runs on tensors without memory
+            log.info("no step on tensors without memory (%s); an upper bound of its memory is used", failure)
+            # Weights, gradients and states, and as much again for what a step keeps.
+            rows = [x.nbytes for x in self._batch.content if isinstance(x, torch.Tensor)]
+            need = MemoryNeed(0.0, 8.0 * weights + 200.0 * sum(rows))
+        # Sums of gradients need buffers.
+        beside = weights if self._asked.replicas > 1 else 0
+        need = MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
+        if self._device.type == "cuda":
+            return need.largest(torch.cuda.mem_get_info(self._device)[0] * SHARE)
+        # The workers of a host share its memory.
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
 
-def _entries(asked: _Asked, count: int) -> list[TrialInit]:
-    build = components.build_without_data
-    return [TrialInit(asked.settings, build(asked.settings, asked.device)) for _ in range(count)]
+    def seconds(self, narrow: Callable[[], Any], wide: Callable[[], Any]) -> list[tuple[float, float]]:
+        """Seconds of steps of two arrays that take turns, after one of each that warms up."""
+        narrow(), wide()
+        times: list[tuple[float, float]] = []
+        end = time.perf_counter() + TIMING_S
+        while len(times) < LEAST_PAIRS or (len(times) < MOST_PAIRS and time.perf_counter() < end):
+            times.append((self._time(narrow), self._time(wide)))
+        return times
 
-
-def _stepper(asked: _Asked, width: int) -> Callable[[], Any]:
-    return _step_of(asked, _entries(asked, width))
-
-
-def _step_of(asked: _Asked, entries: Sequence[TrialInit]) -> Callable[[], Any]:
-    step, width = TrainStep(FusedComponents(entries, verdict=asked.verdict), asked.settings), len(entries)
-    return lambda: step.step([asked.batch] * width, [1.0] * width)
-
-
-def _seconds(
-    narrow: Callable[[], Any], wide: Callable[[], Any], device: torch.device
-) -> list[tuple[float, float]]:
-    """Seconds of steps of two arrays that take turns, after one of each that warms up."""
-    for step in (narrow, wide):
+    def _time(self, step: Callable[[], Any]) -> float:
+        started = self._now()
         step()
-    times: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while len(times) < LEAST_PAIRS or (len(times) < MOST_PAIRS and time.perf_counter() - began < TIMING_S):
-        times.append((_time(narrow, device), _time(wide, device)))
-    return times
+        return self._now() - started
 
-
-def _time(step: Callable[[], Any], device: torch.device) -> float:
-    _finish(device)
-    start = time.perf_counter()
-    step()
-    _finish(device)
-    return time.perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

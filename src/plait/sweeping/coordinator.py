@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from plait.core import run_events
 from plait.core.codec import decode, encode, finite
 from plait.core.errors import InputError
 from plait.core.events import Event, EventLog
-from plait.core.logs import show_logs
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.launch.run_dir import RunDir
@@ -35,9 +33,10 @@ from plait.sweeping.elastic.changes import workers_changed
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
-from plait.sweeping.settings import SweepSettings
+from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.process import begin_process
 from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 
 REPORT_S = 0.2
@@ -48,11 +47,10 @@ Answer = dict[str, Any]
 
 def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[str, Any]:
     """Be the coordinator of a sweep; its result."""
-    show_logs()
-    settings = decode(SweepSettings, order["settings"], "settings")
-    folder = RunDir(Path(order["folder"]))
+    request = begin_process(SweepRequest, order)
+    settings, folder, resume = request.settings, RunDir(request.folder), request.resume
     coordinator = Coordinator(
-        settings, folder, order["resume"], process.membership, process.is_elastic, process.report
+        settings, folder, resume, process.membership, process.is_elastic, process.report
     )
     process.serve(coordinator.answer, coordinator.follow)
     return coordinator.close().to_dict()

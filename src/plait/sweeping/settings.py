@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from plait.launch.messages import RunRequest
 from plait.schema.settings import SearchSettings, TrainSettings
 from plait.sweeping.search.space import Dimension
 
@@ -25,4 +26,11 @@ class SweepSettings:
     @property
     def workers_per_array(self) -> int:
         """How many workers train an array together."""
-        return self.replicas if self.train.pipeline is None else len(self.train.pipeline.plan.stages)
+        return len(self.train.stages.plan.stages) if self.train.in_stages else self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest(RunRequest):
+    """A sweep, as its workers and its coordinator receive it."""
+
+    settings: SweepSettings

@@ -33,12 +33,12 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.batch_streams import BatchStream, find_stream, open_stream
 from plait.training.checkpoint import Checkpoint
+from plait.training.checks.sanity import try_evaluation
 from plait.training.components import TrialInit
 from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import IntervalResult
 from plait.training.loop import Loop
 from plait.training.optimizers.lr_schedule import build_lr_factor
-from plait.training.sanity import try_evaluation
 from plait.training.trial import Due, Trial
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.workloads.metrics import find_modes

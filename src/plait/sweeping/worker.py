@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from plait.core.codec import decode
 from plait.core.errors import InputError
-from plait.core.logs import show_logs
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
@@ -20,20 +17,19 @@ from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
 from plait.sweeping.search.values import Search
-from plait.sweeping.settings import SweepSettings
+from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import check_worker_groups, make_worker_group
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
-from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.process import begin_process, join_workers, use_device
 from plait.training.worker_group import ALONE
 
 
-def check_order(order: dict[str, Any]) -> None:
+def check_order(order: Mapping[str, Any]) -> None:
     """Refuse a sweep that cannot run, before any worker starts; each host's agent calls it."""
-    use_eager_optimizers()
-    settings = decode(SweepSettings, order["settings"], "settings")
+    settings = begin_process(SweepRequest, order).settings
     Search(settings)
     check_comparable(settings, choose_metric(settings))
     check_data(settings.train.data)
@@ -44,29 +40,25 @@ def check_order(order: dict[str, Any]) -> None:
             components.check(with_values(settings.train, {dimension.key: value}))
 
 
-def sweep(worker: Worker, order: dict[str, Any]) -> None:
+def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     """Be one worker of a sweep; its result is the coordinator's."""
-    show_logs()
-    use_eager_optimizers()
-    settings = decode(SweepSettings, order["settings"], "settings")
+    request = begin_process(SweepRequest, order)
+    settings, folder = request.settings, RunDir(request.folder)
     # Before a device is in use.
     fresh = FreshProcesses(import_fake_tensors) if _measures(settings, worker) else None
-    folder = RunDir(Path(order["folder"]))
-    device = components.choose_device(settings.train.device, worker.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = use_device(settings.train.device, worker)
     check_worker_groups(settings, worker.world_size)
     group = ALONE
     if settings.workers_per_array > 1:
-        worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
+        join_workers(worker, device)
         group = make_worker_group(worker, settings, device)
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
-        check_shared(worker.host, folder, order.get("run"))
+        check_shared(worker.host, folder, request.run)
     sets = DataSets(partial(look_at_data, worker))
     try:
         _take_part_while_needed(SweepLoop(worker, settings, folder, sets, device, group, fresh))
     except FusionError as failure:
-        if settings.train.pipeline is not None:  # stages are fused, whatever the width
+        if settings.train.in_stages:  # stages are fused, whatever the width
             raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     if not group.is_alone:
@@ -76,7 +68,7 @@ def sweep(worker: Worker, order: dict[str, Any]) -> None:
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
     """Whether this worker tries out how trials are fused: a width that nobody gave, or for its group."""
-    if settings.train.pipeline is not None or settings.width == 1:
+    if settings.train.in_stages or settings.width == 1:
         return False
     leads = worker.rank % settings.workers_per_array == 0
     return leads and (settings.width is None or settings.replicas > 1)

@@ -50,7 +50,7 @@ def check_worker_groups(settings: SweepSettings, workers: int) -> None:
     if workers % size:
         few = f"-np {size}" if workers < size else f"-np {workers - workers % size}"
         there = f"the {workers} worker{'s' if workers > 1 else ''}; use {few}"
-        if settings.train.pipeline is not None:
+        if settings.train.in_stages:
             raise InputError(f"--plan: found {size} stages, which do not divide {there}, or another plan")
         raise InputError(
             f"--replicas: found {size}, which does not divide {there}, or another number of replicas"

@@ -27,7 +27,6 @@ from plait.data.calling import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
-from plait.launch.worker import Worker
 from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
@@ -39,6 +38,7 @@ from plait.training.fused.rounds import Piece, Round
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_gradients_left, find_traits
+from plait.training.process import choose_device
 from plait.training.trial import UNKNOWN_STEPS
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
@@ -86,6 +86,11 @@ class Components:
     can_be_captured = has_partial_gradients = False
     # Whether the loss of a microbatch in stages has its weight in the batch already.
     weights_losses = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker holds the tensors of the whole model."""
+        return self.pieces is None
 
     @property
     def weights(self) -> frozenset[str]:
@@ -221,21 +226,18 @@ class TrialInit:
 
 def check(settings: TrainSettings) -> None:
     """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
-    find_model(settings.model)
+    code = resolve_names(settings)
     if makes_stream(settings.data):
         check_stream(settings)
     find_collate_fn(settings.data)
-    build_loss(settings.loss, settings.loss_args)
-    metric = find_metric(settings.evaluate.metric, settings.loss)
-    modes = find_modes(settings.evaluate, settings.loss)
-    known = ["loss", metric[0]] if metric is not None else ["loss"]
+    known = ["loss", code.metric[0]] if code.metric is not None else ["loss"]
     for key, name in (
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
         ("early_stop.metric", settings.early_stop.metric if settings.early_stop else None),
     ):
         if name is not None and name not in known:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
-        if name is not None and name not in modes:
+        if name is not None and name not in code.modes:
             raise JobError(f"{key}: {unknown_mode(name)}")
     # On a parameter that is not used, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
@@ -262,6 +264,27 @@ def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
     return factory
 
 
+@dataclass(frozen=True)
+class JobCode:
+    """The code that a job names for its model, loss and metric."""
+
+    model: Callable[..., torch.nn.Module]
+    loss: Loss
+    metric: tuple[str, Metric] | None
+    modes: Mapping[str, Mode]
+
+
+def resolve_names(settings: TrainSettings) -> JobCode:
+    """What the names of a job refer to; names that do not exist or take other arguments are refused."""
+    seed_factory(settings.seed)
+    return JobCode(
+        model=find_model(settings.model),
+        loss=build_loss(settings.loss, settings.loss_args),
+        metric=find_metric(settings.evaluate.metric, settings.loss),
+        modes=find_modes(settings.evaluate, settings.loss),
+    )
+
+
 def seed_factory(seed: int) -> None:
     """Let what a factory draws at random depend on `seed` alone.
 
@@ -272,16 +295,20 @@ def seed_factory(seed: int) -> None:
     seed_all(mix(seed))
 
 
+def dtype_of(settings: TrainSettings) -> torch.dtype | None:
+    """What weights and batches are converted to; None where they stay as they are made."""
+    return torch.float64 if settings.precision == "float64" else None
+
+
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
     """The model with its initial weights, which depend on `seed` alone, in training mode."""
-    model = _made(settings, seed)
+    # Modules may draw while they are imported, too.
+    seed_factory(seed)
+    model = _made(find_model(settings), settings, seed)
     return model if model.training else model.train()
 
 
-def _made(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    # Modules may draw while they are imported, too.
-    seed_factory(seed)
-    factory = find_model(settings)
+def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed: int) -> torch.nn.Module:
     seed_factory(seed)
     model = factory(**settings.args)
     if not isinstance(model, torch.nn.Module):
@@ -350,7 +377,7 @@ def check_stream(settings: TrainSettings, source: DataSource | None = None) -> N
     if source is None or settings.epochs is None or source.length is not None:
         return
     unknown = f"but {kind} is a stream without __len__, so the number of steps is unknown"
-    if settings.pipeline is not None:
+    if settings.in_stages:
         raise JobError(
             f"epochs: found {settings.epochs}, {unknown}, which the stages of a pipeline need; give "
             f"steps instead, or the data set a __len__"
@@ -376,33 +403,9 @@ def check_test_split(settings: TrainSettings) -> None:
             )
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """The device of this worker; workers of one host take its GPUs in turn."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise JobError("device: found 'cuda', but torch sees no GPU here; use device: cpu or auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def choose_backend(device: torch.device) -> str:
-    """NCCL where every worker of this host has a GPU to itself, else gloo, which goes through the host."""
-    workers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cuda" and workers_here <= torch.cuda.device_count():
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
-
-
-def agree_on_backend(worker: Worker, wanted: str) -> str:
-    """The backend that every worker wants, or gloo, which always works, where they differ."""
-    worker.store.set(f"plait/backend/{worker.rank}", wanted)
-    backends = {worker.store.get(f"plait/backend/{rank}").decode() for rank in range(worker.world_size)}
-    return wanted if len(backends) == 1 else "gloo"
-
-
 def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
     """The model without memory, where a pipeline's worker could not hold all of it; else None."""
-    if settings.pipeline is None or settings.sync.kind != "all-reduce":
+    if not settings.in_stages or settings.sync.kind != "all-reduce":
         return None
     try:
         pieces = make_pieces(settings, device)
@@ -420,8 +423,7 @@ def has_room_for_whole(parts: Components) -> bool:
 
 def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
     """The model of the settings without memory."""
-    dtype = torch.float64 if settings.precision == "float64" else None
-    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype, device)
+    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype_of(settings), device)
     if has_extra_state(pieces.model):
         raise NotInPiecesError("the model has state of its own kind (get_extra_state), which has no pieces")
     return pieces
@@ -451,6 +453,7 @@ def build(
 
     With `pieces` the model is theirs, without memory.
     """
+    code = resolve_names(settings)
     train_set, test_set = sets or (build_train_data(settings), build_data(settings, "test"))
     if train_set.is_stream:
         check_stream(settings, train_set)
@@ -461,30 +464,31 @@ def build(
     if pieces is not None:
         model = pieces.model
     else:
-        model = _made(settings.model, settings.seed)
+        model = _made(code.model, settings.model, settings.seed)
         if not model.training:
             notes = (_IN_EVALUATION_MODE.format(settings.model.factory),)
             model.train()
-        model.to(device, torch.float64 if settings.precision == "float64" else None)
-    factory = find_model(settings.model)
+        model.to(device, dtype_of(settings))
     for source in (train_set, test_set):
         if source is not None:
-            check_vocabulary(settings, factory, model, source.dataset)
-            check_length(settings, factory, model, source.dataset)
+            check_vocabulary(settings, code.model, model, source.dataset)
+            check_length(settings, code.model, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
-    return replace(_with_optimizer(settings, device, model, (train_set, test_set), pieces), notes=notes)
+    sets = train_set, test_set
+    return replace(_with_optimizer(settings, code, device, model, sets, pieces), notes=notes)
 
 
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
     """The parts of a run that take steps on batches from elsewhere: no data are read."""
-    no_data = DataSource(())
+    code = resolve_names(settings)
     model = build_model(settings.model, settings.seed)
-    model.to(device, torch.float64 if settings.precision == "float64" else None)
-    return _with_optimizer(settings, device, model, (no_data, None), None)
+    model.to(device, dtype_of(settings))
+    return _with_optimizer(settings, code, device, model, (DataSource(()), None), None)
 
 
 def _with_optimizer(
     settings: TrainSettings,
+    code: JobCode,
     device: torch.device,
     model: torch.nn.Module,
     sets: DataPair,
@@ -507,9 +511,9 @@ def _with_optimizer(
     return Components(
         model=model,
         names=names,
-        loss=build_loss(settings.loss, settings.loss_args),
-        metric=find_metric(settings.evaluate.metric, settings.loss),
-        modes=find_modes(settings.evaluate, settings.loss),
+        loss=code.loss,
+        metric=code.metric,
+        modes=code.modes,
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         # A loss scale keeps small gradients alive in fp16; the other types need none.
@@ -517,7 +521,7 @@ def _with_optimizer(
         train_set=train_set,
         test_set=test_set,
         device=device,
-        dtype=torch.float64 if settings.precision == "float64" else None,
+        dtype=dtype_of(settings),
         autocast=_autocast(settings.precision, device),
         pieces=pieces,
     )

@@ -20,6 +20,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.evaluate import evaluate_parts
 from plait.training.optimizers.build import has_modes
+from plait.training.process import choose_device
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def _read_settings(folder: RunDir) -> TrainSettings:
 
 
 def _build(folder: RunDir, settings: TrainSettings) -> components.Components:
-    parts = components.build(settings, components.choose_device(settings.device, 0))
+    parts = components.build(settings, choose_device(settings.device, 0))
     if parts.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
     return parts

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
 from plait.adapt.policies.registry import make_policy
 from plait.adapt.policy_source import PolicySource
-from plait.core.codec import decode
 from plait.core.errors import PlaitError
-from plait.core.logs import show_logs
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
@@ -29,40 +26,41 @@ from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream
 from plait.training.change.members import join_members
 from plait.training.checks.data_reads import look_at_data
+from plait.training.checks.sanity import try_evaluation
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.whole_model import StepMonitor
-from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.process import TrainRequest, begin_process, join_workers, use_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-from plait.training.sanity import try_evaluation
 
 # How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
 APART_STEPS = 25
 
 
-def check_order(order: dict[str, Any]) -> None:
+def check_order(order: Mapping[str, Any]) -> None:
     """Refuse settings that cannot run, before any worker starts; each host's agent calls it."""
-    use_eager_optimizers()
-    components.check(decode(TrainSettings, order["settings"], "settings"))
+    request = begin_process(TrainRequest, order)
+    settings = request.settings.as_run()
+    components.check(settings)
+    if settings.in_stages:
+        from plait.training.engines.pipeline import check_pipeline  # imports all that tracing needs
+
+        check_pipeline(settings, request.workers)
 
 
-def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
+def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     """Be one worker of a training run; rank 0's answer is the run's result."""
-    show_logs()
-    use_eager_optimizers()
-    settings = decode(TrainSettings, order["settings"], "settings").as_run()
-    device = components.choose_device(settings.device, worker.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    request = begin_process(TrainRequest, order)
+    settings, folder = request.settings.as_run(), RunDir(request.folder)
+    device = use_device(settings.device, worker)
     if worker.memberships.can_change:
         join_members(worker, settings)
-    elif worker.world_size > 1 or settings.pipeline is not None:
-        worker.join(components.agree_on_backend(worker, components.choose_backend(device)))
-    folder = RunDir(Path(order["folder"]))
+    elif worker.world_size > 1 or settings.in_stages:
+        join_workers(worker, device)
     # Where layers may move, each worker makes the model whole, and keeps its own.
     pieces = None if worker.memberships.can_change else components.find_pieces(settings, device)
     parts = components.build(settings, device, pieces=pieces)
@@ -70,11 +68,11 @@ def train(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
     words = ""
     if worker.rank >= 0:  # those that join later go on with what works already
         words = try_evaluation(parts, settings, worker.rank, worker.world_size)
-    loop = make_loop(worker, settings, parts, folder)
+    loop = make_job_loop(worker, settings, parts, folder)
     if words:
         loop.run.metrics.warn(words)
     try:
-        result = loop.train(resume=order["resume"])
+        result = loop.train(resume=request.resume)
     except BaseException:
         loop.run.flush_record()
         raise
@@ -99,19 +97,23 @@ class DivergedError(PlaitError):
         )
 
 
+def make_job_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
+    """The loop of a job; where it leaves the sync open, all workers measure and choose one together."""
+    if settings.sync.kind != "auto" or settings.in_stages or worker.world_size == 1:
+        return make_loop(worker, settings, parts, folder)
+    from plait.training.engines.auto_sync import choose_sync  # imports the profiler
+
+    chosen = choose_sync(worker, settings, parts)
+    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), parts, folder)
+    loop.run.metrics.note(chosen)
+    return loop
+
+
 def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
     """The loop with the engine that the settings ask for; all workers make one together."""
     check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships.can_change)
-    chosen = None
-    if settings.sync.kind == "auto" and settings.pipeline is None and worker.world_size > 1:
-        from plait.training.engines.auto_sync import choose_sync  # imports the profiler
-
-        chosen = choose_sync(worker, settings, parts)
-        settings = replace(settings, sync=SyncSettings(chosen.sync))
     run = Run(worker, settings, parts, folder)
-    if chosen is not None:
-        run.metrics.note(chosen)
-    if settings.pipeline is not None:
+    if settings.in_stages:
         return _with_stages(run)
     is_alone = worker.world_size == 1 and not worker.memberships.can_change
     make_engine = partial(whole_model_engine if is_alone else engine_of_sync, run)
@@ -149,14 +151,14 @@ def make_sources(run: Run) -> list[ChangeSource]:
 
     def every_steps() -> int:
         settings = run.settings
-        at_once = settings.pipeline is None and settings.sync.kind == "all-reduce"
+        at_once = not settings.in_stages and settings.sync.kind == "all-reduce"
         return 1 if at_once or run.worker.world_size == 1 else APART_STEPS
 
     policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
     if not policies:
         return []
     source = PolicySource(policies, run.signals, every_steps)
-    if run.settings.pipeline is None or run.settings.pipeline.graph is None:
+    if not run.settings.in_stages or run.settings.stages.graph is None:
         return [source]
     from plait.training.change.replanning import Replanning  # imports the planner
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from plait.adapt.changes import ChangeRequest, PlanChange, Replan, SavedSource
@@ -25,11 +24,10 @@ def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
 
     Others may have an earlier one, from before they joined.
     """
-    assert settings.pipeline is not None
     found: dict[str, Any] | None = None
     if worker.rank == 0:
         try:
-            plan = settings.pipeline.plan
+            plan = settings.stages.plan
             if plan.devices_used != worker.world_size:
                 plan, graph = plan_and_graph(settings)
                 plan = plan_for(plan, graph, [1.0] * worker.world_size)
@@ -39,16 +37,14 @@ def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
     found = broadcast_value(found, 0)
     if found["failure"] is not None:
         raise JobError(f"parallel.plan: {found['failure']}")
-    plan = decode(Plan, found["plan"], "plan")
-    return replace(settings, pipeline=replace(settings.pipeline, plan=plan))
+    return settings.with_stages(plan=decode(Plan, found["plan"], "plan"))
 
 
 def plan_and_graph(settings: TrainSettings) -> tuple[Plan, Graph]:
     """The plan of a run, and what its layers cost."""
-    assert settings.pipeline is not None
-    if settings.pipeline.graph is None:
+    if settings.stages.graph is None:
         raise PlanError("the run does not know what its layers cost, so no other plan can be made")
-    return settings.pipeline.plan, settings.pipeline.graph
+    return settings.stages.plan, settings.stages.graph
 
 
 def why_to_move(

@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from plait.data import loader
 from plait.data.calling import evaluation_mode, forward
-from plait.pipeline.layout import arrange, with_choices
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 from plait.verification import same_random_numbers
@@ -30,9 +29,7 @@ _IGNORED = -100
 
 def parts_of_a_batch(settings: TrainSettings, workers: int) -> int:
     """In how many parts, each with a loss of its own, a batch is trained."""
-    if settings.pipeline is None:
-        return workers * settings.accumulate
-    return with_choices(arrange(settings.pipeline.plan), settings.pipeline).microbatches
+    return settings.stages.plan.microbatches if settings.in_stages else workers * settings.accumulate
 
 
 def describe_parts(settings: TrainSettings, parts: Components, workers: int) -> str:
@@ -41,7 +38,7 @@ def describe_parts(settings: TrainSettings, parts: Components, workers: int) -> 
     Looks at some samples of the job, with a copy of the model in evaluation mode. Where that cannot be done
     (a stream, whose samples come once; a model that takes other batches than these), it says nothing.
     """
-    if parts.pieces is not None or parts.train_set.is_stream or settings.loss == "mse":
+    if not parts.is_whole or parts.train_set.is_stream or settings.loss == "mse":
         return ""
     if parts_of_a_batch(settings, workers) == 1:
         return ""

@@ -28,7 +28,7 @@ def check_data(run: Run) -> None:
     """
     source, settings = run.parts.train_set, run.settings
     if source.is_stream:
-        if settings.pipeline is not None and run.worker.world_size > 1:
+        if settings.in_stages and run.worker.world_size > 1:
             count = settings.data.batch_size * _BATCHES
             with same_random_numbers(settings.seed):
                 own = checksum(source.first_samples(count, settings.seed))

@@ -24,7 +24,7 @@ def check_loss(run: Run) -> None:
     It is called on copies: the loss itself is as it was afterwards.
     """
     parts, loss = run.parts, run.parts.loss
-    is_seen = parts.pieces is None and not parts.train_set.is_stream and run.settings.verify.start != "off"
+    is_seen = parts.is_whole and not parts.train_set.is_stream and run.settings.verify.start != "off"
     if not isinstance(loss, OwnLoss) or not is_seen:
         return
     own = loss.loss
@@ -57,8 +57,8 @@ def check_loss(run: Run) -> None:
 
 def _has_several(run: Run) -> bool:
     """Whether several workers compute losses, not each of every step."""
-    if run.settings.pipeline is not None:
-        return run.settings.pipeline.plan.stages[-1].replicas > 1
+    if run.settings.in_stages:
+        return run.settings.stages.plan.stages[-1].replicas > 1
     return run.worker.memberships.can_change or run.settings.sync.kind != "all-reduce"
 
 

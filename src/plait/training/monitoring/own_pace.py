@@ -6,19 +6,19 @@ or, where partial reduce averages gradients, its own gradient with its group's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
-from plait.core.codec import finite
-from plait.core.run_events import Signals
 from plait.sync.averaging.base import Averaging
 from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.signals import step_signals
 from plait.training.run import Run
 
 
@@ -44,7 +44,6 @@ class ShareMonitor:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._norms = wants_norms(run.settings)
-        self.averages = run.noise
         self._sums = UpdateSums()
         self._part: tuple[Tensor, float] | None = None
 
@@ -94,8 +93,7 @@ class ShareMonitor:
             self._add(GradientNorms(own / size, 1 / size, 1.0, whole, samples * size))
 
     def _add(self, norms: GradientNorms) -> None:
-        scaler, found = self._run.parts.scaler, estimate(norms)
-        scale = scaler.get_scale() ** 2 if scaler.is_enabled() else 1.0
+        scale, found = self._run.parts.scaler.get_scale() ** 2, estimate(norms)
         if found is not None:
             self._sums.measured += 1
             self._sums.variance += found.variance / scale
@@ -113,25 +111,13 @@ class ShareMonitor:
         total = UpdateSums(*(sum(each) for each in zip(*(own.as_list() for own in by_place.values()))))
         if total.measured:
             found = GradientMoments(total.variance / total.measured, total.squared_norm / total.measured)
-            self.averages.add(found, total.whole / total.measured)
+            run.noise.add(found, total.whole / total.measured)
         # Work is shared out as workers are ready for it, so the busiest one's time is the interval's.
         seconds = max((own.work_s for own in by_place.values()), default=0.0)
         known = all(own.updates for own in by_place.values()) and seconds > 0
-        averages = self.averages
-        run.signals.add(
-            Signals(
-                step=step,
-                loss=finite(total.loss / total.updates) if total.updates else None,
-                batch_size=run.batch_size,
-                lr_factor=run.trial.batch.lr_factor,
-                workers=len(by_place),
-                sync=run.settings.sync.kind,
-                topology="none",
-                samples_per_s=samples / seconds if known else None,
-                work_s=tuple(own.work_s / own.updates for own in by_place.values()) if known else (),
-                noise_scale=averages.noise_scale,
-                variance=averages.variance,
-                squared_norm=averages.squared_norm,
-                note=averages.note,
-            )
-        )
+        loss = total.loss / total.updates if total.updates else math.nan
+        work_s = tuple(own.work_s / own.updates for own in by_place.values()) if known else ()
+        end_s = seconds if known else None
+        signals = step_signals(run.trial, run.noise, len(by_place), step, loss, samples, end_s)
+        # No step has an end of its own here.
+        run.signals.add(replace(signals, step_s=None, topology="none", work_s=work_s))

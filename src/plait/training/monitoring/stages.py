@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
-from plait.core.codec import finite
 from plait.core.run_events import Signals
 from plait.launch.worker import Worker
 from plait.pipeline.executor import Pipeline
@@ -24,6 +24,7 @@ from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 from plait.schema.settings import TrainSettings
 from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 
 
@@ -130,23 +131,6 @@ class StageMonitor:
             self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
-        trial, averages = self._trials[0], self.averages
-        self._on_signals(
-            Signals(
-                step=step + 1,
-                loss=finite(loss),
-                batch_size=trial.batch.size,
-                lr_factor=trial.batch.lr_factor,
-                workers=self._workers,
-                sync=trial.settings.sync.kind,
-                topology=trial.settings.topology.name,
-                step_s=max(seconds) if known else None,
-                samples_per_s=samples / max(seconds) if known else None,
-                work_s=busy if known else (),
-                planned_s=self._planned_s,
-                noise_scale=averages.noise_scale,
-                variance=averages.variance,
-                squared_norm=averages.squared_norm,
-                note=averages.note,
-            )
-        )
+        trial, step_s = self._trials[0], max(seconds) if known else None
+        signals = step_signals(trial, self.averages, self._workers, step + 1, loss, samples, step_s)
+        self._on_signals(replace(signals, work_s=busy if known else (), planned_s=self._planned_s))

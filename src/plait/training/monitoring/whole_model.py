@@ -16,10 +16,9 @@ from torch import Tensor
 from plait.adapt.monitors.gradient_noise import GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
-from plait.core.codec import finite
-from plait.core.run_events import Signals
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.signals import step_signals
 from plait.training.run import Run
 
 
@@ -54,7 +53,6 @@ class StepMonitor:
         self._workers = run.worker.world_size if shared else 1
         self._shared = shared
         self.norms = wants_norms(run.settings)
-        self.averages = run.noise
         # The step under way, and the topology that it goes over.
         self.step = 0
         self.topology = run.settings.topology.name
@@ -123,8 +121,7 @@ class StepMonitor:
         self._take(numbers, self._now(samples))
 
     def _now(self, samples: int) -> _Step:
-        run, scaler = self._run, self._run.parts.scaler
-        scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+        run, scale = self._run, self._run.parts.scaler.get_scale()
         return _Step(self.step, samples, run.batch_size, run.trial.batch.lr_factor, self.topology, scale)
 
     def _take(self, numbers: Tensor, step: _Step) -> None:
@@ -146,33 +143,23 @@ class StepMonitor:
         square = now.scale**2
         now = replace(now, loss=loss, parts=parts / square, weight=weight, count=count)
         # Times and the norm of the sum are those of the step before, but for a worker alone.
-        done = self._before if self._shared else now
+        done, run = self._before if self._shared else now, self._run
         self._before = now
         if done is None:
             return
         if done.count:
             norms = GradientNorms(done.parts, done.weight, done.count, whole / done.scale**2, done.samples)
-            self.averages.update(norms)
+            run.noise.update(norms)
         taken = WorkerTimes(tuple(times[: self._workers]), tuple(times[self._workers :]))
-        self._run.signals.add(self._signals(done, taken))
-
-    def _signals(self, done: _Step, times: WorkerTimes) -> Signals:
-        run, averages, known = self._run, self.averages, times.known
-        links = self._shared and known
-        return Signals(
-            step=done.step,
-            loss=finite(done.loss),
-            batch_size=done.batch_size,
-            lr_factor=done.lr_factor,
-            workers=run.worker.world_size,
-            sync=run.settings.sync.kind,
-            topology=done.topology,
-            step_s=times.step_s if known else None,
-            samples_per_s=done.samples / times.step_s if known else None,
-            work_s=times.work_s if known else (),
-            link_bytes_per_s=times.link_bytes_per_s(self._gradient_bytes) if links else (),
-            noise_scale=averages.noise_scale,
-            variance=averages.variance,
-            squared_norm=averages.squared_norm,
-            note=averages.note,
+        known, links = taken.known, self._shared and taken.known
+        step_s, workers = taken.step_s if known else None, run.worker.world_size
+        run.signals.add(
+            replace(
+                step_signals(run.trial, run.noise, workers, done.step, done.loss, done.samples, step_s),
+                batch_size=done.batch_size,
+                lr_factor=done.lr_factor,
+                topology=done.topology,
+                work_s=taken.work_s if known else (),
+                link_bytes_per_s=taken.link_bytes_per_s(self._gradient_bytes) if links else (),
+            )
         )

@@ -45,7 +45,7 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
     try:
         batches = _read(parts, settings, wanted, rank, world_size)
         # A model without memory is evaluated in its stages only.
-        if batches and parts.pieces is None:
+        if batches and parts.is_whole:
             held = {"model": parts.model, "loss": parts.loss, "metric": parts.metric and parts.metric[1]}
             with unchanged_random_numbers(), unchanged_state(held):
                 return _evaluate(parts, batches)
