@@ -32,7 +32,7 @@ from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training import checkpoint as checkpoints
-from plait.training.audit.schedule import PIPELINE_COST, next_audited
+from plait.training.audit.schedule import USUAL_COST, next_audited
 from plait.training.audit.stages import AuditedStages
 from plait.training.change.layers import (
     HeldLayers,
@@ -274,7 +274,7 @@ class PipelineEngine:
 
     def _audit_cost(self) -> float:
         """What an audit takes, in steps: on a CPU the first worker has the cores of those that wait."""
-        return PIPELINE_COST if self._run.parts.device.type == "cpu" else float(self._run.worker.world_size)
+        return USUAL_COST if self._run.parts.device.type == "cpu" else float(self._run.worker.world_size)
 
     def _begin_audit(self) -> AuditedStages | None:
         run = self._run
