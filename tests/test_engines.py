@@ -115,8 +115,8 @@ def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) ->
     if rank == 0:
         stop.touch()
     dist.barrier()
-    train(rank, row, folder / "cut", stop_file=stop, **second)
-    return [whole, train(rank, row, folder / "cut", resume=True, **third)]
+    stopped = train(rank, row, folder / "cut", stop_file=stop, **second)
+    return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
 
 
 @pytest.fixture(scope="module", params=ROWS)
@@ -128,6 +128,8 @@ def trained(
     with ExitStack() as stack:
         addresses = [stack.enter_context(job_store()) for _ in range(3)]
         results = run_ranks(row.workers, train_and_resume, row, folder, addresses)[0]
+    stopped = results.pop()
+    assert (stopped.reason if isinstance(stopped, RunResult) else stopped["reason"]) == "stopped"
     whole, resumed = (outcome_of(each, folder / name) for each, name in zip(results, ("whole", "cut")))
     return row, whole, resumed
 
