@@ -35,7 +35,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.training.audit.schedule import PIPELINE_COST, is_audited
+from plait.training.audit.schedule import USUAL_COST, is_audited
 from plait.training.components import build_model
 from plait.workloads.losses import build_loss
 from support.plans import in_stages, straight_layout
@@ -1062,7 +1062,7 @@ def plain(case: SilentCase, mode: str, late: Collection[str] = (), **changes: An
     delayed = [p for name, p in model.named_parameters() if name in late and p.requires_grad]
     before = [p.detach().clone() for p in delayed]
     for step, batch in enumerate(itertools.islice(order, STEPS)):
-        audited = [is_audited(job, each, PIPELINE_COST) for each in (step - 1, step)]
+        audited = [is_audited(job, each, USUAL_COST) for each in (step - 1, step)]
         if step % EVALUATE_EVERY == 0 or any(audited):
             before = [p.detach().clone() for p in delayed]
         newest = [p.detach().clone() for p in delayed]

@@ -19,27 +19,26 @@ from plait.schema.settings import (
     TrainSettings,
     VerifySettings,
 )
-from plait.training.audit.schedule import PIPELINE_COST, is_audited, next_audited
+from plait.training.audit.schedule import USUAL_COST, is_audited, next_audited
 from support.audited import audits
 from support.plans import planned
 from support.training import digits_job, largest_difference, train_rank
 from support.world import run_ranks
 
 
-def audited_steps(settings: TrainSettings, steps: int, cost: float = 1.0) -> list[int]:
+def audited_steps(settings: TrainSettings, steps: int, cost: float = USUAL_COST) -> list[int]:
     return [step + 1 for step in range(steps) if is_audited(settings, step, cost)]
 
 
 def test_steps_are_audited_ever_more_rarely_and_after_evaluations() -> None:
-    assert audited_steps(digits_job(), 1000) == [1, 2, 4, 8, 128]
+    assert audited_steps(digits_job(), 1000) == [1, 2, 8, 128]
     often = digits_job(evaluate=EvaluateSettings(every_steps=10))
-    assert audited_steps(often, 100) == [1, 2, 4, 8, 11, 21, 41, 81]
+    assert audited_steps(often, 100) == [1, 2, 8, 11, 21, 41, 81]
     rarely = digits_job(evaluate=EvaluateSettings(every_steps=100))
-    assert audited_steps(rarely, 1000) == [1, 2, 4, 8, 101, 201, 401, 801]
+    assert audited_steps(rarely, 1000) == [1, 2, 8, 101, 201, 401, 801]
     only = replace(rarely, verify=VerifySettings(audit="evaluations"))
     assert audited_steps(only, 1000) == [101, 201, 401, 801]
     assert audited_steps(digits_job(verify=VerifySettings(audit="off")), 100) == []
-    assert audited_steps(digits_job(), 1000, PIPELINE_COST) == [1, 2, 8, 128]
     assert audited_steps(digits_job(), 1000, cost=3.5) == [1, 16, 256]
 
 
@@ -99,7 +98,7 @@ def test_what_workers_do_together_is_what_plain_pytorch_does(
 ) -> None:
     for name, (steps, largest, words) in run_ranks(workers, audits, jobs, tmp_path)[0].items():
         assert words == ""
-        cost = 1.0 if jobs[name].pipeline is None else PIPELINE_COST
+        cost = 1.0 if jobs[name].pipeline is None else USUAL_COST
         assert steps == len(audited_steps(jobs[name], jobs[name].steps or 0, cost)), name
         assert largest < largest_allowed(jobs[name]), name
 

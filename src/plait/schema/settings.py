@@ -122,7 +122,7 @@ class CheckpointSettings:
 class VerifySettings:
     """What is compared with plain PyTorch: what is built, at the `start`, and steps of the run, by `audit`.
 
-    Audited are steps 1, 2, 4, 8, ... and some steps after evaluations (`doubling`), or these alone. On a
+    Audited are steps 1, 2, 8, 128, ... and some steps after evaluations (`doubling`), or these alone. On a
     difference the run stops, or warns and goes on.
     """
 

@@ -259,10 +259,12 @@ def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
 def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one type in a row, of which few are copied at a time."""
     piece: list[Tensor] = []
+    elements = 0
     for tensor in tensors:
-        if piece and (piece[0].dtype != tensor.dtype or sum(t.numel() for t in piece) > _SUMMED):
+        if piece and (piece[0].dtype != tensor.dtype or elements > _SUMMED):
             yield piece
-            piece = []
+            piece, elements = [], 0
         piece.append(tensor)
+        elements += tensor.numel()
     if piece:
         yield piece

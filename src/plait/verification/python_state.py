@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -136,7 +136,7 @@ def roots_of_code(modules: Mapping[str, Any], known: dict[Any, list[Root]] | Non
         key = (id(kind), *map(id, hooks))
         if key not in known:
             known[key] = list(_roots_of_code(module, hooks))
-        yield from (replace(root, path=path) for root in known[key])
+        yield from (Root(path, root.shown, root.holder, root.name) for root in known[key])
 
 
 def _hooks(module: Any) -> list[dict[int, Any]]:
@@ -156,8 +156,9 @@ def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
     """
     found: dict[str, Any] = {}
     for name, item in items.items():
-        parts = item.named_modules(prefix=name) if isinstance(item, nn.Module) else [(name, item)]
-        found |= dict(parts)
+        if found.get(name) is not item:  # else it is part of an item before
+            parts = item.named_modules(prefix=name) if isinstance(item, nn.Module) else [(name, item)]
+            found |= dict(parts)
     state = PythonState(found)
     modules = [part for part in found.values() if isinstance(part, nn.Module)]
     # Scripted modules register theirs elsewhere.

@@ -11,20 +11,21 @@ from plait.schema.settings import TrainSettings
 # After step 8, each audited step is this many times as late as the one before.
 _APART = 16
 
-# What the audit of a pipeline on CPUs takes, in steps: its weights come to one worker, which then computes.
-PIPELINE_COST = 2.0
+# What an audit takes on CPUs, in steps: a model made anew takes the step, and all of both is compared. In a
+# pipeline the weights come to one worker, which computes while the others wait.
+USUAL_COST = 2.0
 
 
-def is_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> bool:
+def is_audited(settings: TrainSettings, step: int, cost: float = USUAL_COST) -> bool:
     """Whether the step after `step` steps is audited; `cost` is what an audit takes, in steps.
 
-    Steps 1, 2, 4, 8, 128, 2048, ... are, or fewer where an audit takes longer than a step, and the first
-    step after evaluations 1, 2, 4, 8, ..., which stands for one of the others that would follow soon.
+    Steps 1, 2, 8, 128, 2048, ... are, or fewer where an audit takes longer, and the first step after
+    evaluations 1, 2, 4, 8, ..., which stands for one of the others that would follow soon.
     """
     return next_audited(settings, step, cost) == step
 
 
-def next_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> int | None:
+def next_audited(settings: TrainSettings, step: int, cost: float = USUAL_COST) -> int | None:
     """The first step count from `step` on after which a step is audited; None where none is."""
     mode, every = settings.verify.audit, settings.evaluate.every_steps
     if mode == "off":
@@ -37,11 +38,7 @@ def next_audited(settings: TrainSettings, step: int, cost: float = 1.0) -> int |
 
 def _numbers(cost: float, every: int | None) -> Iterator[int]:
     """The steps that are audited beside those after evaluations."""
-    first: tuple[int, ...]
-    if cost <= 2.0:
-        first, start, apart = (1, 2, 4) if cost <= 1.0 else (1, 2), 8, _APART
-    else:
-        first, start, apart = (), 1, 2 ** math.ceil(cost)
+    first, start, apart = ((1, 2), 8, _APART) if cost <= USUAL_COST else ((), 1, 2 ** math.ceil(cost))
     numbers = itertools.chain(first, (start * apart**power for power in itertools.count()))
     # Later, a step after an evaluation is always audited shortly before.
     return numbers if not every else itertools.takewhile(lambda n: n <= max(8, every), numbers)

@@ -114,11 +114,16 @@ class AuditedStep:
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)
-            largest, differences = replay.compare(
-                found, record.rounding, record.harmless, lambda differs: any(self._gather(differs))
-            )
+            checksums: set[str] = set()
+
+            def any_differs(differs: bool) -> bool:
+                workers = self._gather((differs, self._checksum()))
+                checksums.update(checksum for _, checksum in workers)
+                return any(each for each, _ in workers)
+
+            largest, differences = replay.compare(found, record.rounding, record.harmless, any_differs)
             differences += update
-        if len(set(self._gather(self._checksum()))) > 1:
+        if len(checksums) > 1:
             differences += unlike_replicas(self._live.parameters())
         after = time.perf_counter() - started
         self._run.metrics.leave_out(after)

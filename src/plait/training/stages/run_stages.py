@@ -7,7 +7,7 @@ from torch import Tensor
 from plait.core.events import Event
 from plait.data.sampler import Position
 from plait.pipeline.executor import Pipeline
-from plait.training.audit.schedule import PIPELINE_COST, next_audited
+from plait.training.audit.schedule import USUAL_COST, next_audited
 from plait.training.audit.stages import AuditedStages
 from plait.training.components import Components
 from plait.training.engines.pipeline import PipelineEngine, StepBatch
@@ -44,7 +44,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
     def begin_audit(pipeline: Pipeline) -> tuple[int, AuditedStages | None]:
         """A step that is audited is an interval of its own."""
         # On a CPU the first worker has the cores of those that wait.
-        cost = PIPELINE_COST if run.parts.device.type == "cpu" else float(worker.world_size)
+        cost = USUAL_COST if run.parts.device.type == "cpu" else float(worker.world_size)
         step, following = run.trial.step, next_audited(run.settings, run.trial.step, cost)
         if following is None or following > step:
             return UNKNOWN_STEPS if following is None else following - step, None

@@ -1,0 +1,175 @@
+"""The engines in one table: what each trains is what one worker makes of it, however it was interrupted.
+
+Each row is a way to lay a job over workers; each test is one sentence that holds for all of them. What is
+particular to an engine is tested beside it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from plait.planner.schedules.kinds import Schedule
+from plait.schema.results import RunResult
+from plait.schema.settings import (
+    UNVERIFIED,
+    DataSettings,
+    EvaluateSettings,
+    OptimizerSettings,
+    SyncSettings,
+    TrainSettings,
+)
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import with_values
+from support.averaging import job_store
+from support.elastic import run_elastic
+from support.elastic_sweep import Change, run_elastic_sweep
+from support.plans import planned, with_graph
+from support.sweeping import sweep_of, sweep_rank
+from support.syncs import settings_of
+from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
+from support.world import run_ranks
+
+STEPS = 9
+MICROBATCHES = 3
+COMMON: dict[str, Any] = {
+    "steps": STEPS,
+    "data": DataSettings("digits", 60),
+    "evaluate": EvaluateSettings(every_steps=4),
+    "verify": UNVERIFIED,
+}
+JOB = digits_job(**COMMON)
+# The mean of two workers' steps is the step by the mean of their gradients, for an optimizer without memory.
+MEMORYLESS = OptimizerSettings("sgd", {"lr": 0.05})
+RATES = "optimizer.lr=0.01,0.03,0.05"
+
+
+def in_stages(*replicas: int) -> TrainSettings:
+    return planned(replicas, Schedule.FLUSH, MICROBATCHES, **COMMON)
+
+
+def averaged() -> TrainSettings:
+    return settings_of("local-sgd", {"every": 1}, **COMMON, precision="float64", optimizer=MEMORYLESS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job or a sweep on some workers."""
+
+    workers: int
+    asked: TrainSettings | SweepSettings
+
+    def alone(self, values: dict[str, Any]) -> TrainSettings:
+        """A trial of it as one worker trains it."""
+        job = self.asked.train if isinstance(self.asked, SweepSettings) else self.asked
+        return with_values(replace(job, pipeline=None, sync=SyncSettings()), values)
+
+
+ROWS: dict[str, Callable[[], Row]] = {
+    "whole model": lambda: Row(2, JOB),
+    "pipeline": lambda: Row(2, in_stages(1, 1)),
+    "pipeline with replicas": lambda: Row(3, in_stages(2, 1)),
+    "decentralized": lambda: Row(2, averaged()),
+    "fused": lambda: Row(1, sweep_of(RATES, job=JOB)),
+    "fused, whole model": lambda: Row(2, replace(sweep_of(RATES, job=JOB), replicas=2)),
+    "fused, pipeline": lambda: Row(2, sweep_of(RATES, job=in_stages(1, 1))),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What each trial came to, by its values, and the weights of the best one."""
+
+    reason: str
+    metrics: dict[str, dict[str, float]]
+    best: dict[str, Any]
+    weights: dict[str, Any]
+
+
+def outcome_of(result: Any, folder: Path) -> Outcome:
+    if isinstance(result, RunResult):
+        return Outcome(result.reason, {"{}": result.test}, {}, saved_weights(folder))
+    metrics = {str(trial["values"]): trial["metrics"] for trial in result["trials"]}
+    return Outcome(result["reason"], metrics, result["best"]["values"], saved_weights(folder))
+
+
+def train(rank: int, row: Row, folder: Path, **how: Any) -> Any:
+    """The result of a job or a sweep on this rank of a world."""
+    if isinstance(row.asked, SweepSettings):
+        return sweep_rank(rank, row.asked, folder, how.get("resume", False), how.get("stop_file"))
+    return train_rank(rank, row.asked, folder, **how)[0]
+
+
+def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) -> list[Any]:
+    """Results of a run, and of one that is stopped at its first step and goes on."""
+    first, second, third = ({"address": address} for address in addresses)
+    stop = folder / "stop"
+    whole = train(rank, row, folder / "whole", **first)
+    if rank == 0:
+        stop.touch()
+    dist.barrier()
+    stopped = train(rank, row, folder / "cut", stop_file=stop, **second)
+    return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Row, Outcome, Outcome]:
+    """A row, and what it came to in a run, and in one that was stopped and went on."""
+    row, folder = ROWS[request.param](), tmp_path_factory.mktemp("row")
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(job_store()) for _ in range(3)]
+        results = run_ranks(row.workers, train_and_resume, row, folder, addresses)[0]
+    stopped = results.pop()
+    assert (stopped.reason if isinstance(stopped, RunResult) else stopped["reason"]) == "stopped"
+    whole, resumed = (outcome_of(each, folder / name) for each, name in zip(results, ("whole", "cut")))
+    return row, whole, resumed
+
+
+def test_it_trains_as_one_worker_does(trained: tuple[Row, Outcome, Outcome], tmp_path: Path) -> None:
+    row, whole, _ = trained
+    _, weights = train_here(row.alone(whole.best), tmp_path)
+    assert whole.reason == "finished"
+    assert largest_difference(whole.weights, weights) < 1e-10
+
+
+def test_it_evaluates_as_one_worker_does(trained: tuple[Row, Outcome, Outcome], tmp_path: Path) -> None:
+    row, whole, _ = trained
+    for number, (values, metrics) in enumerate(whole.metrics.items()):
+        alone, _ = train_here(row.alone(ast.literal_eval(values)), tmp_path / str(number))
+        assert metrics == pytest.approx(alone.test, abs=1e-10)
+
+
+def test_stopped_and_resumed_it_ends_with_the_same_bits(trained: tuple[Row, Outcome, Outcome]) -> None:
+    _, whole, resumed = trained
+    assert (resumed.reason, resumed.metrics, resumed.best) == (whole.reason, whole.metrics, whole.best)
+    assert largest_difference(resumed.weights, whole.weights) == 0.0
+
+
+# A group of a sweep keeps its workers: the loss of one is the loss of its trials (docs/combinations.md).
+@pytest.mark.parametrize("name", ["whole model", "pipeline"])
+def test_workers_that_come_and_go_change_nothing(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]()
+    assert isinstance(row.asked, TrainSettings)
+    settings = with_graph(row.asked) if row.asked.pipeline is not None else row.asked
+    run_elastic(settings, tmp_path / "elastic", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))])
+    _, weights = train_here(row.alone({}), tmp_path / "alone")
+    assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
+
+
+def test_nor_do_they_change_a_trial_of_a_sweep(tmp_path: Path) -> None:
+    row = ROWS["fused"]()
+    assert isinstance(row.asked, SweepSettings)
+    sweep = replace(row.asked, width=1)
+    result, _ = run_elastic_sweep(sweep, tmp_path / "elastic", (0,), Change(0, 3, (0, 1)), Change(0, 6, (1,)))
+    found = outcome_of(result, tmp_path / "elastic")
+    _, weights = train_here(row.alone(found.best), tmp_path / "alone")
+    assert largest_difference(found.weights, weights) < 1e-10
