@@ -115,6 +115,17 @@ def test_a_lost_worker_is_left_out_at_once_and_replaced_when_another_is_ready():
     assert published.members == (0, 2, 3)
 
 
+def test_where_no_host_takes_more_workers_nobody_is_started_for_one_that_is_lost():
+    roster = Roster((Host("here", 3),), [0], ElasticRules())
+    join(roster)
+    roster.on_gone(1, "ended by SIGKILL")
+    published = roster.next_steps().publish
+    assert published is not None
+    assert (published.members, published.lost) == ((0, 2), (1,))
+    join(roster)
+    assert roster.next_steps() == NextSteps()
+
+
 def test_a_loss_while_members_take_their_places_makes_another_version():
     roster = roster_of(3)
     for worker in (0, 2):

@@ -12,7 +12,18 @@ import torch
 from plait.comm.links.packing import Content, Message
 from plait.comm.tags import Tag
 from plait.core.errors import PeerError
+from plait.schema.sync_options import HetPipeOptions, options_among
 from plait.sync.averaging.parameter_server import ServedWeights, Server, held_up_by
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "dedicated"), [(5, 3, True), (3, 2, True), (2, 1, True), (1, 1, False)]
+)
+def test_there_are_as_many_servers_as_workers_that_are_left_allow(
+    workers: int, servers: int, dedicated: bool
+):
+    given = {"servers": 3, "dedicated": True, "wave": 4}
+    assert options_among("hetpipe", given, workers) == HetPipeOptions(servers, dedicated, wave=4)
 
 
 class ScriptedMail:
@@ -24,6 +35,7 @@ class ScriptedMail:
         self.pushed: list[tuple[int, Message]] = []
         self.sent: dict[int, list[float]] = {}
         self.answered_all = threading.Event()
+        self.gone: set[int] = set()
 
     def push(self, peer: int, number: int, change: float, last: bool) -> None:
         content = Content(number, (torch.full((2,), change),), "last" if last else "")
@@ -33,7 +45,7 @@ class ScriptedMail:
         return [1, 2]
 
     def is_gone(self, peer: int) -> bool:
-        return False
+        return peer in self.gone
 
     def wait(self, seconds: float) -> None:
         time.sleep(0.001)
@@ -76,6 +88,16 @@ def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next()
     assert found.tolist() == [3.0, 3.0]
     # That push counts in the new segment: worker 1 waits for the others there.
     assert weights.awaited(1, last=False) == [0, 2]
+
+
+def test_a_server_waits_for_no_worker_that_is_gone():
+    mailbox: Any = ScriptedMail()
+    mailbox.gone.add(2)
+    server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0))
+    mailbox.push(1, 0, 3.0, last=True)
+    with pytest.raises(PeerError, match="worker 2, whose pushes are waited for, is gone"):
+        server.exchange([torch.full((2,), 3.0)], last=True, deadline_s=60.0)
+    server.close()
 
 
 def test_a_server_answers_all_workers_once_all_have_pushed():

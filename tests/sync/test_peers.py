@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from plait.comm.links.packing import Content, Message
-from plait.sync.averaging.peers import Inbox, SharedClock, WaitTimer
+from plait.launch.membership import Membership, Memberships
+from plait.sync.averaging.peers import Inbox, LivingMembers, SharedClock, WaitTimer
 
 
 class Clock:
@@ -52,6 +53,18 @@ def test_workers_whose_clocks_differ_share_one_time_once_they_exchanged_messages
     # Who is ahead stays there: time never goes back.
     shared[1].observe(times[0] - 10.0)
     assert shared[1].time() == times[1]
+
+
+def test_a_worker_that_is_to_leave_is_there_until_it_does_and_one_that_is_lost_is_not():
+    memberships = Memberships(4)
+    memberships.enter(Membership(2, (1, 4, 6), ("here",) * 3))
+    living = LivingMembers(memberships, place=1, ranks=(0, 1, 2))
+    memberships.put(Membership(3, (4, 6), ("here",) * 2))
+    assert living.living() == (0, 1, 2)
+    memberships.put(Membership(4, (4,), ("here",), lost=(6,)))
+    assert living.living() == (0, 1)
+    living.forget(0)
+    assert living.living() == (1,)
 
 
 class ScriptedMail:
