@@ -186,6 +186,15 @@ def sweep_rank(
     return result
 
 
+def stop_and_go_on(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[str], Any]:
+    """A sweep that all groups stop after its first checkpoint, the checkpoints then, and its end."""
+    saved = folder / "trials" / "0000" / "checkpoints"
+    stopped = sweep_rank(rank, settings, folder, stop_file=saved)
+    found = [path.name for path in sorted(folder.glob("trials/*/checkpoints/step-*"))]
+    dist.barrier()
+    return stopped, found, sweep_rank(rank, settings, folder, resume=True)
+
+
 def sweeps_rank(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -> dict[str, Any]:
     """Several sweeps, one after the other, each in a folder of its name below `folder`."""
     return {name: sweep_rank(rank, settings, folder / name) for name, settings in sweeps.items()}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from plait.core.errors import InputError
 from plait.data.loader import Batch
@@ -34,6 +33,7 @@ from plait.training.fused.rounds import rounds_of
 from support.sweeping import (
     killed_sweep,
     same_table,
+    stop_and_go_on,
     sweep_here,
     sweep_of,
     sweep_rank,
@@ -156,15 +156,6 @@ def test_workers_of_a_group_draw_other_random_numbers_and_the_first_those_of_a_l
     first, second = (FusedComponents(entries, place).fused.seeds.tolist() for place in (0, 1))
     assert first == alone
     assert not set(second) & set(alone)
-
-
-def stop_and_go_on(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[str], Any]:
-    """A sweep that all groups stop after its first checkpoint, the checkpoints then, and its end."""
-    saved = folder / "trials" / "0000" / "checkpoints"
-    stopped = sweep_rank(rank, settings, folder, stop_file=saved)
-    found = [path.name for path in sorted(folder.glob("trials/*/checkpoints/step-*"))]
-    dist.barrier()
-    return stopped, found, sweep_rank(rank, settings, folder, resume=True)
 
 
 def test_two_groups_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):

@@ -43,6 +43,7 @@ from support.plans import planned
 from support.sweeping import (
     killed_sweep,
     same_table,
+    stop_and_go_on,
     sweep_here,
     sweep_of,
     sweep_rank,
@@ -156,6 +157,14 @@ def test_a_killed_pipeline_goes_on_with_nothing_lost_and_the_same_dropout(
     folder = killed_sweep(2, sweeps()["dropout"], tmp_path, 0)
     again = run_ranks(2, sweep_rank, sweeps()["dropout"], folder, resume=True)[0]
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
+
+
+def test_a_pipeline_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
+    settings = in_stages("optimizer.lr=0.01,0.1", **DUE)
+    stopped, saved, found = run_ranks(2, stop_and_go_on, settings, tmp_path / "two")[0]
+    assert stopped["reason"] == "stopped"
+    assert saved[0] == "step-000000005"
+    assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-10)
 
 
 def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
