@@ -148,10 +148,14 @@ def test_it_evaluates_as_one_worker_does(trained: tuple[Row, Outcome, Outcome], 
         assert metrics == pytest.approx(alone.test, abs=1e-10)
 
 
-def test_stopped_and_resumed_it_ends_with_the_same_bits(trained: tuple[Row, Outcome, Outcome]) -> None:
-    _, whole, resumed = trained
-    assert (resumed.reason, resumed.metrics, resumed.best) == (whole.reason, whole.metrics, whole.best)
-    assert largest_difference(resumed.weights, whole.weights) == 0.0
+def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, Outcome, Outcome]) -> None:
+    row, whole, resumed = trained
+    # An array that is made again may have other kernels, which round otherwise; a run has the same bits.
+    allowed = 1e-12 if isinstance(row.asked, SweepSettings) else 0.0
+    assert (resumed.reason, resumed.best) == (whole.reason, whole.best)
+    assert largest_difference(resumed.weights, whole.weights) <= allowed
+    for values, metrics in whole.metrics.items():
+        assert resumed.metrics[values] == pytest.approx(metrics, rel=0.0, abs=allowed)
 
 
 # A group of a sweep keeps its workers: the loss of one is the loss of its trials (docs/combinations.md).
