@@ -159,7 +159,7 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, O
 
 
 # A group of a sweep keeps its workers: the loss of one is the loss of its trials (docs/combinations.md).
-@pytest.mark.parametrize("name", ["whole model", "pipeline"])
+@pytest.mark.parametrize("name", ["whole model", "pipeline", "decentralized"])
 def test_workers_that_come_and_go_change_nothing(name: str, tmp_path: Path) -> None:
     row = ROWS[name]()
     assert isinstance(row.asked, TrainSettings)

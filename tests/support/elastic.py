@@ -184,7 +184,8 @@ class MortalNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-            if self.is_victim and self.seen == self._dies_at:
+            # Workers that average take over the largest count.
+            if self.is_victim and self.seen >= self._dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.layer(x.flatten(1))
 
