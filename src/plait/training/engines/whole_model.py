@@ -286,7 +286,7 @@ def warm_up(components: Components, settings: TrainSettings) -> None:
     order = iter([GlobalBatch(0, samples, Position())])
     (batch,) = load(source, order, seed=settings.seed, rank=0, world_size=1, loaders=0)
     with _restored_buffers(components):
-        TrainStep(components, settings).time_backward(batch)
+        TrainStep(components, settings, rank=-1).time_backward(batch)
 
 
 @contextlib.contextmanager
