@@ -173,10 +173,6 @@ class PipelineEngine:
             self._stored = state.stored
             checkpoints.check_names(self._run.parts.model, self._stored.model)
 
-    def held_state(self) -> EngineState:
-        is_spread = self._run.parts.pieces is not None or self._held is not None
-        return EngineState({}, {}) if is_spread else self._run.parts.state()
-
     def open(self) -> None:
         """Cut the model, with the state it has now, into its stages."""
         run, started = self._run, time.perf_counter()
@@ -478,7 +474,7 @@ class PipelineEngine:
         run.signals.forget()
         self.open()
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
         run = self._run
         if self._held is None and marks[run.worker.rank] != NO_STATE:
             # It has not trained yet: it has what all start from.
@@ -496,7 +492,8 @@ class PipelineEngine:
             run.parts = with_fresh_model(run.parts, run.settings, keep_scale=False)
             self._held, self._held_by, self._is_whole = None, [], True
             self._in_trust, self._commit = HeldLayers(), None
-        return source
+        # Layers go from worker to worker when it is opened.
+        return None if source is None else (source, EngineState({}, {}))
 
     def _finish_step(self, marks: Sequence[Mark]) -> list[Mark]:
         """Write the update of the step that a worker was lost in, where one has written it; all call it.

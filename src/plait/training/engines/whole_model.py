@@ -107,9 +107,6 @@ class WholeModelEngine:
         assert isinstance(self.components, Components)
         load_whole(self.components, state)
 
-    def held_state(self) -> EngineState:
-        return self.components.state()
-
     def open(self) -> None:
         if self._step is not None:
             return
@@ -252,8 +249,8 @@ class WholeModelEngine:
         """Give all workers the same running statistics; everything else they hold alike."""
         self._open_step.average_buffers()
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        return most_advanced(marks)
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+        return most_advanced(marks), self.components.state()
 
     def close(self) -> None:
         self._forget_streams()
