@@ -41,15 +41,12 @@ class IntervalResult:
 class Engine(Protocol):
     """How intervals of steps are computed, on this worker together with the others.
 
-    All workers call each method together, in the same order; `load` and `held_state` each for itself. It can
-    be closed and, among other workers, opened again.
+    All workers call each method together, in the same order; `load` each for itself. It can be closed and,
+    among other workers, opened again.
     """
 
     def load(self, state: Checkpoint) -> None:
         """Go on from the tensors of a checkpoint; CheckpointError if they do not fit."""
-
-    def held_state(self) -> EngineState:
-        """What the other workers need of this one to begin where it does."""
 
     def open(self) -> None:
         """Link up with the other workers, and get ready to take steps."""
@@ -75,11 +72,11 @@ class Engine(Protocol):
     def close(self) -> None:
         """End the links to the other workers."""
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        """The rank whose progress all go on from, by how far each is; all workers call it together.
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+        """The rank that all go on from, by how far each is, and what this worker would give to the others.
 
-        None where what the workers hold is not a whole state any more: only a checkpoint is. Then the model
-        is as its factory makes it.
+        Called while it is closed. None where what the workers hold is not a whole state any more: only a
+        checkpoint is. Then the model is as its factory makes it.
         """
 
 

@@ -159,11 +159,12 @@ class RunLoop(Loop):
         marks = [self._mark()]
         if worker.world_size > 1:
             marks = [tuple(mark) for mark in all_gather_values(list(marks[0]))]
-        source = self.engine.choose_source(marks)
-        if source is None:
+        handed = self.engine.hand_over(marks)
+        if handed is None:
             self._go_back_to_checkpoint()
         elif len(set(marks)) > 1:
-            self._take_progress(source, marks[worker.rank] == marks[source])
+            source, state = handed
+            self._take_progress(source, state, marks[worker.rank] == marks[source])
 
     def _train_and_finish(self) -> tuple[str, dict[str, float]]:
         reason = self.take_steps()
@@ -172,9 +173,7 @@ class RunLoop(Loop):
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
-        if resume:
-            self._restore()
-        self._agree_on_start()
+        self._agree_on_start(self._restore() if resume else None)
         check_data(self.run)
         check_loss(self.run)
         check_kept(self.run)
@@ -304,10 +303,13 @@ class RunLoop(Loop):
         changes = self._changes[1] if self._changes[0] == self.run.trial.step else 0
         return (self.run.trial.step, int(not self.run.trial.moved) + changes)
 
-    def _take_progress(self, source: int, is_there: bool) -> None:
-        """Take what rank `source` knows of the run, unless this worker is there already; all call it."""
+    def _take_progress(self, source: int, own: EngineState, is_there: bool) -> None:
+        """Take what rank `source` knows of the run, unless this worker is there already; all call it.
+
+        `own` is what this worker would give, were it the source.
+        """
         given = self.run.worker.rank == source
-        state = checkpoints.broadcast(self._checkpoint(self.engine.held_state()) if given else None, source)
+        state = checkpoints.broadcast(self._checkpoint(own) if given else None, source)
         rest = broadcast_value(self._position_in_loop() if given else None, source)
         if not is_there:
             self._take_position(rest)
@@ -606,25 +608,28 @@ class RunLoop(Loop):
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
 
-    def _restore(self) -> None:
+    def _restore(self) -> Checkpoint | None:
         """Load the newest checkpoint that is complete and of this model; record those that are not."""
-        run, refused = self.run, list[str]()
+        run, refused, loaded = self.run, list[str](), list[Checkpoint]()
 
         def refuse(path: Path, why: str) -> None:
             refused.append(why)
             run.metrics.refused(path, why)
 
         def use(path: Path) -> bool:
-            self._load_checkpoint(read(path))
+            state = read(path)
+            self._load_checkpoint(state)
+            loaded.append(state)
             return True
 
         folder = run.folder.checkpoints
         read = checkpoints.load if run.parts.pieces is None else checkpoints.load_in_pieces
         if checkpoints.newest(folder, use, refuse):
-            return
+            return loaded[0]
         if refused:
             raise CheckpointError(f"no checkpoint below {folder} can be used; the newest: {refused[0]}")
         run.metrics.warn(f"no checkpoint below {folder}; starting from the first step")
+        return None
 
     def _load_checkpoint(self, state: Checkpoint) -> None:
         """Continue from a checkpoint; CheckpointError changes nothing."""
@@ -655,18 +660,18 @@ class RunLoop(Loop):
         if loss_scale and run.parts.scaler.is_enabled():
             run.parts.scaler.load_state_dict(loss_scale)
 
-    def _agree_on_start(self) -> None:
-        """All workers start from rank 0's state, also where their folders are not shared."""
-        worker = self.run.worker
+    def _agree_on_start(self, loaded: Checkpoint | None) -> None:
+        """All workers start from what rank 0 has `loaded`, also where their folders are not shared."""
+        worker, parts = self.run.worker, self.run.parts
         if worker.world_size == 1:
             return
         found = all_gather_values([self.run.trial.step, self.run.trial.owes_evaluation])
         if any(each != found[0] for each in found):
-            own = self._checkpoint(self.engine.held_state()) if worker.rank == 0 else None
-            state = checkpoints.broadcast(own)
+            fresh = EngineState({}, {}) if parts.pieces is not None else parts.state()
+            state = checkpoints.broadcast((loaded or self._checkpoint(fresh)) if worker.rank == 0 else None)
             if worker.rank != 0:
                 self._load_checkpoint(state)
-        if self.run.parts.pieces is None:
+        if parts.pieces is None:
             self.run.broadcast_weights()
 
 

@@ -200,16 +200,13 @@ class FusedStages:
     def load(self, state: Checkpoint) -> None:
         """Trials bring their state along as they enter."""
 
-    def held_state(self) -> EngineState:
-        return EngineState({}, {})
-
     def with_plan(self, change: PlanChange) -> TrainSettings:
         raise cannot_apply(change, "an array of trials")
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        return most_advanced(marks)
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+        return most_advanced(marks), EngineState({}, {})
 
-    def hand_over(self, staying: Sequence[int], pipeline: Pipeline) -> None:
+    def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
         """Nobody leaves the group."""
 
 

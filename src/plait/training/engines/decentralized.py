@@ -256,9 +256,6 @@ class DecentralizedEngine:
         self._run.parts.load(state)
         self._held = EngineState({}, {}, sync=state.sync)
 
-    def held_state(self) -> EngineState:
-        return replace(self._run.parts.state(), sync=self._held.sync)
-
     def open(self) -> None:
         run = self._run
         name = run.name_of_opening()
@@ -473,11 +470,11 @@ class DecentralizedEngine:
             self._check_complete()
             self._is_settled = True
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
         if self._run.settings.pipeline is None:
-            return most_advanced(marks)
+            return most_advanced(marks), replace(self._run.parts.state(), sync=self._held.sync)
         if len(set(marks)) == 1:
-            return 0
+            return 0, EngineState({}, {})
         # What a worker holds are stages: only those of a whole pipeline at one step make a state.
         self._run.parts = with_fresh_model(self._run.parts, self._run.settings, keep_scale=False)
         self._held = EngineState({}, {})

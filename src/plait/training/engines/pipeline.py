@@ -122,7 +122,7 @@ class TrialStages(Protocol):
     """The stages of one trial, or of fused trials, that this worker holds; it knows what these are made of.
 
     `components` are those of the trials, with the optimizer of this worker's stages once they are open. All
-    workers of the group call each method together, except for `load` and `held_state`.
+    workers of the group call each method together, except for `load`.
     """
 
     layout: PipelineLayout
@@ -168,16 +168,13 @@ class TrialStages(Protocol):
     def load(self, state: Checkpoint) -> None:
         """Go on from the tensors of a checkpoint."""
 
-    def held_state(self) -> EngineState:
-        """What the other workers need of this one to begin where it does."""
-
     def with_plan(self, change: PlanChange) -> TrainSettings:
         """The settings with another plan; JobError where the stages cannot follow it."""
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        """See `Engine.choose_source`."""
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+        """See `Engine.hand_over`."""
 
-    def hand_over(self, staying: Sequence[int], pipeline: Pipeline) -> None:
+    def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
         """Give those of the ranks `staying` what only others hold, which are to leave."""
 
 
@@ -239,9 +236,6 @@ class PipelineEngine:
 
     def load(self, state: Checkpoint) -> None:
         self.stages.load(state)
-
-    def held_state(self) -> EngineState:
-        return self.stages.held_state()
 
     def open(self) -> None:
         """Cut the model, with the state it has now, into its stages."""
@@ -449,12 +443,12 @@ class PipelineEngine:
         self.trials[0].settings = settings
         self.open()
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        return self.stages.choose_source(marks)
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+        return self.stages.hand_over(marks)
 
     def settle(self, staying: Sequence[int]) -> None:
         self._pipe.average_buffers()
-        self.stages.hand_over(staying, self._pipe)
+        self.stages.leave_to(staying, self._pipe)
 
     def close(self) -> None:
         pipeline, self._pipeline = self._pipeline, None

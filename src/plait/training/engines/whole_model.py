@@ -110,9 +110,6 @@ class WholeModelEngine:
     def load(self, state: Checkpoint) -> None:
         self.components.load(state)
 
-    def held_state(self) -> EngineState:
-        return self.components.state()
-
     def open(self) -> None:
         if self._step is not None:
             return
@@ -248,8 +245,8 @@ class WholeModelEngine:
         """Give all workers the same running statistics; everything else they hold alike."""
         self._open_step.average_buffers()
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
-        return most_advanced(marks)
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+        return most_advanced(marks), self.components.state()
 
     def close(self) -> None:
         self._forget_streams()
@@ -276,7 +273,7 @@ def warm_up(components: AnyComponents, settings: TrainSettings) -> None:
     order = iter([GlobalBatch(0, samples, Position())])
     (batch,) = load(source, order, seed=settings.seed, rank=0, world_size=1, loaders=0)
     with _restored_buffers(components):
-        TrainStep(components, settings).time_backward(batch)
+        TrainStep(components, settings, rank=-1).time_backward(batch)
 
 
 @contextlib.contextmanager

@@ -117,10 +117,6 @@ class ModelStages:
             self._stored = state.stored
             checkpoints.check_names(self.components.model, self._stored.model)
 
-    def held_state(self) -> EngineState:
-        is_spread = self.components.pieces is not None or self._held is not None
-        return EngineState({}, {}) if is_spread else self.components.state()
-
     def open(self) -> Pipeline:
         """Cut the model, with the state it has now, into its stages."""
         worker, self._commit = self._worker, None
@@ -299,7 +295,7 @@ class ModelStages:
         check_pipeline(settings, self._worker.world_size)
         return settings
 
-    def choose_source(self, marks: Sequence[Mark]) -> int | None:
+    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
         rank = self._worker.rank
         if self._held is None and marks[rank] != NO_STATE:
             # It has not trained yet: it has what all start from.
@@ -317,7 +313,8 @@ class ModelStages:
             self._build_again(keep_scale=False)
             self._held, self._held_by, self._is_whole = None, [], True
             self._in_trust, self._commit = HeldLayers(), None
-        return source
+        # Layers go from worker to worker when the pipeline is opened.
+        return None if source is None else (source, EngineState({}, {}))
 
     def _finish_step(self, marks: Sequence[Mark]) -> list[Mark]:
         """Write the update of the step that a worker was lost in, where one has written it; all call it.
@@ -338,7 +335,7 @@ class ModelStages:
             self._held = self._own_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 
-    def hand_over(self, staying: Sequence[int], pipeline: Pipeline) -> None:
+    def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
         if not staying:
             return
         only = {name: ranks for name, ranks in self._holders.items() if not set(ranks) & set(staying)}
