@@ -309,7 +309,7 @@ def without_copies_of_buffers(patch: pytest.MonkeyPatch) -> None:
         ("aliased function", without_the_recorder_of_functions, "gradient of a.weight: none; .* in backward"),
         ("dropped path", without_the_evaluation_trace, "in evaluation mode .*head .* gets other inputs"),
         ("auxiliary head", without_the_evaluation_trace, "in evaluation mode output"),
-        ("own statistics", without_the_evaluation_trace, "in evaluation mode .* they part"),
+        ("own statistics", without_the_evaluation_trace, "in evaluation mode .* they first differ"),
         ("shared buffer", without_the_check_of_buffers, "in training mode output"),
         ("state", without_the_check_of_attributes, "code of Stateful before it: b .* gets other inputs"),
         ("counter", without_the_check_of_attributes, "code of CountsCalls before it: b .* gets other"),

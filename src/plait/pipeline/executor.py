@@ -22,8 +22,8 @@ from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError
 from plait.data.calling import as_arguments, evaluation_mode
-from plait.pipeline.cpu.layers import plain_forwards, quicken
-from plait.pipeline.cpu.linear import laid_out_as
+from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
+from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
@@ -161,15 +161,15 @@ class Pipeline:
         self.parameters = _first_named(stages)
         self._further = further_names(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
-        self._quickened: list[nn.Module] = []
+        self._fast_layers: list[nn.Module] = []
         # Stages that someone else made, of many trials, have layers of their own kind.
         if parts.device.type == "cpu" and parts.make_stage is cut:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
             for number, module in self.modules.items():
                 add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE
                 # Weights that workers sum stay as the others have them.
-                turn = len(pipeline_layout.holders(number)) == 1
-                self._quickened += quicken(module, add, turn, tied_ones)
+                transpose = len(pipeline_layout.holders(number)) == 1
+                self._fast_layers += use_fast_layers(module, add, transpose, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self._frozen = FrozenAtStart(self.parameters.items())
         # An optimizer wants a parameter, also on a worker whose stages have none.
@@ -264,8 +264,8 @@ class Pipeline:
     def close(self) -> None:
         """End the threads that sum gradients; all workers call it after their last operation."""
         self._updates.close()
-        plain_forwards(self._quickened)
-        self._quickened = []
+        plain_forwards(self._fast_layers)
+        self._fast_layers = []
 
     def fail(self, failure: BaseException) -> None:
         """Have whoever waits for gradients of other workers fail; from any thread."""
@@ -276,7 +276,9 @@ class Pipeline:
         for parameter in self.parameters.values():
             state = optimizer.state.get(parameter)
             if state is not None:
-                self.optimizer.state[parameter] = {k: laid_out_as(parameter, v) for k, v in state.items()}
+                self.optimizer.state[parameter] = {
+                    k: with_same_strides(parameter, v) for k, v in state.items()
+                }
         names = self._names
         load_rest(self.optimizer, names, optimizer_state(optimizer, names))
 
