@@ -43,7 +43,7 @@ from plait.core.errors import InputError, PlaitError
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 from plait.pipeline.verify.in_process import Choices, StagedModel
 from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
 from plait.profiler.trace import trace
@@ -245,7 +245,7 @@ class Alone:
     def run(self, batch: Batch) -> Any:
         self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._age]))
         self._age += self.model.training
-        with LoneMode(self._streams):
+        with SingleTrialMode(self._streams):
             return run(self.model, batch)
 
     def _begin(self) -> None:

@@ -150,7 +150,7 @@ def test_the_state_of_another_model_is_refused():
     models, others = make_models(net, TRIALS), make_models(net, TRIALS, seed=1)
     optimizer = torch.optim.Adam(others[0].parameters())
     step_alone(others[0], optimizer, batch(0, 4, 5)[0])
-    with pytest.raises(FusionError, match="the very model that was fused"):
+    with pytest.raises(FusionError, match="the optimizer of the model that was fused"):
         load_trial(FusedOptimizer(fuse(models), "adam"), optimizer, 0)
 
 

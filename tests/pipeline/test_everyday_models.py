@@ -41,8 +41,8 @@ REFUSED = {
         "hidden teacher": "that the model does not have: its module is not registered",
     },
     "fused": {
-        "own class returned": "the model returns a Output, in which no tensors of numbers are seen",
-        "global variable": "a trial alone does something else when it is run again",
+        "own class returned": "the model returns a Output, in which torch sees no tensors of numbers",
+        "global variable": "a single model gives another result when it is run again",
     },
 }
 

@@ -1,7 +1,8 @@
 """Fusion: K models of one shape in, one module that trains them all at once out.
 
-The models' own forward runs on tensors that carry the trials axis (`tensor.py`), one rule for each operation
-that matters (`rules/`). Hyperparameters are vectors with one entry a trial. Nothing here starts a process.
+The model's forward runs on tensors with a trials axis (`dispatch/tensor.py`); common operations have a rule
+for such tensors (`rules/`). Hyperparameters are vectors with one entry per trial. Nothing here starts a
+process.
 """
 
 from plait.fusion.check import group_by_shape

@@ -1,4 +1,4 @@
-"""Computes a call of torch on trial tensors: by its rule, or by the fallback where none fits."""
+"""Computes a torch call on trial tensors: by its rule, or by a fallback."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from plait.fusion.dispatch.registry import (
     Rule,
     usual_form,
 )
-from plait.fusion.dispatch.seams import is_running
 from plait.fusion.dispatch.tensor import TrialTensor
+from plait.fusion.dispatch.torch_patches import is_running
 from plait.fusion.trials import padding
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.rows import follow
 
 
 def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Options) -> Any:
-    """What `function` returns for all trials; `rule` is None where the table has none yet."""
+    """The result of `function` for all trials; `rule` is None if the table has none yet."""
     if rule is None:
         rule = RULES[function] = find_rule(function)
     if rule in READING_RULES:
@@ -59,7 +59,7 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
 
 
 def _version(args: Arguments) -> int | None:
-    """How often the first argument was written, or -1 in inference mode, where nobody counts."""
+    """The version counter of the first argument, or -1 in inference mode, which has none."""
     first = args[0] if args else None
     if not isinstance(first, TrialTensor) or first.pending is not None:
         return None

@@ -1,4 +1,4 @@
-"""Between a fused optimizer and torch's own, one a trial: trials come and leave with their states."""
+"""Conversion between a fused optimizer and one torch optimizer per trial, with their states."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from plait.fusion.optim.updates import KINDS, kind_of
 
 
 def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-    """Torch's own optimizers with the trials' states, over the modules that `fused.split()` returned."""
+    """One torch optimizer per trial, with its state, for the modules that `fused.split()` returned."""
     return [lone_optimizer(optimizer, module, number) for number, module in enumerate(modules)]
 
 
 def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
-    """Torch's own optimizer with one trial's state, over the module that `fused.trial(number)` returned."""
+    """A torch optimizer with one trial's state, for the module that `fused.trial(number)` returned."""
     parameters = _by_fused(fused.fused, module)
     make: Any = fused.kind.torch_class
     groups = [
@@ -41,12 +41,14 @@ def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> tor
             if steps == 0:
                 continue
             state = fused.state[parameter]
-            own: dict[str, Any] = {name: tensor[number].detach().clone() for name, tensor in state.items()}
+            trial_state: dict[str, Any] = {
+                name: tensor[number].detach().clone() for name, tensor in state.items()
+            }
             if fused.kind.counts_steps:
-                own["step"] = torch.tensor(steps, dtype=torch.float32)
+                trial_state["step"] = torch.tensor(steps, dtype=torch.float32)
                 if group.numbers.get("momentum", [1.0] * (number + 1))[number] == 0.0:
-                    own.pop("momentum_buffer", None)
-            lone.state[parameters[parameter]] = own
+                    trial_state.pop("momentum_buffer", None)
+            lone.state[parameters[parameter]] = trial_state
     return lone
 
 
@@ -57,9 +59,9 @@ def _of_trial(value: Any, number: int) -> Any:
 
 
 def _by_fused(fused: FusedModule, module: nn.Module) -> dict[Tensor, nn.Parameter]:
-    """By each fused parameter the one of the same name in a trial's own module."""
-    own = dict(module.named_parameters())
-    return {parameter: own[name] for name, parameter in fused.module.named_parameters()}
+    """Maps each fused parameter to the parameter of the same name in a trial's module."""
+    named = dict(module.named_parameters())
+    return {parameter: named[name] for name, parameter in fused.module.named_parameters()}
 
 
 def fuse_optimizers(
@@ -68,38 +70,40 @@ def fuse_optimizers(
     models: Sequence[nn.Module] | None = None,
     **options: Any,
 ) -> FusedOptimizer:
-    """The states of lone optimizers, at whatever ages, as one optimizer of the fused module.
+    """One optimizer of the fused module with the states of the trials' optimizers, after any number of steps.
 
-    Groups of parameters stay groups. `models` are those that were fused, over whose parameters the optimizers
-    are; without them a parameter is known by its values.
+    Parameter groups are kept. `models` are the fused models, whose parameters the optimizers hold; without
+    them a parameter is identified by its values.
     """
     kinds = {kind_of(optimizer) for optimizer in optimizers}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or len({len(optimizer.param_groups) for optimizer in optimizers}) > 1:
         raise FusionError(
             f"fuse_optimizers: found {sorted({type(o).__name__ for o in optimizers})} with "
-            f"{[len(o.param_groups) for o in optimizers]} groups of parameters, expected one kind of "
-            f"{sorted(KINDS)} with as many groups each"
+            f"{[len(o.param_groups) for o in optimizers]} groups of parameters, expected one type of "
+            f"{sorted(KINDS)} with equal numbers of groups"
         )
     every = [group for optimizer in optimizers for group in optimizer.param_groups]
     if kind == "adam" and _common_switch("decoupled_weight_decay", every):
         kind = "adamw"
     given = [None] * len(optimizers) if models is None else models
-    places = [_places(fused, o, number, model) for number, (o, model) in enumerate(zip(optimizers, given))]
+    names_by_group = [
+        _names_by_group(fused, o, number, model) for number, (o, model) in enumerate(zip(optimizers, given))
+    ]
     groups = [
-        _fused_group(fused, kind, [optimizer.param_groups[place] for optimizer in optimizers], names)
-        for place, names in enumerate(_common_places(places))
+        _fused_group(fused, kind, [optimizer.param_groups[index] for optimizer in optimizers], names)
+        for index, names in enumerate(_common_names(names_by_group))
     ]
     made = FusedOptimizer(fused, kind, params=groups, **options)
-    for number, (optimizer, own) in enumerate(zip(optimizers, places)):
-        _load_states(made, optimizer, number, own)
+    for number, (optimizer, names_of) in enumerate(zip(optimizers, names_by_group)):
+        _load_states(made, optimizer, number, names_of)
     return made
 
 
 def _fused_group(
     fused: FusedModule, kind: str, groups: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
-    """A group of fused parameters, by name, with the numbers that the trials' groups have."""
+    """A group of fused parameters, by name, with the hyperparameters of the trials' groups."""
     parameters = dict(fused.module.named_parameters())
     numbers: dict[str, Any] = {name: [group[name] for group in groups] for name in torch_names(KINDS[kind])}
     switches = {name: _common_switch(name, groups) for name in KINDS[kind].common}
@@ -107,92 +111,95 @@ def _fused_group(
 
 
 def _common_switch(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """A switch that all trials must have alike, since one formula computes them all."""
-    found = [bool(group.get(name, False)) for group in groups]
-    if len(set(found)) > 1:
+    """A boolean option, which must be equal in all trials since one formula computes them all."""
+    values = [bool(group.get(name, False)) for group in groups]
+    if len(set(values)) > 1:
         raise FusionError(
-            f"fuse_optimizers: found {name} = {found}, expected one value for all trials; fuse those with "
-            f"equal ones together"
+            f"fuse_optimizers: found {name} = {values}, expected one value for all trials; fuse trials with "
+            f"equal values"
         )
-    return found[0]
+    return values[0]
 
 
-def _common_places(places: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """The names of the parameters in each group, which must be the same for all trials."""
-    for number, own in enumerate(places):
-        for group, (names, first) in enumerate(zip(own, places[0])):
+def _common_names(names_by_group: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The parameter names in each group, which must be the same for all trials."""
+    for number, names_of in enumerate(names_by_group):
+        for group, (names, first) in enumerate(zip(names_of, names_by_group[0])):
             if set(names) != set(first):
                 odd = sorted(set(names) ^ set(first))[0]
                 raise FusionError(
-                    f"fuse_optimizers: {odd!r} is in group {group} of the optimizer of one of the trials 0 "
-                    f"and {number}, and not of the other; expected the same groups in all trials"
+                    f"fuse_optimizers: {odd!r} is in group {group} of the optimizer of only one of the "
+                    f"trials 0 and {number}; expected the same groups in all trials"
                 )
-    return [list(names) for names in places[0]]
+    return [list(names) for names in names_by_group[0]]
 
 
 @torch.no_grad()
 def load_trial(
     fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: int, model: nn.Module | None = None
 ) -> None:
-    """Give one trial the hyperparameters and the state of a lone optimizer, over `model`'s parameters.
+    """Load the hyperparameters and state of a torch optimizer over `model`'s parameters into one trial.
 
-    Without a model its parameters are known by their values.
+    Without a model its parameters are identified by their values.
     """
-    places = _places(fused.fused, optimizer, number, model)
+    names_by_group = _names_by_group(fused.fused, optimizer, number, model)
     names = {parameter: name for name, parameter in fused.fused.module.named_parameters()}
     expected = [[names[parameter] for parameter in group["params"]] for group in fused.groups]
-    if [set(own) for own in places] != [set(own) for own in expected]:
+    if [set(group) for group in names_by_group] != [set(group) for group in expected]:
         raise FusionError(
-            f"fuse_optimizers: trial {number}'s optimizer has {[len(own) for own in places]} parameters in "
-            f"its groups, expected those of the array: {[len(own) for own in expected]}"
+            f"fuse_optimizers: trial {number}'s optimizer has {[len(group) for group in names_by_group]} "
+            f"parameters in its groups, expected those of the array: {[len(group) for group in expected]}"
         )
     for group, lone in zip(fused.groups, optimizer.param_groups):
         group.set_trial(number, {name: lone[name] for name in torch_names(fused.kind)})
-    _load_states(fused, optimizer, number, places)
+    _load_states(fused, optimizer, number, names_by_group)
 
 
 @torch.no_grad()
 def _load_states(
-    fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: int, places: Sequence[Sequence[str]]
+    fused: FusedOptimizer,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    names_by_group: Sequence[Sequence[str]],
 ) -> None:
-    # After the hyperparameters are the trial's: some of them say what a state begins with.
+    # After the hyperparameters are set, as the initial state depends on some of them.
     fused.forget_trial(number)
     if not optimizer.state:
         return
     parameters = dict(fused.fused.module.named_parameters())
-    for group, lone, names in zip(fused.groups, optimizer.param_groups, places):
+    for group, lone, names in zip(fused.groups, optimizer.param_groups, names_by_group):
         rows = {id(clock): (clock.steps.tolist(), clock.pushes.tolist()) for clock in group.clocks}
         counts = {p: copy.deepcopy(rows[id(group.counts(p))]) for p in group["params"]}
         for parameter, name in zip(lone["params"], names):
-            own, stacked = optimizer.state.get(parameter, {}), parameters[name]
-            if not own:
+            trial_state, stacked = optimizer.state.get(parameter, {}), parameters[name]
+            if not trial_state:
                 continue
             for key, tensor in fused.state_of(group, stacked).items():
-                if own.get(key) is not None:
-                    tensor[number] = own[key]
-            pushed = float(own.get("momentum_buffer") is not None)
+                if trial_state.get(key) is not None:
+                    tensor[number] = trial_state[key]
+            pushed = float(trial_state.get("momentum_buffer") is not None)
             steps, pushes = counts[stacked]
-            steps[number], pushes[number] = float(own.get("step", pushed)), pushed
+            steps[number], pushes[number] = float(trial_state.get("step", pushed)), pushed
         group.set_counts(counts)
 
 
-def _places(
+def _names_by_group(
     fused: FusedModule, optimizer: torch.optim.Optimizer, number: int, model: nn.Module | None
 ) -> list[list[str]]:
-    """The names of the parameters in each group of a lone optimizer."""
+    """The parameter names in each group of a torch optimizer."""
     if model is not None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     free = {name: parameter[number].detach() for name, parameter in fused.module.named_parameters()}
-    # Those that a plain optimizer over all parameters, or over the trained ones, would have in these places.
+    # The usual order: an optimizer over all parameters, or over the trained ones.
     usual = list(free)
     trained = [name for name, parameter in fused.module.named_parameters() if parameter.requires_grad]
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     usual = trained if count == len(trained) else usual
-    found: list[list[str]] = []
+    names_by_group: list[list[str]] = []
     position = 0
     for group in optimizer.param_groups:
-        found.append([])
+        names_by_group.append([])
         for parameter in group["params"]:
             likely = usual[position] if position < len(usual) else ""
             order = sorted(free, key=lambda name: name != likely)
@@ -200,29 +207,29 @@ def _places(
             if not same:
                 raise FusionError(
                     f"fuse_optimizers: parameter {position} of trial {number}'s optimizer, of shape "
-                    f"{tuple(parameter.shape)}, has the values of none of the fused trial's; expected the "
-                    f"optimizer of the very model that was fused, as it was then"
+                    f"{tuple(parameter.shape)}, does not equal any parameter of the fused trial; expected "
+                    f"the optimizer of the model that was fused, with the same values"
                 )
-            found[-1].append(same[0])
+            names_by_group[-1].append(same[0])
             del free[same[0]]
             position += 1
-    _refuse_ambiguous(fused, found, number)
-    return found
+    _refuse_ambiguous(fused, names_by_group, number)
+    return names_by_group
 
 
-def _refuse_ambiguous(fused: FusedModule, places: Sequence[Sequence[str]], number: int) -> None:
-    """Refuse equal parameters in unlike groups: their values do not say which is in which."""
+def _refuse_ambiguous(fused: FusedModule, names_by_group: Sequence[Sequence[str]], number: int) -> None:
+    """Raise if equal parameters are in different groups, as values then do not identify them."""
     parameters = dict(fused.module.named_parameters())
-    for group, names in enumerate(places):
-        for other in places[group + 1 :]:
+    for group, names in enumerate(names_by_group):
+        for other in names_by_group[group + 1 :]:
             for one in names:
                 for two in other:
                     if _is_same(parameters[one][number], parameters[two][number]):
                         raise FusionError(
                             f"fuse_optimizers: {one!r} and {two!r} are equal and in two groups of trial "
-                            f"{number}'s optimizer; say which is which: fuse_optimizers(..., models=models)"
+                            f"{number}'s optimizer; tell them apart with fuse_optimizers(..., models=models)"
                         )
 
 
-def _is_same(own: Tensor, other: Tensor) -> bool:
-    return own.shape == other.shape and bool(((own == other.to(own)) | own.isnan()).all())
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other.to(one)) | one.isnan()).all())
