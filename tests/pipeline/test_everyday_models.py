@@ -35,7 +35,7 @@ def test_fused_a_model_that_its_own_hook_reads_is_what_it_is_alone() -> None:
 # What a verdict says of a model that stages, or fused trials, cannot train as it is trained alone.
 REFUSED = {
     "stages": {
-        "own class returned": "forward returns a Output, in which no tensors are seen",
+        "own class returned": "forward returns a Output, in which torch sees no tensors",
         "global variable": "forward of GoesByGlobal changes the global CALLS",
         "gradient inside": "the stages fail where the plain model does not",
         "hidden teacher": "that the model does not have: its module is not registered",

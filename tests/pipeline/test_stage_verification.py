@@ -52,9 +52,9 @@ RIGHT = (
 )
 REFUSED = {
     "shared buffer": "buffer 'mean' is written by forward and used in stages",
-    "state": "Stateful changes self.h, by which its next one goes",
-    "counter": "CountsCalls changes self.calls, by which its next one goes",
-    "warm-up": "WarmsUp changes self.calls, by which its next one goes",
+    "state": "Stateful changes self.h, on which its next one depends",
+    "counter": "CountsCalls changes self.calls, on which its next one depends",
+    "warm-up": "WarmsUp changes self.calls, on which its next one depends",
     "layer drop": "draws random numbers of Python or numpy",
     "branch on size": "would take another branch than in the trace .*hard_models.py",
 }
@@ -352,7 +352,9 @@ def job(steps: int, verify: str = "first") -> TrainSettings:
 def test_a_run_that_would_be_wrong_is_refused_on_every_worker(tmp_path: Path) -> None:
     settings = digits_job(model=ModelSettings("support.hard_models:Digits"), steps=4)
     found = run_ranks(2, refused_rank, cut_in_two(settings, Schedule.FLUSH, 4), tmp_path / "run")
-    assert all("forward of Digits changes self.calls, by which its next one goes" in words for words in found)
+    assert all(
+        "forward of Digits changes self.calls, on which its next one depends" in words for words in found
+    )
 
 
 def weights(folder: Path) -> dict[str, Any]:

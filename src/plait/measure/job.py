@@ -284,7 +284,7 @@ def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -
     with explaining_type_errors(model, inputs), example.choices.autocast():
         traced = trace(model, inputs, others=[others], whole=whole)
     for concern in traced.concerns or (traced.evaluation.concerns if traced.evaluation is not None else ()):
-        return Mismatch(concern.words, concern.path)
+        return Mismatch(concern.message, concern.path)
     try:
         mismatch = find_mismatch(traced, [[layer.id for layer in traced.layers]], example)
     except InputError as failure:

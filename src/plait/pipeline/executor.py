@@ -393,9 +393,9 @@ class Pipeline:
                 traced.check_inputs(tensors)
             else:  # those of many trials are stacked
                 names, tensors = self._traced.inputs, _tensors(inputs)
-                if self._traced.value_places:
+                if self._traced.value_paths:
                     raise InputError(
-                        f"found a number or text at {min(self._traced.value_places)} of a batch's inputs, "
+                        f"found a number or text at {min(self._traced.value_paths)} of a batch's inputs, "
                         f"which trials in stages cannot take; give it as a tensor"
                     )
             flight.inputs |= dict(zip(names, tensors, strict=True))

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.errors import JobError
-from plait.verification.python_state import places_of_tensors
+from plait.verification.python_state import tensor_slots
 
 # In-place operations of optimizers, and their out-of-place versions with an `out` argument.
 _OUT_OF_PLACE: dict[Any, Callable[..., Tensor]] = {
@@ -278,7 +278,7 @@ def _find_slots(module: nn.Module, masters: Sequence[Parameter]) -> Iterator[_Sl
         for name, parameter in owner._parameters.items():
             if id(parameter) in index:
                 yield _Slot(owner, name, index[id(parameter)])
-    for holder, key, tensor in places_of_tensors(dict(module.named_modules())):
+    for holder, key, tensor in tensor_slots(dict(module.named_modules())):
         if id(tensor) not in index:
             continue
         if isinstance(holder, tuple):

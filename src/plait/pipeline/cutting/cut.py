@@ -45,7 +45,7 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
     if not layers:
         raise StageError("found a stage without layers; expected at least one")
     if traced.concerns:
-        raise StageError(f"{traced.concerns[0].words}, or do not cut through that module")
+        raise StageError(f"{traced.concerns[0].message}, or do not cut through that module")
     boundary = traced.boundary(layers)
     module = build(traced, layers, boundary, own_inputs=True)
     first: dict[int, str] = {}
@@ -154,7 +154,7 @@ def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
         for layer in traced.inside(kept.paths):
             if inside[layer.id] in replicated:
                 raise StageError(
-                    f"{kept.words}, but stage {inside[layer.id]} has several workers, each of which sees "
+                    f"{kept.message}, but stage {inside[layer.id]} has several workers, each of which sees "
                     f"only some of the microbatches; keep it in a buffer that may differ, or {advice}"
                 )
     trained = {name: p.requires_grad for name, p in traced.model.named_parameters()}

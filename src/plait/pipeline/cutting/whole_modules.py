@@ -40,7 +40,7 @@ def _stages_of_calls(traced: TracedModel, stage_of: dict[str, int]) -> dict[tupl
     """The stages that contain layers of each call of a module."""
     calls: dict[tuple[str, int], set[int]] = {}
     for layer in traced.layers:
-        for call in layer.place.within:
+        for call in layer.location.within:
             calls.setdefault(call, set()).add(stage_of[layer.id])
     return calls
 
@@ -52,13 +52,13 @@ def _stage(
     calls: dict[tuple[str, int], set[int]],
 ) -> int:
     """The stage of a layer of the coarser trace: that of the finer layers for the same code."""
-    call = layer.place.path, layer.place.call
+    call = layer.location.path, layer.location.call
     if len(calls.get(call, ())) == 1:
         return next(iter(calls[call]))
     same = [
         fine
         for fine in traced.layers
-        if (fine.place.path, fine.place.call) == call and fine.place.index <= layer.place.index
+        if (fine.location.path, fine.location.call) == call and fine.location.index <= layer.location.index
     ]
     if not same:
         raise StageError(

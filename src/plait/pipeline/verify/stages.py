@@ -170,7 +170,7 @@ def _objection(traced: TracedModel, cut: VerifiedStages) -> _Objection | None:
     """What is known to be wrong with stages without running them."""
     coarse, other = cut.traced, cut.traced.evaluation
     for concern in (*coarse.concerns, *(other.concerns if other is not None else ())):
-        return _Objection(concern.words, concern.path, layers=_inside(traced, concern.path))
+        return _Objection(concern.message, concern.path, layers=_inside(traced, concern.path))
     for name, used in shared_tensors(coarse, cut.stages).items():
         message = f"{describe_tensor(coarse, name)} is written by forward and used in stages {sorted(used)}"
         return _Objection(
@@ -181,7 +181,7 @@ def _objection(traced: TracedModel, cut: VerifiedStages) -> _Objection | None:
         layers = [layer.id for layer in traced.inside(kept.paths)]
         stages = sorted({stage_of[id] for id in layers})
         if len(stages) > 1:
-            message = f"{kept.words}, and is used in stages {stages}, each of which would have its own copy"
+            message = f"{kept.message}, and is used in stages {stages}, each of which would have its own copy"
             return _Objection(message, layers=layers)
     return None
 
@@ -317,7 +317,7 @@ def _opened(traced: TracedModel, path: str) -> str:
 
 def _innermost(traced: TracedModel) -> str | None:
     """The innermost traced module, other than the model itself."""
-    opened = {layer.place.path for layer in traced.layers} - traced.whole
+    opened = {layer.location.path for layer in traced.layers} - traced.whole
     opened = {path for path in opened if path and not _is_leaf_call(traced, path)}
     return max(opened, key=lambda path: path.count("."), default=None)
 
