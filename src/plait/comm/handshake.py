@@ -194,7 +194,7 @@ class Listener:
         while (left := end - time.monotonic()) > 0:
             for connection in self.poll(min(left, 1.0)):
                 return connection
-        raise TimeoutError("nobody has connected")
+        raise TimeoutError("no process has connected")
 
     def _accept_new(self) -> None:
         for _ in range(MOST_PENDING):

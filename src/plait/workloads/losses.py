@@ -207,7 +207,7 @@ def _check_tensor(output: object, kind: str) -> None:
     if not isinstance(output, Tensor):
         has_loss = _find_loss_in(output) is not None
         advice = (
-            "the output has a loss of its own: use loss: model"
+            "the output has its own loss: use loss: model"
             if has_loss
             else ("write a loss of your own that takes the part it needs: loss: package.module:name")
         )

@@ -48,7 +48,7 @@ class LayoutError(RuntimeError):
 
 
 class PastRulesError(FusionError):
-    """C++ code of torch received a trial tensor, which has no data of its own."""
+    """C++ code of torch received a trial tensor, which holds no data itself."""
 
 
 def _check_layout(inner: Tensor, trials: Trials) -> None:

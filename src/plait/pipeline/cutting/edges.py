@@ -1,4 +1,4 @@
-"""Which values each stage sends to which later stage, directly, even if stages lie between them."""
+"""Which values each stage sends to which later stage, directly, also past other stages."""
 
 from __future__ import annotations
 

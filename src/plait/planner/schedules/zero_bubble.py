@@ -57,7 +57,7 @@ def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
         }
         with contextlib.suppress(ScheduleDeadlock):
             return _with_updates(played(layout, [Lane(w, iter(ops)) for w, ops in lists.items()]), layout)
-    raise AssertionError("with all forwards before all backwards nobody waits for ever")
+    raise AssertionError("with all forwards before all backwards there is no deadlock")
 
 
 def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]], together: bool) -> Operations:
