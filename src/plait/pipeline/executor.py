@@ -32,7 +32,7 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import further_names, is_known, load_rest, model_state, optimizer_state
 from plait.pipeline.op_timings import OpTiming
-from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.kinds import Schedule
@@ -110,8 +110,8 @@ class _LocalStage:
     # Those of an evaluation, for which other values may pass between stages.
     evaluation_incoming: list[_Hop]
     evaluation_outgoing: list[_Hop]
-    flights: dict[int, Flight] = field(default_factory=dict)
-    landing: Flight | None = None
+    flights: dict[int, InFlight] = field(default_factory=dict)
+    landing: InFlight | None = None
 
 
 class Pipeline:
@@ -334,7 +334,7 @@ class Pipeline:
                 if self._updates.before_backward(op, work):
                     self._held[op.stage].landing = self._backward(op)
                 else:
-                    self._backward(op).land()
+                    self._backward(op).release()
                     self._notify_backward(op)
             case BackwardInput():
                 self._backward(op)
@@ -344,7 +344,7 @@ class Pipeline:
                 flight = held.flights.pop(op.microbatch)
                 with self._parts.slowed():
                     held.runner.backward_weight(flight)
-                flight.land()
+                flight.release()
                 self._note(op, start)
                 self._notify_backward(op)
         if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
@@ -375,13 +375,13 @@ class Pipeline:
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
-        flight.let_go_of_outputs()
+        flight.free_outputs()
         self._note(op, start)
 
-    def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> Flight:
+    def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> InFlight:
         """The microbatch as it enters the stage, received or loaded."""
         seed, weight = work.seed(op.microbatch, op.stage), work.weight(op.microbatch)
-        flight = Flight({}, seed, (op.version,), weight=weight)
+        flight = InFlight({}, seed, (op.version,), weight=weight)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
             if self.on_content is not None:
@@ -404,7 +404,7 @@ class Pipeline:
             self._receive_forward(hop, op, flight)
         return flight
 
-    def _receive_forward(self, hop: _Hop, op: Forward, flight: Flight) -> None:
+    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight) -> None:
         route = hop.route
         peer = self.layout.worker(route.source, op.microbatch)
         if peer == self.rank:
@@ -425,8 +425,8 @@ class Pipeline:
         if random_state is not None and route.source >= flight.random_from:
             flight.random_state, flight.random_from = random_state, route.source
 
-    def _arrived(self, message: Message, flight: Flight) -> list[Any]:
-        """The tensors on this worker's device; what was there already is the sender's memory until `land`."""
+    def _arrived(self, message: Message, flight: InFlight) -> list[Any]:
+        """The tensors on this worker's device; the sender owns those already there until `release`."""
         tensors = message.content.tensors
         moved = [None if t is None else t.to(self._parts.device) for t in tensors]
         if any(new is not None and new is old for new, old in zip(moved, tensors)):
@@ -435,7 +435,7 @@ class Pipeline:
             message.release()
         return moved
 
-    def _send_forward(self, op: Forward, flight: Flight, evaluating: bool = False) -> None:
+    def _send_forward(self, op: Forward, flight: InFlight, evaluating: bool = False) -> None:
         values = {**flight.inputs, **flight.outputs}
         held = self._held[op.stage]
         for hop in held.evaluation_outgoing if evaluating else held.outgoing:
@@ -453,7 +453,7 @@ class Pipeline:
             if hop.route.grad_names and not evaluating:
                 self._channels.expect(peer, hop.number + 1)
 
-    def _backward(self, op: Backward | BackwardInput) -> Flight:
+    def _backward(self, op: Backward | BackwardInput) -> InFlight:
         held = self._held[op.stage]
         flight = held.flights[op.microbatch]
         grads, messages = self._receive_backward(op, held)
@@ -493,7 +493,7 @@ class Pipeline:
                     grads[name] = grads[name] + grad if name in grads else grad
         return grads, messages
 
-    def _send_backward(self, op: Backward | BackwardInput, held: _LocalStage, flight: Flight) -> None:
+    def _send_backward(self, op: Backward | BackwardInput, held: _LocalStage, flight: InFlight) -> None:
         for hop in held.incoming:
             if not hop.route.grad_names:
                 continue
@@ -529,7 +529,7 @@ class Pipeline:
         for update in updates:
             held = self._held[update.stage]
             if held.landing is not None:
-                held.landing.land()
+                held.landing.release()
                 held.landing = None
             # Writing is this worker's own work, once for all updates; before it, it waits for others.
             waited_s = began - start if update is updates[0] else time.time() - start
@@ -562,7 +562,7 @@ class Pipeline:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
                     self._send_forward(op, flight, evaluating=True)
-                    flight.land()
+                    flight.release()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])

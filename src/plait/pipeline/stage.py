@@ -29,7 +29,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
-class Flight:
+class InFlight:
     """A microbatch between its forward and its backward in one stage.
 
     `versions` are the weight versions that it uses. `inputs` are leaves of autograd; `outputs` have a graph
@@ -55,12 +55,12 @@ class Flight:
     random_from: int = -1
     random_after: RandomState | None = None
 
-    def let_go_of_outputs(self) -> None:
+    def free_outputs(self) -> None:
         """Replace the outputs by their gradient edges, from which backward starts, to free their memory."""
         self.edges = {name: get_gradient_edge(t) for name, t in self.outputs.items() if t.requires_grad}
         self.outputs = {}
 
-    def land(self) -> None:
+    def release(self) -> None:
         """Return the memory of received messages to the senders."""
         self.inputs.clear()
         self.edges.clear()
@@ -105,7 +105,7 @@ class StageRunner:
         stage = self.stage
         self._memory = ModuleMemory(stage.module, stage.written, stage.keeping)
 
-    def forward(self, flight: Flight) -> None:
+    def forward(self, flight: InFlight) -> None:
         """Compute the outputs, and the loss in the last stage."""
         for weights, version in zip(self.versions, flight.versions):
             weights.use(version)
@@ -117,12 +117,12 @@ class StageRunner:
         else:
             self._run(flight)
 
-    def evaluate(self, flight: Flight) -> None:
+    def evaluate(self, flight: InFlight) -> None:
         """Compute the outputs without a graph; the module is in evaluation mode."""
         with torch.no_grad(), self.autocast():
             flight.outputs = self._call(flight, self.stage.evaluation_inputs, self.stage.evaluation_outputs)
 
-    def backward(self, flight: Flight, grads: Mapping[str, Tensor]) -> None:
+    def backward(self, flight: InFlight, grads: Mapping[str, Tensor]) -> None:
         """Accumulate gradients on the inputs and the weights; `grads` are the gradients of the outputs."""
         if self.recompute:
             self._run_again(flight)
@@ -136,7 +136,7 @@ class StageRunner:
         if not self.split:
             self._release(flight)
 
-    def backward_weight(self, flight: Flight) -> None:
+    def backward_weight(self, flight: InFlight) -> None:
         """Compute the weight gradients that a split backward deferred."""
         assert flight.deferred is not None
         with torch.no_grad():
@@ -144,7 +144,7 @@ class StageRunner:
         flight.deferred = None
         self._release(flight)
 
-    def own_gradients(self, flight: Flight, lent: Sequence[Message]) -> None:
+    def own_gradients(self, flight: InFlight, lent: Sequence[Message]) -> None:
         """Copy gradients whose memory belongs to the messages `lent`, or is still read by deferred jobs.
 
         Autograd may store a received tensor, or a view of it, as `.grad` without copying.
@@ -161,11 +161,11 @@ class StageRunner:
             if leaf.grad.is_sparse or leaf.grad.untyped_storage().data_ptr() in addresses:
                 leaf.grad = leaf.grad.clone()
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: InFlight) -> None:
         for weights, version in zip(self.versions, flight.versions):
             weights.done(version)
 
-    def _run(self, flight: Flight) -> None:
+    def _run(self, flight: InFlight) -> None:
         # Dropout of a microbatch is the same when it is recomputed, and on any worker.
         if flight.random_state is None:
             self.seed(flight.seed)
@@ -179,13 +179,13 @@ class StageRunner:
                 flight.loss = loss if flight.weight == 1.0 else loss * flight.weight
         flight.deferred = defer
 
-    def _call(self, flight: Flight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
+    def _call(self, flight: InFlight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
         inputs = tuple(flight.inputs[value.name] for value in taken)
         with explaining_type_errors(self.stage.module, inputs):
             given = self.stage.module(*inputs)
         return {value.name: tensor for value, tensor in zip(returned, given)}
 
-    def _run_again(self, flight: Flight) -> None:
+    def _run_again(self, flight: InFlight) -> None:
         """Recompute the forward with gradients, from the module state before the first forward."""
         for weights, version in zip(self.versions, flight.versions):
             weights.put(version)
@@ -193,6 +193,6 @@ class StageRunner:
         now = self._memory.capture(copies=False)
         self._memory.put(flight.before)
         self._run(flight)
-        flight.let_go_of_outputs()
+        flight.free_outputs()
         self._memory.put(now)
         flight.before = None

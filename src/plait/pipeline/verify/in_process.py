@@ -19,7 +19,7 @@ from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import use_fast_layers
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
-from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
 from plait.verification import (
     BUFFER,
@@ -95,7 +95,7 @@ class StagedModel:
         self._backward(flights)
         return output, loss
 
-    def _forward(self, inputs: Any, target: Any) -> list[Flight]:
+    def _forward(self, inputs: Any, target: Any) -> list[InFlight]:
         for state in self._states:
             state.forget()
         tensors = self._traced.order_inputs(as_arguments(inputs))
@@ -103,17 +103,17 @@ class StagedModel:
         values: dict[str, Tensor] = dict(zip(self._traced.inputs, tensors, strict=True))
         flights = []
         for number, runner in enumerate(self._runners):
-            flight = Flight(_received(number, self._routes, values, self._traced), 0, (), target)
+            flight = InFlight(_received(number, self._routes, values, self._traced), 0, (), target)
             runner.forward(flight)
             values |= flight.outputs
             flights.append(flight)
         return flights
 
-    def _backward(self, flights: Sequence[Flight]) -> None:
+    def _backward(self, flights: Sequence[InFlight]) -> None:
         grads: dict[str, Tensor] = {}
         for number in reversed(range(len(flights))):
             runner, flight = self._runners[number], flights[number]
-            flight.let_go_of_outputs()
+            flight.free_outputs()
             output_grads = {
                 value.name: grads[value.name] for value in runner.stage.outputs if value.name in grads
             }
@@ -139,7 +139,7 @@ class StagedModel:
                 modes.enter_context(evaluation_mode(module))
             for number, runner in enumerate(self._runners):
                 received = _received(number, self._evaluated_routes, values, self._evaluated)
-                flight = Flight(received, 0, ())
+                flight = InFlight(received, 0, ())
                 runner.evaluate(flight)
                 values |= flight.outputs
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
