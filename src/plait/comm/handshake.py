@@ -1,7 +1,7 @@
 """Authenticated sockets: both ends prove that they know the job's secret.
 
 The supervisor generates the secret and passes it to its agents over their standard input, and they to their
-workers; it is never sent unencrypted over a network. A listener drops every connection that is not
+workers; it is never sent over a socket of the job. A listener drops every connection that is not
 authenticated: from another user, with wrong or replayed bytes, or silent. None of them delays the others.
 Unauthenticated input is only read as fields of fixed length.
 """

@@ -93,7 +93,7 @@ class PipelineLayout:
         return max(depths)
 
     def window(self) -> int:
-        """How many unreceived messages one channel between two workers may hold."""
+        """How many messages of one channel between two workers may be in flight."""
         return 2 * self.most_in_flight() + 2
 
     def slack(self) -> int:
