@@ -30,7 +30,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import further_names, is_known, load_rest, model_state, optimizer_state
+from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
@@ -159,7 +159,7 @@ class Pipeline:
         }
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
-        self._further = further_names(traced.model)
+        self._aliases = tied_aliases(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
         self._fast_layers: list[nn.Module] = []
         # Stages that someone else made, of many trials, have layers of their own kind.
@@ -318,7 +318,7 @@ class Pipeline:
         for stage, module in self.modules.items():
             if self.pipeline_layout.holders(stage)[0] == self.rank:
                 # A stage may know a tied one by a further name alone, and others may hold it before.
-                held = {self._further.get(name, name): v for name, v in model_state(module).items()}
+                held = {self._aliases.get(name, name): v for name, v in model_state(module).items()}
                 others = self._stages_of.keys() - self._first_held
                 model |= {name: value.cpu() for name, value in held.items() if name not in others}
         found = optimizer_state(self.optimizer, self._names)

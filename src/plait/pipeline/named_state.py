@@ -30,7 +30,7 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def further_names(model: torch.nn.Module) -> dict[str, str]:
+def tied_aliases(model: torch.nn.Module) -> dict[str, str]:
     """Aliases of tied parameters and buffers in the state_dict, each mapped to the first name."""
     first: dict[int, str] = {}
     named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}

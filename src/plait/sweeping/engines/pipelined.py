@@ -25,7 +25,7 @@ from plait.pipeline import executor as pipelines
 from plait.pipeline import named_state
 from plait.pipeline.cutting.cut import StageModule, cut
 from plait.pipeline.layout import one_batch
-from plait.pipeline.named_state import further_names
+from plait.pipeline.named_state import tied_aliases
 from plait.planner.schedules.operations import Update
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.traced_constants import check_values, plain_values
@@ -70,7 +70,7 @@ class PipelinedArray:
         self._layout, self._values, traced = stages.layout, stages.values, stages.traced
         self._verdict = verdict or Verdict()
         self._first_names = cut(traced, self._layers).first_names
-        self._further = further_names(first.parts.model)
+        self._aliases = tied_aliases(first.parts.model)
         # The models' weights are the array's own from now on.
         self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
@@ -215,12 +215,12 @@ class PipelinedArray:
             return None
         model = {**self._rest[place], **model}
         # Aliases of tied weights that no stage uses keep their initial value.
-        model |= {name: model[first] for name, first in self._further.items()}
+        model |= {name: model[first] for name, first in self._aliases.items()}
         return EngineState(model, optimizer, age=int(self._own.fused.ages[place]))
 
     def _gather(self, place: int) -> tuple[named_state.Tensors, named_state.Tensors]:
         own = self._own.state(place)
-        model = {self._further.get(name, name): value for name, value in own.model.items()}
+        model = {self._aliases.get(name, name): value for name, value in own.model.items()}
         return self._workers.gather(model), self._workers.gather(self._by_first_names(own.optimizer))
 
     def _by_first_names(self, state: named_state.Tensors) -> named_state.Tensors:

@@ -25,7 +25,7 @@ from plait.data.sampler import GlobalBatch, Position, mix
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step, loaded_by
-from plait.pipeline.named_state import further_names, is_known, model_state, tensors_of, unsaved_state
+from plait.pipeline.named_state import is_known, model_state, tensors_of, tied_aliases, unsaved_state
 from plait.pipeline.op_timings import operations_event
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import operations
@@ -155,7 +155,7 @@ class PipelineEngine:
         self._is_whole = True
         self._commit: StepCommit | None = None
         self._next_position = Position()
-        self._tied = further_names(run.parts.model)
+        self._tied = tied_aliases(run.parts.model)
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
         self._monitor: StageMonitor | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.data import loader
 from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.named_state import further_names
+from plait.pipeline.named_state import tied_aliases
 from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging
 from plait.training.checkpoint import Checkpoint, EngineState
@@ -37,7 +37,7 @@ class PipelineMember:
         self._pipelines = [replica.workers for replica in replica_layouts(layout)]
         self.place = next(i for i, workers in enumerate(self._pipelines) if run.worker.rank in workers)
         self.places = len(self._pipelines)
-        self._tied = further_names(run.parts.model)
+        self._tied = tied_aliases(run.parts.model)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
 
