@@ -14,7 +14,7 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.errors import InputError
 from plait.fusion.dispatch import torch_patches
-from plait.fusion.verify import Verdict, check
+from plait.fusion.verify import FusionReport, check
 from plait.pipeline.layout import arrange
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
@@ -43,7 +43,7 @@ def on_one(settings: SweepSettings) -> SweepSettings:
     return replace(settings, train=replace(settings.train, pipeline=None, accumulate=MICROBATCHES))
 
 
-def verdict_of(settings: SweepSettings) -> Verdict:
+def verdict_of(settings: SweepSettings) -> FusionReport:
     """What verification says of an array of all trials, in this process."""
     assert settings.train.pipeline is not None
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]

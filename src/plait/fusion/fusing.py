@@ -23,7 +23,7 @@ from plait.fusion.verify import (
     Candidate,
     FirstCallCandidate,
     NothingToCompareError,
-    log_verdict,
+    log_report,
     verify_fused,
 )
 
@@ -78,16 +78,16 @@ def fuse(
 
 def _verified(candidate: Candidate, unfused: Mapping[str, str]) -> dict[str, str]:
     """The submodules that must run trial by trial, and why."""
-    verdict = verify_fused(candidate, unfused)
-    if verdict.refused is not None:
-        raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
-    log_verdict(verdict, unfused)
+    report = verify_fused(candidate, unfused)
+    if report.refused is not None:
+        raise FusionError(f"fuse: these models cannot be fused: {report.refused}; train each alone")
+    log_report(report, unfused)
     log.info(
         "compared %d fused trials with the single models in %.1f s; fuse(..., verify=False) skips this",
         len(candidate.models),
-        verdict.seconds,
+        report.seconds,
     )
-    return dict(verdict.unfused)
+    return dict(report.unfused)
 
 
 class FirstCall:

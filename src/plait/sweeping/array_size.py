@@ -20,7 +20,7 @@ from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
 from plait.fusion.trials.array_size import MemoryNeed, measure_need
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
@@ -53,7 +53,7 @@ def choose_width(
     sets: DataPair,
     trials: int,
     replicas: int = 1,
-    verdict: Verdict | None = None,
+    verdict: FusionReport | None = None,
 ) -> tuple[int, str]:
     """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
 
@@ -76,7 +76,7 @@ def try_two(
     device: torch.device,
     sets: DataPair,
     replicas: int = 1,
-    verdict: Verdict | None = None,
+    verdict: FusionReport | None = None,
 ) -> None:
     """Take a step with two fused trials, in a process of its own; NotFusedError where it fails."""
     _measured(fresh, "take_step_of_two", settings, device, sets, replicas, verdict)
@@ -89,7 +89,7 @@ def _measured(
     device: torch.device,
     sets: DataPair,
     replicas: int,
-    verdict: Verdict | None,
+    verdict: FusionReport | None,
     **more: Any,
 ) -> Any:
     """What a function of this module finds in another process; NotFusedError where it fails there."""
@@ -164,7 +164,7 @@ class _Asked:
     device: torch.device
     batch: Batch
     replicas: int
-    verdict: Verdict | None
+    verdict: FusionReport | None
 
     @classmethod
     def of(cls, argument: Mapping[str, Any]) -> _Asked:
@@ -177,7 +177,7 @@ class _Asked:
             device,
             argument["batch"],
             argument["replicas"],
-            None if verdict is None else decode(Verdict, verdict, "verdict"),
+            None if verdict is None else decode(FusionReport, verdict, "verdict"),
         )
 
 

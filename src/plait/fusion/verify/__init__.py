@@ -7,9 +7,17 @@ from plait.fusion.verify.candidates import (
     FirstCallCandidate,
     NothingToCompareError,
 )
-from plait.fusion.verify.verifier import FEW_PHASES, PHASES, Verdict, log_verdict, verify_fused
+from plait.fusion.verify.verifier import FEW_PHASES, PHASES, FusionReport, log_report, verify_fused
 
 __all__ = [
-    "FEW_PHASES", "PHASES", "TF32_EPS", "BatchCandidate", "Candidate", "FirstCallCandidate",
-    "NothingToCompareError", "Verdict", "log_verdict", "verify_fused",
+    "FEW_PHASES",
+    "PHASES",
+    "TF32_EPS",
+    "BatchCandidate",
+    "Candidate",
+    "FirstCallCandidate",
+    "FusionReport",
+    "NothingToCompareError",
+    "log_report",
+    "verify_fused",
 ]  # fmt: skip

@@ -85,7 +85,7 @@ class _PlainModelFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FusionReport:
     """The result of verification: the modules that must run trial by trial, by name, with the reasons.
 
     `refused` is why not even that is enough; then each trial must be trained separately. `has_python_state`:
@@ -104,7 +104,7 @@ class Verdict:
 
 def verify_fused(
     candidate: Candidate, unfused: Mapping[str, str] | None = None, phases: Sequence[Phase] = PHASES
-) -> Verdict:
+) -> FusionReport:
     """Compare all trials, fused, with their plain models.
 
     If there is not enough memory for a second array of all trials, they are compared in smaller arrays.
@@ -116,10 +116,10 @@ def verify_fused(
 
 def _verify(
     candidate: Candidate, unfused: dict[str, str], phases: Sequence[Phase], trials: list[int]
-) -> Verdict:
+) -> FusionReport:
     check = _Verifier(candidate, unfused, phases, trials)
     try:
-        return check.verdict()
+        return check.report()
     except torch.OutOfMemoryError:
         pass  # the traceback holds memory: continue outside of the handler
     del check
@@ -129,7 +129,7 @@ def _verify(
         log.warning(
             "fused trials were not verified: there is not enough memory for a second copy of one of them"
         )
-        return Verdict(unfused)
+        return FusionReport(unfused)
     half = len(trials) // 2
     first = _verify(candidate, unfused, phases, trials[:half])
     if first.refused is not None:
@@ -137,13 +137,13 @@ def _verify(
     return _verify(candidate, dict(first.unfused), phases, trials[half:])
 
 
-def log_verdict(verdict: Verdict, known: Mapping[str, str]) -> None:
+def log_report(report: FusionReport, known: Mapping[str, str]) -> None:
     """Log which modules run trial by trial, besides those `known` before."""
-    for name, why in verdict.unfused.items():
+    for name, why in report.unfused.items():
         if name not in known:
             log.warning("%s runs trial by trial, which is slower: %s", name or _WHOLE, why)
-    if verdict.refused is not None:
-        log.warning("these trials are not fused, each trains separately: %s", verdict.refused)
+    if report.refused is not None:
+        log.warning("these trials are not fused, each trains separately: %s", report.refused)
 
 
 class _Verifier:
@@ -165,7 +165,7 @@ class _Verifier:
         self._mends = 0
         self._started, self._limit_s = time.perf_counter(), _SEARCH_S
 
-    def verdict(self) -> Verdict:
+    def report(self) -> FusionReport:
         refused, failed = None, {}
         try:
             left = verify(self._find, self._mend, _ATTEMPTS + 2)
@@ -176,7 +176,7 @@ class _Verifier:
         except NotRepeatableError:
             refused = _NOT_REPEATABLE
         state, alone = self.has_python_state, self.candidate.loss_alone
-        return Verdict(self.unfused, refused, 0.0, state, alone, failed)
+        return FusionReport(self.unfused, refused, 0.0, state, alone, failed)
 
     def _find(self) -> Mismatch | None:
         """The first trial, and its first phase, that differs from its plain model."""

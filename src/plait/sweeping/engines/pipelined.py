@@ -19,7 +19,7 @@ from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.launch.worker import Worker
 from plait.pipeline import executor as pipelines
 from plait.pipeline import named_state
@@ -56,7 +56,7 @@ class PipelinedArray:
         workers: WorkerGroup,
         pipeline: GroupPipeline,
         stages: StagesOfTrials | None = None,
-        verdict: Verdict | None = None,
+        verdict: FusionReport | None = None,
     ) -> None:
         self._worker = worker
         self.trials = trials
@@ -68,7 +68,7 @@ class PipelinedArray:
         first = entries[0]
         stages = stages or prepare_trials(entries, pipeline.layout, verify=False)
         self._layout, self._values, traced = stages.layout, stages.values, stages.traced
-        self._verdict = verdict or Verdict()
+        self._verdict = verdict or FusionReport()
         self._first_names = cut(traced, self._layers).first_names
         self._aliases = tied_aliases(first.parts.model)
         # The models' weights are the array's own from now on.

@@ -30,7 +30,7 @@ from plait.fusion.optim.lone import load_trial, lone_optimizer
 from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import components
@@ -65,11 +65,11 @@ class FusedComponents:
         self,
         entries: Sequence[TrialInit],
         stream: int = 0,
-        verdict: Verdict | None = None,
+        verdict: FusionReport | None = None,
         is_summed: bool = False,
     ) -> None:
         first = entries[0]
-        self.verdict = verdict or Verdict()
+        self.verdict = verdict or FusionReport()
         self._stream = stream
         self._entries = [_without_state(entry) for entry in entries]
         self.device = first.parts.device
@@ -331,7 +331,7 @@ def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
 
     Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
     with the trial's state. A `TrainStep` on its parts takes a plain step with it. What models keep in Python
-    is as in a new one (`Verdict.has_python_state` says whether they keep any). Random numbers are torch's;
+    is as in a new one (see `FusionReport.has_python_state`). Random numbers are torch's;
     within `drawing_as(model, seed, age, unfused)`, of the fused module's, they are those that the trial draws
     next.
     """
