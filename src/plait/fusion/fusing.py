@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 def fuse(
     models: Sequence[nn.Module],
     seeds: Sequence[int] | None = None,
-    ages: Sequence[int] | None = None,
+    rng_steps: Sequence[int] | None = None,
     unfused: Iterable[str] | Mapping[str, str] = (),
     verify: bool | Sequence[Any] = True,
 ) -> FusedModule:
     """One module that computes, and trains, all of `models` at once; the models are not changed.
 
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
-    the trials. `seeds` select the trials' random streams (default 0, 1, 2...), `ages` how many training
+    the trials. `seeds` select the trials' random streams (default 0, 1, 2...), `rng_steps` how many training
     forwards each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
 
     The first call of the fused module compares its trials with the models, on the call's arguments: outputs,
@@ -63,15 +63,15 @@ def fuse(
     check_models(models)
     count = len(models)
     seeds = list(range(count)) if seeds is None else list(seeds)
-    ages = [0] * count if ages is None else list(ages)
-    for what, given in (("seeds", seeds), ("ages", ages)):
+    rng_steps = [0] * count if rng_steps is None else list(rng_steps)
+    for what, given in (("seeds", seeds), ("rng_steps", rng_steps)):
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
     if not isinstance(verify, bool):
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        reasons = _verified(BatchCandidate(models, seeds, ages, batches), reasons)
-    made = FusedModule(models, seeds, ages, reasons)
+        reasons = _verified(BatchCandidate(models, seeds, rng_steps, batches), reasons)
+    made = FusedModule(models, seeds, rng_steps, reasons)
     made.first_call = FirstCall(models) if verify is True else None
     return made
 

@@ -66,13 +66,14 @@ class FusedModule(nn.Module):
     ages: Tensor
 
     def __init__(
-        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: Mapping[str, str]
+        self, models: list[nn.Module], seeds: list[int], rng_steps: list[int], unfused: Mapping[str, str]
     ) -> None:
         super().__init__()
         self.module = _stacked(models)
         device = next((tensor.device for tensor in models[0].parameters()), torch.device("cpu"))
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
-        self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
+        # The trials' rng_steps, under the name that saved states have.
+        self.register_buffer("ages", torch.tensor(rng_steps, dtype=torch.int64, device=device))
         self._compiled: CompiledForward | None = None
         # Compares the trials with the single models before the first call.
         self.first_call: BeforeFirstCall | None = None

@@ -21,14 +21,14 @@ _WORD = (1 << 32) - 1
 class Streams:
     """The random streams of K trials during one forward.
 
-    `seeds` and `ages` hold one int64 a trial; the age counts the forwards a trial was trained through.
+    `seeds` and `rng_steps` hold one int64 per trial; a step counts the trial's training forwards.
     `calls` counts the draws of this forward, so that two dropouts differ; it is one count per trial if trials
     ran one by one with different numbers of draws.
     """
 
-    def __init__(self, seeds: Tensor, ages: Tensor, calls: int | tuple[int, ...] = 0) -> None:
+    def __init__(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...] = 0) -> None:
         self.seeds = seeds
-        self.ages = ages
+        self.rng_steps = rng_steps
         self.calls = calls
         # Whether activation checkpointing is recomputing.
         self.is_repeated = False
@@ -42,7 +42,7 @@ class Streams:
                 f"draw them in forward"
             )
         if self._keys is None:
-            self._keys = _keys(self.seeds, self.ages)
+            self._keys = _keys(self.seeds, self.rng_steps)
         offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
         self._count()
         counter = torch.arange(math.prod(shape), dtype=torch.int32, device=self.seeds.device)
@@ -54,16 +54,16 @@ class Streams:
         """The stream of one trial, at its current position."""
         one = slice(trial, trial + 1)
         calls = self.calls if isinstance(self.calls, int) else self.calls[trial]
-        return self._like(self.seeds[one], self.ages[one], calls)
+        return self._like(self.seeds[one], self.rng_steps[one], calls)
 
     def repeated(self) -> Streams:
         """The streams at their current position, for recomputation in backward."""
-        made = self._like(self.seeds.clone(), self.ages.clone(), self.calls)
+        made = self._like(self.seeds.clone(), self.rng_steps.clone(), self.calls)
         made.is_repeated = True
         return made
 
-    def _like(self, seeds: Tensor, ages: Tensor, calls: int | tuple[int, ...]) -> Streams:
-        made = Streams(seeds, ages, calls)
+    def _like(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...]) -> Streams:
+        made = Streams(seeds, rng_steps, calls)
         made.is_repeated = self.is_repeated
         return made
 
@@ -75,7 +75,7 @@ class Streams:
     def number(self) -> int:
         """A seed for other generators from the stream of one trial; different for each draw."""
         calls = self.calls if isinstance(self.calls, int) else self.calls[0]
-        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.ages))
+        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.rng_steps))
         return (offset << 31 ^ factor ^ _mix(calls)) & ((1 << 63) - 1)
 
     def _call_key(self, number: int) -> int | Tensor:
@@ -124,9 +124,9 @@ def _thresholds(
     )
 
 
-def _keys(seeds: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
+def _keys(seeds: Tensor, rng_steps: Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 keys per trial, by the finalizer of splitmix64 over seed and step."""
-    word = seeds * _signed64(_GOLDEN) + ages * _signed64(0xD1B54A32D192ED03) + 1
+    word = seeds * _signed64(_GOLDEN) + rng_steps * _signed64(0xD1B54A32D192ED03) + 1
     word = (word ^ ((word >> 30) & ((1 << 34) - 1))) * _signed64(0xBF58476D1CE4E5B9)
     word = (word ^ ((word >> 27) & ((1 << 37) - 1))) * _signed64(0x94D049BB133111EB)
     word = word ^ ((word >> 31) & ((1 << 33) - 1))

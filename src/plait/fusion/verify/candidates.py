@@ -36,9 +36,9 @@ class Candidate(ABC):
     loss_alone = True
 
     def __init__(
-        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], rounding: float
+        self, models: Sequence[nn.Module], seeds: Sequence[int], rng_steps: Sequence[int], rounding: float
     ) -> None:
-        self.models, self.seeds, self.ages, self.rounding = models, seeds, ages, rounding
+        self.models, self.seeds, self.rng_steps, self.rounding = models, seeds, rng_steps, rounding
 
     def prepare(self, trial: int) -> None:  # noqa: B027  (most have their own)
         """Load the initial weights of a trial into its model, if the model does not have them already."""
@@ -49,8 +49,8 @@ class Candidate(ABC):
         return [self._module(trials, unfused)]
 
     def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
-        seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
-        return FusedModule([self.models[trial] for trial in trials], seeds, ages, unfused)
+        seeds, rng_steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
+        return FusedModule([self.models[trial] for trial in trials], seeds, rng_steps, unfused)
 
     @abstractmethod
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
@@ -96,11 +96,15 @@ class BatchCandidate(CallCandidate):
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]
+        self,
+        models: Sequence[nn.Module],
+        seeds: Sequence[int],
+        rng_steps: Sequence[int],
+        batches: Sequence[Any],
     ) -> None:
         if not batches:
             raise FusionError("fuse: verify found no batches, expected one or more that the models take")
-        super().__init__(models, seeds, ages, _rounding_of(models[0]))
+        super().__init__(models, seeds, rng_steps, _rounding_of(models[0]))
         self._batches = [_as_arguments(batch) for batch in batches]
         tensors = [[x for x in pytree.tree_leaves(b) if isinstance(x, Tensor)] for b in self._batches]
         self._are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1

@@ -14,9 +14,9 @@ from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 
 @contextmanager
-def drawing_as(model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> Iterator[None]:
-    """Context in which `model` draws the random numbers of a fused trial, from training step `age` on."""
-    lone = LoneRun(model, seed, age, unfused)
+def drawing_as(model: nn.Module, seed: int, rng_step: int, unfused: Mapping[str, str]) -> Iterator[None]:
+    """Context in which `model` draws the random numbers of a fused trial, from `rng_step` on."""
+    lone = LoneRun(model, seed, rng_step, unfused)
     try:
         with lone.forwards():
             yield
@@ -27,10 +27,10 @@ def drawing_as(model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]
 class LoneRun:
     """One trial's plain model with the trial's stream; unfused modules use seeded generators."""
 
-    def __init__(self, model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, seed: int, rng_step: int, unfused: Mapping[str, str]) -> None:
         self._model = model
         self._seed = seed
-        self._age = age
+        self._rng_step = rng_step
         self._streams: Streams | None = None
         self._handles: list[Any] = []
         for name in unfused:
@@ -71,10 +71,10 @@ class LoneRun:
     def forward(self) -> Iterator[None]:
         """Context in which one forward and its loss run as this trial."""
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        seeds, ages = (torch.tensor([number], device=device) for number in (self._seed, self._age))
-        self._streams = Streams(seeds, ages)
+        seeds, rng_steps = (torch.tensor([number], device=device) for number in (self._seed, self._rng_step))
+        self._streams = Streams(seeds, rng_steps)
         mode = SingleTrialMode(self._streams)
-        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, ages))
+        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, rng_steps))
         try:
             with mode:
                 yield
@@ -83,11 +83,11 @@ class LoneRun:
             while self._open:
                 self._open.pop().__exit__(None, None, None)
         if self._model.training:
-            self._age += 1
+            self._rng_step += 1
 
-    def _begin_loss(self, mode: SingleTrialMode, seeds: Tensor, ages: Tensor) -> None:
+    def _begin_loss(self, mode: SingleTrialMode, seeds: Tensor, rng_steps: Tensor) -> None:
         """Start the streams of the next call of the fused module, from which a loss draws."""
-        mode.trials.streams = self._streams = Streams(seeds, ages + int(self._model.training))
+        mode.trials.streams = self._streams = Streams(seeds, rng_steps + int(self._model.training))
 
     def _enter(self, *_: object) -> None:
         assert self._streams is not None

@@ -340,7 +340,7 @@ class _PlainTrial(Reference):
         for name, parameter in self.model.named_parameters():
             _perturb(parameter, parameter.data, name, trial)
         self._lone = LoneRun(
-            self.model, candidate.seeds[trial], candidate.ages[trial], self._verifier.unfused
+            self.model, candidate.seeds[trial], candidate.rng_steps[trial], self._verifier.unfused
         )
 
     def forward(self, phase: Phase) -> tuple[Any, Tensor]:

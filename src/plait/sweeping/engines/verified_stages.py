@@ -102,8 +102,8 @@ class StagedCandidate(ArrayCandidate):
         for layers in self._stages.layout.stages:
             own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
             kept = of_stage(FusionReport(unfused), own[0].module).unfused
-            seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
-            fused.append(fuse([stage.module for stage in own], seeds, ages, kept, verify=False))
+            seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
+            fused.append(fuse([stage.module for stage in own], seeds, steps, kept, verify=False))
             self._cut.append(own[0])
         return fused
 
