@@ -43,7 +43,7 @@ from plait.sync.buffers import average
 from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
-_SPANS_AT_ONCE = 1024
+_TIMINGS_AT_ONCE = 1024
 
 
 class Work(Protocol):
@@ -134,9 +134,9 @@ class Pipeline:
         self.pipeline_layout = pipeline_layout
         self.layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
-        self.spans: list[OpTiming] = []
-        # Called to take the spans away in a long run.
-        self.on_spans: Callable[[], None] | None = None
+        self.timings: list[OpTiming] = []
+        # Called to take the timings away in a long run.
+        self.on_timings: Callable[[], None] | None = None
         # What comes before each update, and what follows it before anything else uses the new weights.
         self.before_update: Callable[[], None] | None = None
         self.after_update: Callable[[], None] | None = None
@@ -347,8 +347,8 @@ class Pipeline:
                 flight.release()
                 self._note(op, start)
                 self._notify_backward(op)
-        if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
-            self.on_spans()
+        if len(self.timings) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
+            self.on_timings()
 
     def _notify_backward(self, op: Backward | BackwardWeight) -> None:
         if self.on_backward is not None:
@@ -358,7 +358,7 @@ class Pipeline:
         """Record an operation, of which this worker waited so long for others."""
         offset, end = self.clock_offset_s, time.time()
         self.busy_s += end - start - waited_s
-        self.spans.append(OpTiming(op, start + offset, end + offset))
+        self.timings.append(OpTiming(op, start + offset, end + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]

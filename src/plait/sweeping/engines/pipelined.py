@@ -164,7 +164,7 @@ class PipelinedArray:
         rank = self._pipeline.rank
         self._pipeline.run(one_batch(self._layout, rank, len(rounds)), _Work(contents))
         self._pipeline.losses.clear()
-        self._pipeline.spans.clear()
+        self._pipeline.timings.clear()
         return self._workers.total(self._losses, self._losses.device)
 
     def _contents(self, rounds: Sequence[Round]) -> Iterator[Any]:

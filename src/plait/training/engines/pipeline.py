@@ -208,7 +208,7 @@ class PipelineEngine:
             self._commit = StepCommit(self._pipeline) if self._can_lose_replicas() else None
         self._held, self._held_by, self._is_whole = None, [], True
         self._in_trust = HeldLayers()
-        self._pipeline.on_spans = self._record_operations
+        self._pipeline.on_timings = self._record_operations
         if is_monitored(run.settings):
             self._monitor = StageMonitor(run, self._pipeline)
         run.opened_s = time.perf_counter() - started
@@ -543,7 +543,7 @@ class PipelineEngine:
         was_lost = run.worker.memberships.loss() is not None
         # What holds the pipeline would keep its weights in memory.
         self._monitor = None
-        pipeline.on_spans = pipeline.on_backward = pipeline.on_gradients = None
+        pipeline.on_timings = pipeline.on_backward = pipeline.on_gradients = None
         try:
             pipeline.close()
         except RuntimeError:
@@ -560,7 +560,7 @@ class PipelineEngine:
 
     def _record_operations(self, step: int | None = None) -> None:
         """Record when each operation began and ended, in a long interval now and then."""
-        event = operations_event(self._run.trial.step if step is None else step, self._pipe.spans)
-        self._pipe.spans.clear()
+        event = operations_event(self._run.trial.step if step is None else step, self._pipe.timings)
+        self._pipe.timings.clear()
         self._run.note(event)
         self._run.flush_events()

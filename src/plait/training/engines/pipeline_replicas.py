@@ -88,8 +88,8 @@ class PipelineMember:
 
     def synchronize(self) -> tuple[int, ...]:
         step, pipeline = self._run.trial.step, self._replica.pipeline
-        self._run.note(operations_event(step, pipeline.spans))
-        pipeline.spans.clear()
+        self._run.note(operations_event(step, pipeline.timings))
+        pipeline.timings.clear()
         return self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
