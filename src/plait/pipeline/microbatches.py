@@ -24,23 +24,23 @@ class Microbatch:
     samples: Sequence[int]
 
 
-def pieces_of(count: int, usual: int, pieces: int) -> int:
-    """How many microbatches `count` samples make, where the `usual` number of them makes `pieces`.
+def microbatch_count(count: int, usual: int, microbatches: int) -> int:
+    """The number of microbatches for `count` samples, if a batch of `usual` samples has `microbatches`.
 
-    The last batch of an epoch keeps the size of microbatches, not their number: none has a single sample
-    (of which batch normalisation makes nothing, and which under stash would be an update) unless all have.
+    A smaller last batch of an epoch keeps the size of microbatches, not their number: none has a single sample
+    (which batch normalisation cannot handle, and which under stash would be an update) unless all have.
     """
-    pieces = min(pieces, usual)
+    microbatches = min(microbatches, usual)
     if count >= usual:
-        return pieces
-    fitting = math.ceil(count * pieces / usual)
-    return fitting if usual < 2 * pieces else max(1, min(fitting, count // 2))
+        return microbatches
+    fitting = math.ceil(count * microbatches / usual)
+    return fitting if usual < 2 * microbatches else max(1, min(fitting, count // 2))
 
 
-def cut_step(step: int, batch: GlobalBatch, pieces: int, usual: int) -> list[Microbatch]:
-    """A step's batch in microbatches whose sizes differ by one at most; `usual` samples make `pieces`."""
-    pieces = pieces_of(len(batch.samples), usual, pieces)
-    return [Microbatch(step, i, batch.epoch, share(batch.samples, i, pieces)) for i in range(pieces)]
+def cut_step(step: int, batch: GlobalBatch, microbatches: int, usual: int) -> list[Microbatch]:
+    """A step's batch in microbatches whose sizes differ by at most one; see `microbatch_count`."""
+    count = microbatch_count(len(batch.samples), usual, microbatches)
+    return [Microbatch(step, i, batch.epoch, share(batch.samples, i, count)) for i in range(count)]
 
 
 def loaded_by(
