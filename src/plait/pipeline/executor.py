@@ -385,7 +385,7 @@ class Pipeline:
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
             if self.on_content is not None:
-                part = Part(inputs, flight.target, weight, seed, op.microbatch).own()
+                part = Part(inputs, flight.target, weight, seed, op.microbatch).copied()
                 self.on_content(part, work.samples(op.microbatch))
             if self._parts.make_stage is cut:
                 traced = self._evaluated if evaluating else self._traced

@@ -78,8 +78,8 @@ def audit(
     it together, each with its own batch, and gradients are averaged, as in DistributedDataParallel.
     """
     live = PlainModel(_unwrapped(model), loss)
-    before, random_state = live.state().own(), RandomState.now()
-    part = Part(*batch, random_state=random_state).own()
+    before, random_state = live.state().copied(), RandomState.now()
+    part = Part(*batch, random_state=random_state).copied()
     names: dict[Tensor, str] = {parameter: name for name, parameter in live.parameters().items()}
     twin = OptimizerTwin(optimizer, names, make_optimizer or _remade(optimizer), lambda _: None)
     try:

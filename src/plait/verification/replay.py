@@ -40,7 +40,7 @@ class Part:
     random_state: RandomState | None = None
     share: float = 1.0
 
-    def own(self) -> Part:
+    def copied(self) -> Part:
         """A copy of the part, as a forward may write to its inputs."""
         inputs, target = pytree.tree_map_only(Tensor, _copy, (self.inputs, self.target))
         return replace(self, inputs=inputs, target=target)
@@ -53,7 +53,7 @@ class State:
     tensors: Mapping[str, Tensor]
     attributes: Attributes
 
-    def own(self) -> State:
+    def copied(self) -> State:
         """A copy of the state."""
         return State({name: _copy(tensor) for name, tensor in self.tensors.items()}, self.attributes)
 
@@ -174,7 +174,7 @@ class PlainModel:
             seed_all(part.seed)
         elif part.random_state is not None:
             part.random_state.restore()
-        copied = part.own()
+        copied = part.copied()
         with self.autocast():
             loss = self.loss(forward(self.model, copied.inputs), copied.target) * part.weight
         self.scale(loss).backward()
