@@ -27,8 +27,9 @@ class Microbatch:
 def microbatch_count(count: int, usual: int, microbatches: int) -> int:
     """The number of microbatches for `count` samples, if a batch of `usual` samples has `microbatches`.
 
-    A smaller last batch of an epoch keeps the size of microbatches, not their number: none has a single sample
-    (which batch normalisation cannot handle, and which under stash would be an update) unless all have.
+    A smaller last batch of an epoch keeps the size of microbatches, not their number: none has a single
+    sample (which batch normalisation cannot handle, and which under stash would be an update) unless all
+    have.
     """
     microbatches = min(microbatches, usual)
     if count >= usual:
