@@ -10,7 +10,7 @@ from fused_checks import CLOSE, fuse, make_models
 from torch import nn
 
 from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, replace_trial, split_optimizer
-from plait.fusion.optim.lone import load_trial
+from plait.fusion.optim.conversion import load_trial
 
 TRIALS = 3
 LONE = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -9,8 +9,8 @@ from plait.fusion.check import group_by_shape
 from plait.fusion.errors import FusionError
 from plait.fusion.fusing import fuse
 from plait.fusion.module import FusedModule
+from plait.fusion.optim.conversion import fuse_optimizers, split_optimizer
 from plait.fusion.optim.gradients import clip_gradients
-from plait.fusion.optim.lone import fuse_optimizers, split_optimizer
 from plait.fusion.optim.loss_scale import LossScales
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.shared import Shared

@@ -33,7 +33,7 @@ from plait.fusion.verify.fused_step import (
     is_within,
     numbers_in,
 )
-from plait.fusion.verify.lone_run import LoneRun
+from plait.fusion.verify.plain_run import PlainRun
 from plait.verification import (
     BUFFER,
     Difference,
@@ -339,7 +339,7 @@ class _PlainTrial(Reference):
         candidate.prepare(trial)
         for name, parameter in self.model.named_parameters():
             _perturb(parameter, parameter.data, name, trial)
-        self._lone = LoneRun(
+        self._plain_run = PlainRun(
             self.model, candidate.seeds[trial], candidate.rng_steps[trial], self._verifier.unfused
         )
 
@@ -347,7 +347,7 @@ class _PlainTrial(Reference):
         # Do not call train() in training, as submodules may be in evaluation mode on purpose.
         if phase.training != self.model.training:
             self.model.train(phase.training)
-        with self._lone.forward():
+        with self._plain_run.forward():
             return self._verifier.candidate.alone(self._trial, phase.batch)
 
     def visible(self, observed: Observation) -> Observation:

@@ -26,7 +26,7 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
-from plait.fusion.optim.lone import load_trial, lone_optimizer
+from plait.fusion.optim.conversion import load_trial, trial_optimizer
 from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
@@ -308,7 +308,7 @@ class FusedComponents:
     def state(self, slot: int = 0) -> EngineState:
         """The state of the trial in `slot`, as a checkpoint of it alone holds it."""
         model = self.fused.trial(slot)
-        optimizer = lone_optimizer(self.optimizer, model, slot)
+        optimizer = trial_optimizer(self.optimizer, model, slot)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         return EngineState(
             named_state.model_state(model),
@@ -343,7 +343,7 @@ def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
         for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
             tensor.data = own[name].detach().clone()
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
-    state = named_state.optimizer_state(lone_optimizer(array.optimizer, trial, slot), names)
+    state = named_state.optimizer_state(trial_optimizer(array.optimizer, trial, slot), names)
     named_state.load_optimizer_state(parts.optimizer, parts.names, state)
     parts.scaler.load_state_dict(array.loss_scale(slot))
     return TrialInit(settings, parts, int(array.fused.ages[slot]))

@@ -16,15 +16,15 @@ from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 @contextmanager
 def drawing_as(model: nn.Module, seed: int, rng_step: int, unfused: Mapping[str, str]) -> Iterator[None]:
     """Context in which `model` draws the random numbers of a fused trial, from `rng_step` on."""
-    lone = LoneRun(model, seed, rng_step, unfused)
+    plain = PlainRun(model, seed, rng_step, unfused)
     try:
-        with lone.forwards():
+        with plain.forwards():
             yield
     finally:
-        lone.close()
+        plain.close()
 
 
-class LoneRun:
+class PlainRun:
     """One trial's plain model with the trial's stream; unfused modules use seeded generators."""
 
     def __init__(self, model: nn.Module, seed: int, rng_step: int, unfused: Mapping[str, str]) -> None:

@@ -18,10 +18,10 @@ from plait.fusion.optim.updates import KINDS, kind_of
 
 def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
     """One torch optimizer per trial, with its state, for the modules that `fused.split()` returned."""
-    return [lone_optimizer(optimizer, module, number) for number, module in enumerate(modules)]
+    return [trial_optimizer(optimizer, module, number) for number, module in enumerate(modules)]
 
 
-def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
+def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
     """A torch optimizer with one trial's state, for the module that `fused.trial(number)` returned."""
     parameters = _by_fused(fused.fused, module)
     make: Any = fused.kind.torch_class
@@ -33,7 +33,7 @@ def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> tor
         }
         for group in fused.groups
     ]
-    lone: torch.optim.Optimizer = make(groups)
+    single: torch.optim.Optimizer = make(groups)
     for group in fused.groups:
         for parameter in group["params"]:
             clock = group.counts(parameter)
@@ -48,8 +48,8 @@ def lone_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> tor
                 trial_state["step"] = torch.tensor(steps, dtype=torch.float32)
                 if group.numbers.get("momentum", [1.0] * (number + 1))[number] == 0.0:
                     trial_state.pop("momentum_buffer", None)
-            lone.state[parameters[parameter]] = trial_state
-    return lone
+            single.state[parameters[parameter]] = trial_state
+    return single
 
 
 def _of_trial(value: Any, number: int) -> Any:
@@ -150,8 +150,8 @@ def load_trial(
             f"fuse_optimizers: trial {number}'s optimizer has {[len(group) for group in names_by_group]} "
             f"parameters in its groups, expected those of the array: {[len(group) for group in expected]}"
         )
-    for group, lone in zip(fused.groups, optimizer.param_groups):
-        group.set_trial(number, {name: lone[name] for name in torch_names(fused.kind)})
+    for group, single in zip(fused.groups, optimizer.param_groups):
+        group.set_trial(number, {name: single[name] for name in torch_names(fused.kind)})
     _load_states(fused, optimizer, number, names_by_group)
 
 
@@ -167,10 +167,10 @@ def _load_states(
     if not optimizer.state:
         return
     parameters = dict(fused.fused.module.named_parameters())
-    for group, lone, names in zip(fused.groups, optimizer.param_groups, names_by_group):
+    for group, single, names in zip(fused.groups, optimizer.param_groups, names_by_group):
         rows = {id(clock): (clock.steps.tolist(), clock.pushes.tolist()) for clock in group.clocks}
         counts = {p: copy.deepcopy(rows[id(group.counts(p))]) for p in group["params"]}
-        for parameter, name in zip(lone["params"], names):
+        for parameter, name in zip(single["params"], names):
             trial_state, stacked = optimizer.state.get(parameter, {}), parameters[name]
             if not trial_state:
                 continue
