@@ -14,7 +14,7 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.errors import InputError
 from plait.fusion.dispatch import torch_patches
-from plait.fusion.verify import FusionReport, check
+from plait.fusion.verify import FusionReport, verifier
 from plait.pipeline.layout import arrange
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
@@ -100,7 +100,7 @@ def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path
 
 def refused_rank(rank: int, settings: SweepSettings, folder: Path, verify: Any) -> str:
     """What a sweep says that is refused."""
-    check.verify = verify or check.verify
+    verifier.verify = verify or verifier.verify
     try:
         sweep_rank(rank, settings, folder)
     except InputError as failure:
