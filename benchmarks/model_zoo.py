@@ -234,7 +234,7 @@ class Alone:
     def __init__(self, model: nn.Module, seed: int, unfused: Sequence[str]) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
-        self._seed, self._age = seed, 0
+        self._seed, self._rng_step = seed, 0
         self._streams = Streams(torch.tensor([seed]), torch.tensor([0]))
         self._contexts: list[Any] = []
         for name in unfused:  # modules that run trial by trial draw from generators of their own
@@ -243,8 +243,8 @@ class Alone:
             part.register_forward_hook(lambda *_: self._end())
 
     def run(self, batch: Batch) -> Any:
-        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._age]))
-        self._age += self.model.training
+        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._rng_step]))
+        self._rng_step += self.model.training
         with SingleTrialMode(self._streams):
             return run(self.model, batch)
 
