@@ -23,7 +23,7 @@ from plait.pipeline.verify import stages as verify
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.stages import Example
 from plait.planner.schedules.kinds import Schedule
-from plait.profiler import record, source, traced
+from plait.profiler import recorder, source, traced
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings, VerifySettings
 from plait.training import checkpoint
@@ -263,8 +263,8 @@ def test_stages_verified_from_python_are_refused_in_words() -> None:
 
 
 def without_the_recorder_of_functions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record, "SingleLevelFunction", type("Elsewhere", (), {}))
-    patch.setattr(record, "refuse_lost_gradient", lambda node, tensor: None)
+    patch.setattr(recorder, "SingleLevelFunction", type("Elsewhere", (), {}))
+    patch.setattr(recorder, "refuse_lost_gradient", lambda node, tensor: None)
 
 
 def trace_without_evaluation(*args: Any, **options: Any) -> traced.TracedModel:

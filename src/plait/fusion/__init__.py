@@ -10,9 +10,9 @@ from plait.fusion.errors import FusionError
 from plait.fusion.fusing import fuse
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.conversion import fuse_optimizers, split_optimizer
-from plait.fusion.optim.gradients import clip_gradients
-from plait.fusion.optim.loss_scale import LossScales
+from plait.fusion.optim.loss_scales import LossScales
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.trial_gradients import clip_gradients
 from plait.fusion.shared import Shared
 from plait.fusion.trials.membership import add_trials, keep_trials, replace_trial
 

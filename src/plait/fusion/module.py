@@ -30,7 +30,7 @@ from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch, patch_norms
-from plait.fusion.optim.gradients import clip_gradients, refuse_joint_clipping
+from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared import Shared
 from plait.fusion.speed.compiled import CompiledForward

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.planner.memory import MemorySettings, held_by, versions
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.stage_memory import MemorySettings, held_by, versions
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 

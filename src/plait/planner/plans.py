@@ -20,7 +20,6 @@ from plait.planner.explain import (
     why_not_best_cut,
     why_not_run,
 )
-from plait.planner.memory import MemorySettings, held_by, kept_bytes, versions, working_bytes
 from plait.planner.partition.fits import check_memory, check_work, misfit
 from plait.planner.partition.front import (
     Partition,
@@ -44,6 +43,7 @@ from plait.planner.predict import (
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
+from plait.planner.stage_memory import MemorySettings, held_by, kept_bytes, versions, working_bytes
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage, Tied

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plait.core.errors import PlanError
-from plait.planner.memory import MemorySettings
 from plait.planner.partition.front import Settings
 from plait.planner.plans import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import predict
 from plait.planner.schedules.kinds import Schedule
+from plait.planner.stage_memory import MemorySettings
 from plait.schema.plans.cluster import LEAST, Cluster, Device
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Plan

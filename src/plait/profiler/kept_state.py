@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from plait.profiler.record import CallRecorder, python_random_state
+from plait.profiler.recorder import CallRecorder, python_random_state
 from plait.profiler.traced import Concern, KeptState
 from plait.profiler.watched import COUNTING, is_watched, plain, watch
 from plait.verification.python_state import Name, PythonState, changed, objects_behind, tensors_in

@@ -19,8 +19,8 @@ from plait.core import artefact
 from plait.core.errors import ArtefactError, InputError
 from plait.core.shown import shown
 from plait.core.units import show_seconds
+from plait.profiler.layer_memory import Weights, weigh
 from plait.profiler.links import Link, Sum
-from plait.profiler.memory import Weights, weigh
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
 from plait.profiler.trace import Inputs, trace
 from plait.profiler.traced import TracedModel

@@ -22,7 +22,7 @@ from torch.overrides import resolve_name
 
 from plait.profiler.arguments import DeviceArgument, InputValue, SizeArgument
 from plait.profiler.failures import TraceError
-from plait.profiler.record import after, pick
+from plait.profiler.recorder import after, pick
 from plait.profiler.symbols import write_size
 from plait.profiler.traced import Boundary, Layer, TracedModel, is_tensor, size_source
 

@@ -27,7 +27,7 @@ from plait.profiler.kept_state import (
     note_numbers,
     python_draws,
 )
-from plait.profiler.record import (
+from plait.profiler.recorder import (
     CallRecorder,
     MustOpen,
     operation_name,

@@ -19,7 +19,7 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.profiler.arguments import packed_value
 from plait.profiler.failures import FIXED_SHAPES, SourceLine, TraceError
-from plait.profiler.record import CodeLocation
+from plait.profiler.recorder import CodeLocation
 from plait.profiler.symbols import Branch, Shape
 
 

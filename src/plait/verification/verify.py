@@ -27,8 +27,8 @@ from plait.verification.compare import (
     measure_noise,
     perturb_in_place,
 )
+from plait.verification.module_trace import ModuleTrace, differing_keys
 from plait.verification.observe import Observation, observe_step, same_random_numbers
-from plait.verification.trace import ModuleTrace, differing_keys
 
 
 class Phase(NamedTuple):

@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from plait.adapt.policies.batch_size import AdaptiveBatchSize
-from plait.adapt.policies.own_function import FunctionPolicy
 from plait.adapt.policies.plan import AdaptivePlan
 from plait.adapt.policies.policy import Policy
 from plait.adapt.policies.step_table import StepBased
 from plait.adapt.policies.sync import AdaptiveSync
 from plait.adapt.policies.topology import AdaptiveTopology
+from plait.adapt.policies.user_function import FunctionPolicy
 from plait.adapt.policies.workers import AdaptiveWorkers
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError

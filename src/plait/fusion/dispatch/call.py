@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._C._functorch import peek_interpreter_stack
 
-from plait.fusion.dispatch import aliases
+from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.fallback import (
     find_rule,
     is_in_place,
@@ -46,13 +46,13 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         args, kwargs = usual_form(function, args, kwargs)
     if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
         rule = loop
-    before = _version(args) if aliases.made else None
+    before = _version(args) if alias_links.made else None
     try:
         outcome = rule(function, args, kwargs)
     except Exception as failure:
         outcome = recover(rule, function, args, kwargs, failure)
     if before is not None and (before != _version(args) or (before < 0 and is_in_place(function))):
-        aliases.repeat_writes(args[0].stacked)
+        alias_links.repeat_writes(args[0].stacked)
     if padding.used:
         follow(function, args, kwargs, outcome)
     return outcome

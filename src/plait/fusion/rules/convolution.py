@@ -158,7 +158,9 @@ def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
     stride, dilation = set(options["stride"]), set(options["dilation"])
     if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build lacks
+    from plait.fusion.kernels.trial_convolution import (
+        trial_convolution,  # needs Triton, which a CPU build lacks
+    )
 
     wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"])
     return unfold_channels(wide, weight.shape[0])
@@ -252,7 +254,9 @@ def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Option
     stride = set(options["stride"])
     if not can_run_on(x) or len(stride) > 1 or set(options["dilation"]) != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build lacks
+    from plait.fusion.kernels.trial_convolution import (
+        trial_convolution,  # needs Triton, which a CPU build lacks
+    )
 
     pad = options["padding"]
     height, width = (

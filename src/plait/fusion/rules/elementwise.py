@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.dispatch import aliases
+from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.fallback import is_in_place, loop, refuse_shared_target, refuse_values
 from plait.fusion.dispatch.registry import (
     RULES,
@@ -175,7 +175,7 @@ def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
     """
     if made.stacked.untyped_storage() is x.stacked.untyped_storage() or x.permuted:
         return
-    aliases.link(x.stacked, made.stacked, surely or aliases.is_view_alone(x.stacked))
+    alias_links.link(x.stacked, made.stacked, surely or alias_links.is_view_alone(x.stacked))
 
 
 for _spelling in spellings(_UNARY.split()):

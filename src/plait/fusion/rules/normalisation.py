@@ -93,7 +93,7 @@ def _pending(
     trials: Trials,
 ) -> PendingNorm:
     """Compute the statistics now, and the rest when the next operation is known."""
-    from plait.fusion.kernels import normalisation as kernels  # needs Triton, which a CPU build lacks
+    from plait.fusion.kernels import batch_norm as kernels  # needs Triton, which a CPU build lacks
 
     rows = folded.movedim(1, -1).flatten(1, -2)
     running = None

@@ -13,8 +13,8 @@ from plait.fusion.check import check_structure, different_attributes, tensor_att
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.optim.groups import torch_names
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.param_groups import torch_names
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import gradient_hooks, independent_copy
 

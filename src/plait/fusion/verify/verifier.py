@@ -42,7 +42,7 @@ from plait.verification import (
     first_names,
     same_random_numbers,
 )
-from plait.verification.trace import IN_NONE, ModuleTrace, failed_in, path_of
+from plait.verification.module_trace import IN_NONE, ModuleTrace, failed_in, path_of
 from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,

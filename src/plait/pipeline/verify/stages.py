@@ -30,8 +30,8 @@ from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.verification import BUFFER, GRADIENT, Difference, Observation, same_random_numbers
+from plait.verification.module_trace import ModuleTrace
 from plait.verification.python_state import unchanged_state
-from plait.verification.trace import ModuleTrace
 from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,

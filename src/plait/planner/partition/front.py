@@ -12,12 +12,12 @@ from plait.core.units import show_bytes
 from plait.graph.contraction import contracted_ideals
 from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
 from plait.graph.intervals import cover_ideals
-from plait.planner.memory import MemorySettings, stage_memory
 from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
 from plait.planner.schedules.kinds import Depth, Schedule
+from plait.planner.stage_memory import MemorySettings, stage_memory
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import MOST_MICROBATCHES

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.graph.ideals import Floats
-from plait.planner.memory import StageMemory
 from plait.planner.schedules.kinds import Depth
+from plait.planner.stage_memory import StageMemory
 
 Ints = npt.NDArray[np.intp]
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.graph.ideals import Bools, Floats, Ideals
-from plait.planner.memory import StageMemory
 from plait.planner.partition.level_search import CLOSE, Choice, Problem, partition, tidy
 from plait.planner.schedules.kinds import Depth, Schedule
+from plait.planner.stage_memory import StageMemory
 from plait.schema.plans.cluster import Level
 
 

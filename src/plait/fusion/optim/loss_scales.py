@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.fusion.optim.gradients import unscale_gradients
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.trial_gradients import unscale_gradients
 
 
 class LossScales:
