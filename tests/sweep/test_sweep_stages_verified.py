@@ -116,7 +116,7 @@ def never(find: Any, mend: Any, attempts: int) -> Mismatch:
 
 def test_stages_that_no_way_makes_right_are_refused_in_one_sentence(tmp_path: Path):
     words = run_ranks(2, refused_rank, in_stages("seed=0,1,2"), tmp_path, never, may_die=(1,))[0]
-    assert words.startswith("parallel.plan: the stages do not compute what the model computes: trial 0 parts")
+    assert words.startswith("parallel.plan: the stages do not compute what the model computes: trial 0 differs")
     assert words.endswith("sweep without a plan")
     assert "\n" not in words
 
