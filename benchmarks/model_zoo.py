@@ -43,7 +43,7 @@ from plait.core.errors import InputError, PlaitError
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 from plait.pipeline.verify.in_process import Choices, StagedModel
 from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
 from plait.profiler.trace import trace
@@ -234,7 +234,7 @@ class Alone:
     def __init__(self, model: nn.Module, seed: int, unfused: Sequence[str]) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
-        self._seed, self._age = seed, 0
+        self._seed, self._rng_step = seed, 0
         self._streams = Streams(torch.tensor([seed]), torch.tensor([0]))
         self._contexts: list[Any] = []
         for name in unfused:  # modules that run trial by trial draw from generators of their own
@@ -243,9 +243,9 @@ class Alone:
             part.register_forward_hook(lambda *_: self._end())
 
     def run(self, batch: Batch) -> Any:
-        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._age]))
-        self._age += self.model.training
-        with LoneMode(self._streams):
+        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._rng_step]))
+        self._rng_step += self.model.training
+        with SingleTrialMode(self._streams):
             return run(self.model, batch)
 
     def _begin(self) -> None:

@@ -23,8 +23,8 @@ def replayed(schedule: Schedule, workers: int, slower: float = 1.0) -> list[list
         [cost] * len(layout.stages),
         lambda a, b: SimulatedLink(1e18),
     )
-    spans = sorted(done.spans, key=lambda s: s.start_s)
-    return [[OpTiming(s.op, s.start_s, s.end_s) for s in spans if s.worker == w] for w in range(workers)]
+    ops = sorted(done.ops, key=lambda s: s.start_s)
+    return [[OpTiming(s.op, s.start_s, s.end_s) for s in ops if s.worker == w] for w in range(workers)]
 
 
 @pytest.mark.parametrize("schedule", idle.SCHEDULES)

@@ -103,9 +103,7 @@ def test_a_port_that_stays_open_is_said_once(caplog: pytest.LogCaptureFixture):
     with socket.create_server(("127.0.0.1", 0)):
         for _ in range(2):
             close_ports(before)
-    assert caplog.messages == [
-        "1 of this process's ports could not be closed to strangers; see docs/faults.md"
-    ]
+    assert caplog.messages == ["1 of this process's ports could not be closed; see docs/faults.md"]
 
 
 def join_with_another_secret(rank: int) -> str:

@@ -323,7 +323,7 @@ def test_they_are_refused_at_the_end_where_that_is_the_next_look(tmp_path: Path)
 
 
 def test_a_stream_that_cannot_begin_anew_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no sample in epoch 1; expected a data set whose __iter__ begins"):
+    with pytest.raises(DataError, match="no sample in epoch 1; expected a data set whose __iter__ starts"):
         train_here(job("once", evaluate=EvaluateSettings()), tmp_path)
 
 

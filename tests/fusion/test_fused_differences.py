@@ -90,7 +90,7 @@ def test_a_value_that_differs_is_refused_by_name_and_equal_ones_are_fused(name):
 
 def test_what_cannot_be_compared_is_refused_and_shared_between_models_it_is_fused():
     opened = [(x for x in range(3)) for _ in range(2)]
-    with pytest.raises(FusionError, match="nor what cannot be compared"):
+    with pytest.raises(FusionError, match="other values must be comparable"):
         fuse([Keeping(one) for one in opened])
     fuse([nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)])
     fuse([Keeping(torch.nn.functional.relu), Keeping(torch.nn.functional.relu)])

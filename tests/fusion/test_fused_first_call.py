@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.fusion import FusedOptimizer, FusionError, Shared, add_trials, fuse, keep_trials
-from plait.fusion.verify.check import _Check as Check
+from plait.fusion.verify.verifier import _Verifier
 
 X = torch.stack([BATCHES[0], BATCHES[1], BATCHES[0] + BATCHES[1]])
 
@@ -39,7 +39,7 @@ def test_a_module_that_cannot_be_fused_runs_trial_by_trial_from_the_first_call_o
     models = make_models(lambda: Block(Looks()))
     fused = trained(fuse(models))
     assert list(fused.unfused) == ["part"]
-    assert caplog.text.count("compared 3 fused trials with the models alone in") == 1
+    assert caplog.text.count("compared 3 fused trials with the single models in") == 1
     assert "part runs trial by trial" in caplog.text
     for number, model in enumerate(models):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -74,7 +74,7 @@ def test_models_that_cannot_run_together_are_refused_at_the_first_call_and_nothi
     fused = fuse(make_models(Shapes))
     with pytest.raises(FusionError, match="cannot be fused: .*train each alone"):
         fused(X)
-    with pytest.raises(FusionError, match="picks elements by a mask"):
+    with pytest.raises(FusionError, match="selects elements by a mask"):
         fuse(make_models(Shapes), verify=False)(X)
 
 
@@ -206,8 +206,8 @@ def test_where_memory_is_short_trials_are_compared_a_few_at_a_time(monkeypatch, 
             raise torch.OutOfMemoryError("no memory")
         return together(check, fused, phase, trace)
 
-    together = Check._together
-    monkeypatch.setattr(Check, "_together", short)
+    together = _Verifier._together
+    monkeypatch.setattr(_Verifier, "_together", short)
     fused = fuse(make_models(lambda: Block(Looks())))
     fused(X)
     assert max(widths) == 3

@@ -50,7 +50,7 @@ SHAPES = [
 def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
     channels, outs, size, kernel, stride, pad, has_bias
 ):
-    from plait.fusion.kernels.convolution import trial_convolution
+    from plait.fusion.kernels.trial_convolution import trial_convolution
 
     torch.manual_seed(0)
     x = images(channels, *size).requires_grad_()
@@ -69,7 +69,7 @@ def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
 def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
     channels, outs, size, kernel, stride, pad
 ):
-    from plait.fusion.kernels.convolution import trial_convolution
+    from plait.fusion.kernels.trial_convolution import trial_convolution
 
     torch.manual_seed(0)
     small = [(length + 2 * pad - kernel) // stride + 1 for length in size]
@@ -96,7 +96,7 @@ def check_gradients(found, given, wanted, exact):
 
 @pytest.mark.parametrize(("channels", "stride"), [(64, 1), (64, 2), (24, 1), (3, 2), (10, 1)])
 def test_a_trial_that_is_not_a_number_leaves_its_neighbours(channels, stride):
-    from plait.fusion.kernels.convolution import trial_convolution
+    from plait.fusion.kernels.trial_convolution import trial_convolution
 
     x = images(channels, 8, 8)
     x[:, channels : 2 * channels] = float("nan")

@@ -244,7 +244,7 @@ def test_floats_that_differ_between_models_are_each_trials_own():
 
 def test_a_branch_on_a_number_that_differs_is_refused_unless_all_agree():
     per_trial = PerTrial((0.0, 0.5))
-    with pytest.raises(FusionError, match="answers differ"):
+    with pytest.raises(FusionError, match="results differ"):
         bool(per_trial)
     with pytest.raises(FusionError, match="makes one number"):
         float(per_trial)
@@ -378,7 +378,7 @@ def test_a_module_list_is_a_list_of_models():
 def test_shared_takes_tensors_and_only_a_fused_module_takes_shared():
     x = torch.randn(4, 2)
     with pytest.raises(
-        FusionError, match="Shared: found a dict, expected a tensor; wrap each tensor by itself"
+        FusionError, match="Shared: found a dict, expected a tensor; wrap each tensor separately"
     ):
         Shared({"x": x})
     with pytest.raises(FusionError, match=r"cross_entropy: found a Shared.*fused.map\(cross_entropy, output"):
@@ -397,10 +397,10 @@ LOSSES = {
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (torch.zeros(5, dtype=torch.int64), r"class numbers of shape \(5,\) in each trial"),
-        (torch.zeros(9, dtype=torch.int64), r"expected whole class numbers of shape \(8,\)"),
-        (torch.zeros(8, 1, dtype=torch.int64), r"class numbers of shape \(8, 1\)"),
-        (torch.zeros(8), r"chances of shape \(8,\) in each trial"),
+        (torch.zeros(5, dtype=torch.int64), r"class indices of shape \(5,\) in each trial"),
+        (torch.zeros(9, dtype=torch.int64), r"expected integer class indices of shape \(8,\)"),
+        (torch.zeros(8, 1, dtype=torch.int64), r"class indices of shape \(8, 1\)"),
+        (torch.zeros(8), r"probabilities of shape \(8,\) in each trial"),
     ],
 )
 def test_targets_that_fit_no_outputs_are_named_with_both_shapes(targets, words: str, loss: str):

@@ -10,7 +10,7 @@ from fused_checks import CLOSE, fuse, make_models
 from torch import nn
 
 from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, replace_trial, split_optimizer
-from plait.fusion.optim.lone import load_trial
+from plait.fusion.optim.conversion import load_trial
 
 TRIALS = 3
 LONE = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -150,7 +150,7 @@ def test_the_state_of_another_model_is_refused():
     models, others = make_models(net, TRIALS), make_models(net, TRIALS, seed=1)
     optimizer = torch.optim.Adam(others[0].parameters())
     step_alone(others[0], optimizer, batch(0, 4, 5)[0])
-    with pytest.raises(FusionError, match="the very model that was fused"):
+    with pytest.raises(FusionError, match="the optimizer of the model that was fused"):
         load_trial(FusedOptimizer(fuse(models), "adam"), optimizer, 0)
 
 

@@ -8,13 +8,13 @@ import random
 import pytest
 import torch
 from fused_checks import fuse, make_models
-from test_fused_seams import Sign
+from test_torch_patches import Sign
 from test_unfused_modules import assert_trains_as_alone
 from torch import nn
 from torch.autograd.function import _SingleLevelFunction as Function
 
 from plait.fusion import FusionError
-from plait.fusion.dispatch import seams
+from plait.fusion.dispatch import torch_patches
 from plait.fusion.dispatch.registry import RULES
 from plait.fusion.dispatch.tensor import TrialTensor
 from support.hard_models import WritesReshaped, batches_in_two_layouts
@@ -125,7 +125,7 @@ class Shapes(nn.Module):
 
 def test_models_that_no_way_can_run_together_are_refused_in_one_sentence():
     with pytest.raises(
-        FusionError, match="cannot be fused: .*another shape in some trials.*train each alone"
+        FusionError, match="cannot be fused: .*different shapes in different trials.*train each alone"
     ):
         fuse(make_models(Shapes), verify=BATCHES)
 
@@ -151,7 +151,9 @@ def test_what_verification_leaves_trains_as_it_does_alone():
 
 def revert_functions(monkeypatch):
     """Apply custom functions of autograd to fused tensors as they are."""
-    monkeypatch.setattr(seams, "apply_function", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
+    monkeypatch.setattr(
+        torch_patches, "apply_function", lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
+    )
 
 
 def revert_attributes(monkeypatch):
@@ -281,5 +283,5 @@ def test_sparse_tensors_are_compared_or_refused_in_words():
 
 def test_a_plain_model_gets_a_batch_in_the_memory_layout_that_it_has():
     batches = [tuple(x.double() for x in batch) for batch in batches_in_two_layouts()]
-    with pytest.raises(FusionError, match="trial 0 parts from the trial alone in training: output"):
+    with pytest.raises(FusionError, match="trial 0 differs from its plain model in training: output"):
         fuse(make_models(WritesReshaped), verify=batches)

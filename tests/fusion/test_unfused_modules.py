@@ -348,7 +348,7 @@ class PassesCache(Base):
 
 def test_a_module_that_changes_what_all_trials_share_is_refused_and_verification_goes_around_it():
     models = make_models(PassesCache)
-    with pytest.raises(FusionError, match="Remembers changes an object that it was given"):
+    with pytest.raises(FusionError, match="Remembers changes an argument object"):
         fuse(models, unfused=["inner"])(batches(1)[0])
     assert list(fuse(models, unfused=["inner"], verify=list(batches(2)[:, 0])).unfused) == [""]
 

@@ -35,14 +35,14 @@ def test_fused_a_model_that_its_own_hook_reads_is_what_it_is_alone() -> None:
 # What a verdict says of a model that stages, or fused trials, cannot train as it is trained alone.
 REFUSED = {
     "stages": {
-        "own class returned": "forward returns a Output, in which no tensors are seen",
+        "own class returned": "forward returns a Output, in which torch sees no tensors",
         "global variable": "forward of GoesByGlobal changes the global CALLS",
         "gradient inside": "the stages fail where the plain model does not",
         "hidden teacher": "that the model does not have: its module is not registered",
     },
     "fused": {
-        "own class returned": "the model returns a Output, in which no tensors of numbers are seen",
-        "global variable": "a trial alone does something else when it is run again",
+        "own class returned": "the model returns a Output, in which torch sees no tensors of numbers",
+        "global variable": "a single model gives another result when it is run again",
     },
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.pipeline.cpu.gelu import quicken_gelu
+from plait.pipeline.cpu.gelu import use_fast_gelu
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -15,7 +15,7 @@ def test_the_slope_equals_torchs_far_from_zero_too(
     approximate: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     ours, theirs = nn.GELU(approximate), nn.GELU(approximate)
-    quicken_gelu(ours)
+    use_fast_gelu(ours)
     x = torch.cat([torch.linspace(-30, 30, 601), torch.tensor([0.0, -0.0, 1e4, -1e4])]).to(dtype)
     found = []
     for layer in (ours, theirs):
@@ -29,7 +29,7 @@ def test_the_slope_equals_torchs_far_from_zero_too(
 
 def test_half_precision_is_left_to_torch() -> None:
     layer = nn.GELU()
-    quicken_gelu(layer)
+    use_fast_gelu(layer)
     x = torch.randn(4, dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None

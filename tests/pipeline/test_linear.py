@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from plait.pipeline.cpu.layers import plain_forwards, quicken
-from plait.pipeline.cpu.linear import add_weight_gradients, laid_out_as, turn_weights
+from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
+from plait.pipeline.cpu.linear import add_weight_gradients, transpose_weights, with_same_strides
 
 
 def net() -> nn.Sequential:
@@ -36,7 +36,7 @@ def test_gradients_of_several_microbatches_equal_autograds(shape: tuple[int, ...
     plain, faster = net(), net()
     add_weight_gradients(faster)
     if turned:
-        turn_weights(faster)
+        transpose_weights(faster)
     microbatches = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
     expected, found = gradients(plain, microbatches), gradients(faster, microbatches)
     for ours, theirs in zip(found, expected, strict=True):
@@ -49,7 +49,7 @@ def test_turned_weights_keep_their_values_and_shared_ones_stay() -> None:
     model.append(nn.Linear(3, 3).double()).append(nn.Linear(3, 3).double())
     model[6].weight = model[5].weight
     before = copy.deepcopy(model.state_dict())
-    turn_weights(model, shared=[model[0].weight])
+    transpose_weights(model, shared=[model[0].weight])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     assert [layer.weight.is_contiguous() for layer in layers] == [True, False, False, True, True]
@@ -89,7 +89,7 @@ def test_hooks_on_a_weight_see_its_gradient() -> None:
 
 def test_layers_get_their_own_forwards_back_and_are_freed_without_a_collection() -> None:
     layer = nn.Linear(2, 2)
-    plain_forwards(quicken(layer))
+    plain_forwards(use_fast_layers(layer))
     assert "forward" not in layer.__dict__
     seen = weakref.ref(layer)
     gc.disable()
@@ -103,14 +103,14 @@ def test_layers_get_their_own_forwards_back_and_are_freed_without_a_collection()
 def test_a_layer_whose_forward_someone_replaced_keeps_it() -> None:
     layer = nn.Linear(2, 2)
     own = layer.forward = lambda x: x  # type: ignore[method-assign,assignment]
-    assert quicken(layer) == []
+    assert use_fast_layers(layer) == []
     assert layer.forward is own
 
 
 def test_an_optimizers_state_comes_to_lie_as_its_parameter_does() -> None:
     weight = torch.randn(3, 4).t()
     momentum = torch.randn(4, 3)
-    found = laid_out_as(weight, momentum)
+    found = with_same_strides(weight, momentum)
     assert torch.equal(found, momentum)
     assert found.stride() == weight.stride()
-    assert laid_out_as(weight, 7) == 7
+    assert with_same_strides(weight, 7) == 7

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.pipeline.cpu.linear import turn_weights
+from plait.pipeline.cpu.linear import transpose_weights
 from plait.pipeline.split_backward import DeferWeights
 
 
@@ -68,7 +68,7 @@ def test_what_is_left_for_later_adds_up_to_what_autograd_gives_at_once(
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_gradients_come_to_lie_as_turned_weights_do(precision: str) -> None:
     net = Net()
-    turn_weights(net)
+    transpose_weights(net)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), DeferWeights() as defer:
         loss = net(torch.randn(3, 2, 6, 6)).sum()
     loss.backward()

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.stage import Flight
+from plait.pipeline.stage import InFlight
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.plans.plan import Layout
@@ -74,7 +74,7 @@ def sends_of_each(rank: int, cases: tuple[Case, ...]) -> list[tuple[int, int]]:
 def order_of_rank(rank: int, case: Case) -> list[str]:
     """When a rank starts sums in backward, ends them, and gives back the memory of what it received."""
     order: list[str] = []
-    start, agree, land = Native.start, AllReduce.agree, Flight.land
+    start, agree, release = Native.start, AllReduce.agree, InFlight.release
 
     def started(self: Native, index: int, fill: Any = None) -> Any:
         order.append("send")
@@ -85,14 +85,14 @@ def order_of_rank(rank: int, case: Case) -> list[str]:
         order.append("agree")
         return found
 
-    def landed(self: Flight) -> None:
-        order.append("land")
-        land(self)
+    def released(self: InFlight) -> None:
+        order.append("release")
+        release(self)
 
     with (
         patch.object(Native, "start", started),
         patch.object(AllReduce, "agree", agreed),
-        patch.object(Flight, "land", landed),
+        patch.object(InFlight, "release", released),
     ):
         train_in_pipeline(rank, case)
     return order
@@ -102,9 +102,9 @@ def test_what_was_received_is_given_back_once_the_gradients_that_lie_in_it_are_s
     stash = Case("positions", (((0, 1), (2,)),), Schedule.STASH, steps=3, samples=4)
     first, second, last = run_ranks(3, order_of_rank, stash)
     # The gradients are one message, sent in backward; what follows at the update is who had any.
-    assert first == second == ["send", "send", "agree", "land"] * 6
+    assert first == second == ["send", "send", "agree", "release"] * 6
     # Who shares nothing has nothing to wait for.
-    assert last == ["land"] * 12
+    assert last == ["release"] * 12
 
 
 def test_sums_overlap_with_backward_where_something_else_than_busy_cores_carries_them() -> None:

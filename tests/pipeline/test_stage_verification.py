@@ -23,7 +23,7 @@ from plait.pipeline.verify import stages as verify
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.stages import Example
 from plait.planner.schedules.kinds import Schedule
-from plait.profiler import record, source, traced
+from plait.profiler import recorder, source, traced
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings, VerifySettings
 from plait.training import checkpoint
@@ -52,9 +52,9 @@ RIGHT = (
 )
 REFUSED = {
     "shared buffer": "buffer 'mean' is written by forward and used in stages",
-    "state": "Stateful changes self.h, by which its next one goes",
-    "counter": "CountsCalls changes self.calls, by which its next one goes",
-    "warm-up": "WarmsUp changes self.calls, by which its next one goes",
+    "state": "Stateful changes self.h, on which its next one depends",
+    "counter": "CountsCalls changes self.calls, on which its next one depends",
+    "warm-up": "WarmsUp changes self.calls, on which its next one depends",
     "layer drop": "draws random numbers of Python or numpy",
     "branch on size": "would take another branch than in the trace .*hard_models.py",
 }
@@ -263,8 +263,8 @@ def test_stages_verified_from_python_are_refused_in_words() -> None:
 
 
 def without_the_recorder_of_functions(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record, "SingleLevelFunction", type("Elsewhere", (), {}))
-    patch.setattr(record, "refuse_lost_gradient", lambda node, tensor: None)
+    patch.setattr(recorder, "SingleLevelFunction", type("Elsewhere", (), {}))
+    patch.setattr(recorder, "refuse_lost_gradient", lambda node, tensor: None)
 
 
 def trace_without_evaluation(*args: Any, **options: Any) -> traced.TracedModel:
@@ -309,7 +309,7 @@ def without_copies_of_buffers(patch: pytest.MonkeyPatch) -> None:
         ("aliased function", without_the_recorder_of_functions, "gradient of a.weight: none; .* in backward"),
         ("dropped path", without_the_evaluation_trace, "in evaluation mode .*head .* gets other inputs"),
         ("auxiliary head", without_the_evaluation_trace, "in evaluation mode output"),
-        ("own statistics", without_the_evaluation_trace, "in evaluation mode .* they part"),
+        ("own statistics", without_the_evaluation_trace, "in evaluation mode .* they first differ"),
         ("shared buffer", without_the_check_of_buffers, "in training mode output"),
         ("state", without_the_check_of_attributes, "code of Stateful before it: b .* gets other inputs"),
         ("counter", without_the_check_of_attributes, "code of CountsCalls before it: b .* gets other"),
@@ -352,7 +352,9 @@ def job(steps: int, verify: str = "first") -> TrainSettings:
 def test_a_run_that_would_be_wrong_is_refused_on_every_worker(tmp_path: Path) -> None:
     settings = digits_job(model=ModelSettings("support.hard_models:Digits"), steps=4)
     found = run_ranks(2, refused_rank, cut_in_two(settings, Schedule.FLUSH, 4), tmp_path / "run")
-    assert all("forward of Digits changes self.calls, by which its next one goes" in words for words in found)
+    assert all(
+        "forward of Digits changes self.calls, on which its next one depends" in words for words in found
+    )
 
 
 def weights(folder: Path) -> dict[str, Any]:

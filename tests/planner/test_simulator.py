@@ -63,7 +63,7 @@ def test_a_link_adds_latency_and_bytes_over_bandwidth_to_the_way():
 def test_messages_of_one_channel_queue_up():
     costs = [StageCosts(1.0, 0.0, 100.0), StageCosts(0.0, 0.0, 0.0)]
     found = replay(Schedule.GPIPE, [1, 1], 3, costs, SimulatedLink(10.0))
-    starts = [s.start_s for s in found.spans if s.worker == 1 and isinstance(s.op, Forward)]
+    starts = [s.start_s for s in found.ops if s.worker == 1 and isinstance(s.op, Forward)]
     assert starts == pytest.approx([11, 21, 31])
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.graph.ideals import all_ideals
 from plait.planner import Schedule, Settings, machines, make_plan
-from plait.planner.memory import MemorySettings, stage_memory, working_bytes
+from plait.planner.stage_memory import MemorySettings, stage_memory, working_bytes
 from plait.schema.plans.graph import Graph
 from support.graphs import chain, graphs
 

@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_trained_is_refused() -> None:
     with pytest.raises(InputError, match="has no parameters"):
         profile_model(nn.ReLU(), (torch.randn(3, 4),))
     frozen = nn.Sequential(nn.Linear(4, 2)).requires_grad_(False)
-    with pytest.raises(InputError, match="no tensor with a gradient"):
+    with pytest.raises(InputError, match="no tensor that requires a gradient"):
         profile_model(frozen, (torch.randn(3, 4),))
     with pytest.raises(InputError, match="0 repeats; expected at least"):
         profile_model(frozen, (torch.randn(3, 4),), repeats=0)

@@ -65,7 +65,7 @@ def test_a_count_that_forward_does_not_go_by_is_no_concern() -> None:
 
     assert trace(Counts(reads=False), (torch.randn(4, 4),)).concerns == ()
     (concern,) = trace(Counts(reads=True), (torch.randn(4, 4),)).concerns
-    assert "forward of Counts changes self.calls, by which its next one goes" in concern.words
+    assert "forward of Counts changes self.calls, on which its next one depends" in concern.message
 
 
 class TakesNumbers(nn.Module):
@@ -346,8 +346,8 @@ class WritesThroughAView(nn.Module):
         (ReadsItem, "reads the value of a tensor", "torch.where"),
         (SelectsByMask, "shape depend on the values", "product with the mask"),
         (LoopsOverBatch, "fixes the batch size", "on the whole batch at once"),
-        (UsesNumpy, "forward failed with", "torch operations only"),
-        (Fails, "forward failed with RuntimeError", "inputs given fit the model"),
+        (UsesNumpy, "forward failed with", "only torch operations"),
+        (Fails, "forward failed with RuntimeError", "inputs fit the model"),
         (HooksATensor, "calls register_hook inside forward", "torch.autograd.Function"),
         (WritesThroughAView, "changed in place through a view", "clone the view"),
     ],

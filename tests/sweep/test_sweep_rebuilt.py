@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait.data.sampler import Position
-from plait.fusion.verify.lone_run import drawing_as
+from plait.fusion.verify.plain_run import drawing_as
 from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.sweep_loop import make_entry

@@ -13,8 +13,8 @@ from torch.autograd.function import _SingleLevelFunction as Function
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.errors import InputError
-from plait.fusion.dispatch import seams
-from plait.fusion.verify import Verdict, check
+from plait.fusion.dispatch import torch_patches
+from plait.fusion.verify import FusionReport, verifier
 from plait.pipeline.layout import arrange
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
@@ -43,7 +43,7 @@ def on_one(settings: SweepSettings) -> SweepSettings:
     return replace(settings, train=replace(settings.train, pipeline=None, accumulate=MICROBATCHES))
 
 
-def verdict_of(settings: SweepSettings) -> Verdict:
+def verdict_of(settings: SweepSettings) -> FusionReport:
     """What verification says of an array of all trials, in this process."""
     assert settings.train.pipeline is not None
     trials = [with_values(settings.train, values) for values in combinations(settings.over)]
@@ -54,7 +54,7 @@ def verdict_of(settings: SweepSettings) -> Verdict:
 
 def revert_functions() -> None:
     """Apply functions of autograd to fused tensors as they are."""
-    seams.apply_function = lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
+    torch_patches.apply_function = lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
 
 
 def wrong_sweep_rank(rank: int, settings: SweepSettings, folder: Path) -> dict[str, Any]:
@@ -76,7 +76,9 @@ def test_right_stages_stay_fused(over: str):
 
 
 def test_wrong_stages_run_trial_by_trial_though_a_mend_is_reverted(monkeypatch):
-    monkeypatch.setattr(seams, "apply_function", lambda cls, *a, **k: super(Function, cls).apply(*a, **k))
+    monkeypatch.setattr(
+        torch_patches, "apply_function", lambda cls, *a, **k: super(Function, cls).apply(*a, **k)
+    )
     verdict = verdict_of(in_stages("seed=0,1,2"))
     assert verdict.refused is None
     assert list(verdict.unfused) == [""]
@@ -98,7 +100,7 @@ def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path
 
 def refused_rank(rank: int, settings: SweepSettings, folder: Path, verify: Any) -> str:
     """What a sweep says that is refused."""
-    check.verify = verify or check.verify
+    verifier.verify = verify or verifier.verify
     try:
         sweep_rank(rank, settings, folder)
     except InputError as failure:
@@ -109,12 +111,14 @@ def refused_rank(rank: int, settings: SweepSettings, folder: Path, verify: Any) 
 
 
 def never(find: Any, mend: Any, attempts: int) -> Mismatch:
-    return Mismatch("trial 0 parts from the trial alone")
+    return Mismatch("trial 0 differs from its plain model")
 
 
 def test_stages_that_no_way_makes_right_are_refused_in_one_sentence(tmp_path: Path):
     words = run_ranks(2, refused_rank, in_stages("seed=0,1,2"), tmp_path, never, may_die=(1,))[0]
-    assert words.startswith("parallel.plan: the stages do not compute what the model computes: trial 0 parts")
+    assert words.startswith(
+        "parallel.plan: the stages do not compute what the model computes: trial 0 differs"
+    )
     assert words.endswith("sweep without a plan")
     assert "\n" not in words
 

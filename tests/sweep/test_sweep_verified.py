@@ -9,7 +9,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.schema.settings import ModelSettings, OptimizerSettings, VerifySettings
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
@@ -59,7 +59,7 @@ def test_a_module_that_cannot_be_fused_runs_trial_by_trial_and_the_events_say_so
     assert len(verified) == (1 if width else 2)
     for event in verified:
         assert list(event.unfused) == ["look"]
-        assert "looks at a tensor's value" in event.unfused["look"]
+        assert "reads a tensor's value" in event.unfused["look"]
         assert event.refused is None
         assert event.seconds > 0
 
@@ -72,11 +72,11 @@ def test_a_loss_that_cannot_be_fused_is_computed_trial_by_trial(tmp_path: Path):
 
 
 def test_trials_that_nothing_can_fuse_train_one_by_one_and_the_events_say_so(tmp_path: Path, monkeypatch):
-    refused = Verdict(refused="trial 1 parts from the trial alone")
+    refused = FusionReport(refused="trial 1 differs from its plain model")
     monkeypatch.setattr("plait.sweeping.engines.verified_arrays.verify_fused", lambda *_: refused)
     settings = sweep_of("optimizer.lr=0.01,0.02,0.05,0.1,0.2", job=job("Net"), width=3)
     (event,) = assert_as_alone(settings, tmp_path)
-    assert event.refused == "trial 1 parts from the trial alone"
+    assert event.refused == "trial 1 differs from its plain model"
     assert not any(array.fused for array in recorded(tmp_path / "sweep", run_events.ArrayChanged))
 
 

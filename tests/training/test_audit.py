@@ -170,7 +170,7 @@ WRONG = {
     "used before": (
         digits_job(model=ModelSettings(f"{HERE}:Shared"), steps=2),
         "a model that was used",
-        r"step 1 .*\[\['calls', 2\]\], but \[\['calls', 0\]\] in a model made anew",
+        r"step 1 .*\[\['calls', 2\]\], but \[\['calls', 0\]\] in a newly built model",
     ),
     "clipped": (
         staged("remembering", clip_norm=0.05),

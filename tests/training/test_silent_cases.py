@@ -30,23 +30,23 @@ from support.training import largest_difference, saved_weights, train_here, trai
 from support.world import run_ranks
 
 # What is refused, in all ways of training in stages, or in one way.
-STATE = "by which its next one goes, and stages would not"
+STATE = "on which its next one depends, and stages would not keep it"
 REFUSED = {
-    "clamped weights | recompute": "'b.weight' is trained, and written by forward, which is right only where",
-    "clamped weights | stash": "'b.weight' is trained, and written by forward, which is right only where",
-    "clamped weights | 2bw": "'b.weight' is trained, and written by forward, which is right only where",
+    "clamped weights | recompute": "'b.weight' is trained, and written by forward, which is correct only if",
+    "clamped weights | stash": "'b.weight' is trained, and written by forward, which is correct only if",
+    "clamped weights | 2bw": "'b.weight' is trained, and written by forward, which is correct only if",
     "count in a dict": f"CountsInDict changes self.state, {STATE}",
     "every seventh forward": f"EverySeventh changes self.n, {STATE}",
     "countdown": f"Countdown changes self.left, {STATE}",
     "annealer": f"Anneals changes self.annealer, {STATE}",
     "window": f"Window changes self.window, {STATE}",
     "own random numbers": f"OwnNumbers changes self.numbers, {STATE}",
-    "counting block | replicas": "forward of 1 changes self.calls, by which its next one goes, but stage 0",
-    "global": "forward of 0 and 2 changes the global _CALLS, by which its next one goes, and is used in",
+    "counting block | replicas": "1 changes self.calls, on which its next one depends, but stage 0",
+    "global": "forward of 0 and 2 changes the global _CALLS, on which its next one depends, and is used in",
     "class attribute": f"changes CountsInClass.calls, {STATE}",
     "swapped in evaluation | flush": "train() of SwapsAverage does more than set the mode",
     "task name": "found 'even' at ['task'] of a batch's inputs, where the trace had 'odd', and the code of",
-    "inverse temperature": "and the code of TemperedInverse goes by it; give it as a tensor",
+    "inverse temperature": "and the code of TemperedInverse depends on it; give it as a tensor",
     "first batch | two": "forward writes parameter 'scale' by the samples of its own worker",
     "first batch | replicas": "`if not self.ready:`: this reads the value of a tensor",
     "rows carried over | two": "forward writes buffer 'rows' for single samples",

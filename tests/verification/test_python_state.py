@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.python_state import changed, places_of_tensors, state_of, unchanged_state
+from plait.verification.python_state import changed, state_of, tensor_slots, unchanged_state
 
 COUNTS = {"calls": 0}
 
@@ -101,6 +101,6 @@ def test_what_happens_within_changes_nothing_of_functions_either() -> None:
 
 def test_tensors_are_found_with_what_holds_them() -> None:
     model = Keeps()
-    ((holder, key, tensor),) = places_of_tensors({"": model})
+    ((holder, key, tensor),) = tensor_slots({"": model})
     assert holder is model.listed
     assert (key, tensor is model.listed[0]) == (0, True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.verification import Observation, observe_step, same_random_numbers
+from plait.verification.module_trace import IN_NONE, ModuleTrace, failed_in, path_of
 from plait.verification.python_state import unchanged_state
-from plait.verification.trace import IN_NONE, ModuleTrace, failed_in, path_of
 from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,

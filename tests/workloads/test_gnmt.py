@@ -11,7 +11,7 @@ import plait_bench
 from plait.core.errors import JobError
 from plait.graph import pipedream
 from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
-from plait.workloads.translation.gnmt import Gnmt, gnmt8, gnmt16, gnmt_tiny, turned_places
+from plait.workloads.translation.gnmt import Gnmt, gnmt8, gnmt16, gnmt_tiny, reversed_positions
 from plait.workloads.translation.loss import label_smoothing, token_accuracy
 
 PROFILES = Path(plait_bench.__file__).parent / "profiles"
@@ -101,7 +101,7 @@ def test_one_token_after_the_other_gives_what_all_at_once_give():
 
 
 def test_a_sentence_is_turned_around_in_its_own_length():
-    assert turned_places(batch(SHORT, LONG) == PAD).tolist() == [[2, 1, 0, 3, 4, 5], [5, 4, 3, 2, 1, 0]]
+    assert reversed_positions(batch(SHORT, LONG) == PAD).tolist() == [[2, 1, 0, 3, 4, 5], [5, 4, 3, 2, 1, 0]]
 
 
 def test_the_loss_of_a_batch_is_the_mean_of_its_parts():

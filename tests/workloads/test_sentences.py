@@ -99,7 +99,7 @@ def test_a_vocabulary_file_may_have_counts_and_special_tokens(tmp_path):
     ("content", "message"),
     [
         ("der 12\ndie viele\n", r"line 2: found 'die viele', expected a token, or a token and its count"),
-        ("der\ndie\nder\n", r"line 3: the token 'der' stands in line 1 already"),
+        ("der\ndie\nder\n", r"line 3: the token 'der' is already in line 1"),
         ("", r"found an empty file, expected a vocabulary"),
     ],
 )
@@ -250,7 +250,7 @@ def test_a_catalogue_in_another_encoding_is_read(tmp_path):
 def test_a_damaged_catalogue_is_refused_by_name(tmp_path, cut):
     content = write_mo(tmp_path / "x.mo", {"Open the file": "Die Datei öffnen"})
     (tmp_path / "x.mo").write_bytes(content[:cut])
-    with pytest.raises(DataError, match=r"x\.mo: .*(install the package|take the file out)"):
+    with pytest.raises(DataError, match=r"x\.mo: .*(reinstall its package|remove the file from the folder)"):
         read_mo(tmp_path / "x.mo")
 
 

@@ -25,7 +25,7 @@ from plait.schema.settings import (
     PolicySettings,
     TrainSettings,
 )
-from plait_bench.adapt.guests import train_as_guest
+from plait_bench.adapt.same_workers import train_on_same_workers
 from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, picture
 
 WORKERS = 2
@@ -66,7 +66,7 @@ def train_all(worker: Worker, epochs: int, seeds: list[int], quick: bool) -> lis
         # Runs of a seed take turns, so that what else the machine does meets all of them.
         for seed, kind in itertools.product(seeds, RUNS):
             name = f"{kind}-{seed}"
-            train_as_guest(worker, name, _settings(kind, epochs, seed, quick), Path(folder) / name)
+            train_on_same_workers(worker, name, _settings(kind, epochs, seed, quick), Path(folder) / name)
             if worker.rank == 0:
                 rows.append(_row(kind, seed, RunDir(Path(folder) / name)))
     return rows

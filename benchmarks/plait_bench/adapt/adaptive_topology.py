@@ -31,7 +31,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.schema.topology_spec import TopologySpec
-from plait_bench.adapt.guests import train_as_guest
+from plait_bench.adapt.same_workers import train_on_same_workers
 from plait_bench.harness import Bench, BenchClaim, Row, at_least, at_most, in_world, number, picture
 from plait_bench.sleeping import Sleeping
 from plait_bench.sync.shaped_hosts import BridgedHosts, bridged_hosts, missing_for_shaping
@@ -110,7 +110,9 @@ def _settings(adaptive: bool, course: Course) -> TrainSettings:
 def train_both(worker: Worker, courses: dict[str, dict[str, int]], folder: str) -> None:
     """Be one of the workers of both runs."""
     for name, course in courses.items():
-        train_as_guest(worker, name, _settings(name == "adaptive", Course(**course)), Path(folder) / name)
+        train_on_same_workers(
+            worker, name, _settings(name == "adaptive", Course(**course)), Path(folder) / name
+        )
 
 
 def _record(courses: dict[str, Course]) -> list[RecordedRun]:

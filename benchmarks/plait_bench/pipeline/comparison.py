@@ -231,7 +231,7 @@ class _World:
 
         def steps() -> None:
             ours.take(xs, ys, plan.microbatches, total)
-            ours.pipeline.spans.clear()
+            ours.pipeline.timings.clear()
 
         return Side(words, total, steps, predicted_s, ours.close)
 

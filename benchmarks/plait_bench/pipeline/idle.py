@@ -76,10 +76,10 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     measured = []
     for _ in range(repeats):
         dist.barrier()
-        made.pipeline.spans.clear()
+        made.pipeline.timings.clear()
         steps(1 if schedule.synchronous else STREAM)
-        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in made.pipeline.spans]
-        everywhere = [[_span(*each) for each in spans] for spans in all_gather_values(own)]
+        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in made.pipeline.timings]
+        everywhere = [[_timing(*each) for each in timings] for timings in all_gather_values(own)]
         measured.append(idle_share(schedule, everywhere, sleep_s))
     made.close()
     exact, found = exact_idle_share(schedule, size), statistics.median(measured)
@@ -94,17 +94,17 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     }
 
 
-def _span(kind: str, op: dict[str, Any], start: float, end: float) -> OpTiming:
+def _timing(kind: str, op: dict[str, Any], start: float, end: float) -> OpTiming:
     made = next(each for each in get_args(Op) if each.__name__ == kind)
     return OpTiming(made(**op), start, end)
 
 
-def idle_share(schedule: Schedule, spans: Sequence[Sequence[OpTiming]], sleep_s: float) -> float:
+def idle_share(schedule: Schedule, timings: Sequence[Sequence[OpTiming]], sleep_s: float) -> float:
     """The share of the workers' time without work, from first operation to last, or in the steady state.
 
-    `spans` are each worker's; `sleep_s` is what a sleep takes.
+    `timings` are each worker's; `sleep_s` is what a sleep takes.
     """
-    own = [[span for span in each if not isinstance(span.op, Update)] for each in spans]
+    own = [[timing for timing in each if not isinstance(timing.op, Update)] for each in timings]
     if schedule.synchronous:
         begin, end = min(each[0].start for each in own), max(each[-1].end for each in own)
         sleeps = sum(_sleeps(each) for each in own)
@@ -112,18 +112,18 @@ def idle_share(schedule: Schedule, spans: Sequence[Sequence[OpTiming]], sleep_s:
     return statistics.mean(_steady_idle(each, sleep_s) for each in own)
 
 
-def _steady_idle(spans: Sequence[OpTiming], sleep_s: float) -> float:
+def _steady_idle(timings: Sequence[OpTiming], sleep_s: float) -> float:
     """The idle share of one worker while forward and backward take turns, away from both ends."""
-    first, last = len(spans) // 3, 2 * len(spans) // 3
-    if isinstance(spans[first].op, Forward) != isinstance(spans[last].op, Forward):
+    first, last = len(timings) // 3, 2 * len(timings) // 3
+    if isinstance(timings[first].op, Forward) != isinstance(timings[last].op, Forward):
         last += 1
-    window = spans[first:last]
-    return 1 - sleep_s * _sleeps(window) / (spans[last].start - spans[first].start)
+    window = timings[first:last]
+    return 1 - sleep_s * _sleeps(window) / (timings[last].start - timings[first].start)
 
 
-def _sleeps(spans: Sequence[OpTiming]) -> int:
+def _sleeps(timings: Sequence[OpTiming]) -> int:
     """How often layers slept in these operations: a whole backward has two halves."""
-    return sum(2 if isinstance(span.op, Backward) else 1 for span in spans)
+    return sum(2 if isinstance(timing.op, Backward) else 1 for timing in timings)
 
 
 def exact_idle_share(schedule: Schedule, size: int) -> float:

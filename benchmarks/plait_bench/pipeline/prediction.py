@@ -68,9 +68,9 @@ def _time_row(settings: TrainSettings, repeats: int) -> Row:
     plan = None
     for _ in range(repeats):
         chosen, plan = planned(settings, TWO, PlanRequest("auto"))
-        spans = _train(chosen)
+        operations = _train(chosen)
         predicted.append(plan.step_s)
-        measured.append(step_s(plan, spans))
+        measured.append(step_s(plan, operations))
         ratios.append(measured[-1] / predicted[-1])
     assert plan is not None
     return {
@@ -85,11 +85,11 @@ def _time_row(settings: TrainSettings, repeats: int) -> Row:
     }
 
 
-def step_s(plan: Plan, spans: Sequence[Operations]) -> float:
+def step_s(plan: Plan, operations: Sequence[Operations]) -> float:
     """Seconds a step in the middle half of a run, by when microbatches came back to the first stage."""
     ends = sorted(
         end
-        for event in spans
+        for event in operations
         for letter, stage, end in zip(event.letters, event.stages, event.ends)
         if letter in "BI" and stage == 0
     )

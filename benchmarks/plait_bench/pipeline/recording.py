@@ -41,12 +41,12 @@ def record(worker: Worker, model: str, count: int) -> Row:
     steps, ours = sides.ours(worker.rendezvous, made.build(), made.batch(), Schedule.STASH, 2, PIECES)
     pipeline = ours.pipeline
     steps(1)
-    pipeline.spans.clear()
+    pipeline.timings.clear()
     dist.barrier()
     started = time.perf_counter()
     steps(count)
     run_s = time.perf_counter() - started
-    operations = len(pipeline.spans)
+    operations = len(pipeline.timings)
     record_s = statistics.median(_record_s(pipeline) for _ in range(5))
     dist.barrier()
     ours.close()
@@ -61,14 +61,14 @@ def record(worker: Worker, model: str, count: int) -> Row:
 
 def _record_s(pipeline: Pipeline) -> float:
     """Seconds to note the operations of the run again and to write them to a file."""
-    spans = list(pipeline.spans)
+    timings = list(pipeline.timings)
     with tempfile.TemporaryDirectory() as folder:
         log = EventLog(Path(folder) / "events.jsonl", 0)
-        pipeline.spans.clear()
+        pipeline.timings.clear()
         started = time.perf_counter()
-        for span in spans:
-            pipeline._note(span.op, time.time())
-        log.record(operations_event(0, pipeline.spans))
+        for timing in timings:
+            pipeline._note(timing.op, time.time())
+        log.record(operations_event(0, pipeline.timings))
         log.flush()
         seconds = time.perf_counter() - started
         log.close()

@@ -32,7 +32,7 @@ from plait.schema.settings import (
 from plait.schema.topology_spec import TopologySpec
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.mlp import mlp_tiny
-from plait_bench.adapt.guests import train_as_guest
+from plait_bench.adapt.same_workers import train_on_same_workers
 from plait_bench.harness import BenchClaim, Found, Row, at_least, english, in_world, spread
 from plait_bench.sleeping import Sleeping
 from plait_bench.sync import speed
@@ -130,7 +130,7 @@ def _time_to_target(
 ) -> tuple[float | None, float]:
     """Seconds of training until the target was reached, None where it was not; and the last loss."""
     with tempfile.TemporaryDirectory() as path:
-        train_as_guest(worker, name, _settings(model, case, sync, seed), Path(path), TARGETS[model])
+        train_on_same_workers(worker, name, _settings(model, case, sync, seed), Path(path), TARGETS[model])
         return seconds_to(RunDir(Path(path)).events(), TARGETS[model]) if worker.rank == 0 else (None, 0.0)
 
 

@@ -1,5 +1,5 @@
-"""Adapt: what a run measures in, changes of the running job out.
+"""Adapt: measurements of a run in, changes of the running job out.
 
 Monitors turn gradients and times into signals, policies turn signals into changes. Nothing here applies a
-change: the training loop alone does, between two steps.
+change; the training loop does, between two steps.
 """

@@ -1,4 +1,4 @@
-"""Changes of a running job: what can be changed, who asks for it, and when the loop looks for requests."""
+"""Changes of a running job, and the sources that request them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from plait.schema.plans.plan import Plan
 
 @dataclass(frozen=True)
 class TopologyChange:
-    """Sum gradients over the topology of this name."""
+    """All-reduce over the topology of this name."""
 
     topology: str
 
 
 @dataclass(frozen=True)
 class BatchSizeChange:
-    """Take batches of `batch_size` samples over all workers, with `lr_factor` times the job's learning rate.
+    """Use batches of `batch_size` samples over all workers, with `lr_factor` times the job's learning rate.
 
-    The factor is on the learning rate that the job file and its schedule give, not on the one before.
+    The factor applies to the learning rate of the job file and its schedule, not to the current one.
     """
 
     batch_size: int
@@ -30,14 +30,14 @@ class BatchSizeChange:
 
 @dataclass(frozen=True)
 class WorkersChange:
-    """Go on with that many workers: asked for now, made once those that join are ready."""
+    """Change the number of workers; takes effect when the joining workers are ready."""
 
     workers: int
 
 
 @dataclass(frozen=True)
 class SyncChange:
-    """Let workers agree by this sync, with these options, from the next step on."""
+    """Use this sync, with these options, from the next step on."""
 
     sync: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -45,16 +45,16 @@ class SyncChange:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Lay the model out by this plan; layers whose workers change move there."""
+    """Use this plan; layers are moved to their new workers."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class Replan:
-    """Look for a plan for workers that take `slowness` times as long as planned, beside the training.
+    """Search in the background for a plan for workers that take `slowness` times as long as planned.
 
-    A `PlanChange` follows where a step becomes shorter by the share `gain` of it, and that pays for the move.
+    A `PlanChange` follows if a step becomes shorter by the fraction `gain`, and that pays for the move.
     """
 
     slowness: tuple[float, ...]
@@ -73,14 +73,14 @@ CHANGES: Mapping[str, type[Change]] = {
 
 @dataclass(frozen=True)
 class ChangeRequest:
-    """A change, who asks for it, and why: all three go into the run's record."""
+    """A change, who requests it, and why; all three are recorded in the run's events."""
 
     change: Change
     by: str
     why: str
 
     def as_values(self) -> list[Any]:
-        """As plain values, for other workers."""
+        """The request as plain values, for other workers."""
         return [type(self.change).__name__, encode(self.change), self.by, self.why]
 
     @staticmethod
@@ -90,24 +90,24 @@ class ChangeRequest:
 
 
 class ChangeSource(Protocol):
-    """Where changes come from: a table, policies, requests from outside.
+    """A source of changes: a table, policies, external requests.
 
-    The loop asks it on the first worker, and gives the answer to all: it may decide by whatever it likes.
+    The loop calls it on the first worker and broadcasts the answer, so it need not be deterministic.
     """
 
     def next_due(self, step: int) -> int | None:
-        """The first step after `step` at which it is to be asked, the same on all workers; None for never."""
+        """The first step after `step` at which to call `due`, equal on all workers; None for never."""
 
     def due(self, step: int) -> Sequence[ChangeRequest]:
-        """The changes to apply now that `step` steps are done, in this order."""
+        """The changes to apply after `step` steps, in this order."""
 
 
 @runtime_checkable
 class SavedSource(ChangeSource, Protocol):
-    """A source with a state, as plain values, which checkpoints and workers that are not asked have too."""
+    """A source with a state of plain values, which is saved in checkpoints and sent to all workers."""
 
     def state(self) -> Any:
-        """What `load` goes on from."""
+        """The state for `load`."""
 
     def load(self, state: Any) -> None:
-        """Go on from the state of a checkpoint, or of the worker that was asked."""
+        """Load the state of a checkpoint, or of the first worker."""

@@ -1,4 +1,4 @@
-"""The signals of a run so far: policies look at them, and the record keeps them."""
+"""The recent signals of a run, for policies and for the event record."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ KEPT = 200
 
 
 class SignalHistory:
-    """The newest signals, oldest first; `record` is called with each as it comes."""
+    """The newest signals, oldest first; `record` is called with each new one."""
 
     def __init__(self, record: Callable[[Signals], None] = lambda _: None) -> None:
         self._signals: deque[Signals] = deque(maxlen=KEPT)
-        # The step of the signals that policies were asked about last.
+        # The step of the last signals that policies have seen.
         self.asked_at = 0
         self._record = record
 
@@ -24,10 +24,10 @@ class SignalHistory:
         self._record(signals)
 
     def forget(self) -> None:
-        """Begin anew: all workers see the same signals, also those that have just joined."""
+        """Drop all signals, so that workers that have just joined have the same."""
         self._signals.clear()
         self.asked_at = 0
 
     def newest(self) -> tuple[Signals, ...]:
-        """All that are kept, oldest first."""
+        """All kept signals, oldest first."""
         return tuple(self._signals)

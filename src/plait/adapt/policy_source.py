@@ -1,4 +1,4 @@
-"""Policies as a source of changes: asked between steps, by the newest signals."""
+"""Policies as a source of changes: called between steps with the recent signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.core.run_events import Signals
 
 @dataclass
 class NamedPolicy:
-    """A policy by the name that the job gives it, with its state."""
+    """A policy with its name in the job file and its state."""
 
     name: str
     policy: Policy
@@ -25,9 +25,9 @@ class NamedPolicy:
 
 
 class PolicySource:
-    """Asks policies for changes after every `every_steps()` steps.
+    """Calls policies after every `every_steps()` steps.
 
-    Each policy sees the same signals; requests come in the order of the job file.
+    Each policy gets the same signals; requests are in the order of the job file.
     """
 
     def __init__(
@@ -42,24 +42,26 @@ class PolicySource:
 
     def next_due(self, step: int) -> int | None:
         tables = [named.policy for named in self._policies if isinstance(named.policy, StepBased)]
-        found = [due for table in tables if (due := table.next_due(step)) is not None]
+        steps = [due for table in tables if (due := table.next_due(step)) is not None]
         if len(tables) < len(self._policies):
             every = self._every_steps()
-            found.append(step + every - step % every)
-        return min(found, default=None)
+            steps.append(step + every - step % every)
+        return min(steps, default=None)
 
     def due(self, step: int) -> list[ChangeRequest]:
         signals = self._history.newest()
         is_new = bool(signals) and signals[-1].step > self._history.asked_at
-        found: list[ChangeRequest] = []
+        requests: list[ChangeRequest] = []
         for named in self._policies:
             if isinstance(named.policy, StepBased):
-                found += [ChangeRequest(each.change, named.name, each.why) for each in named.policy.at(step)]
+                requests += [
+                    ChangeRequest(each.change, named.name, each.why) for each in named.policy.at(step)
+                ]
             elif is_new:
-                found += self._ask(named, signals)
+                requests += self._ask(named, signals)
         if is_new:
             self._history.asked_at = signals[-1].step
-        return found
+        return requests
 
     def _ask(self, named: NamedPolicy, signals: Sequence[Signals]) -> list[ChangeRequest]:
         decision = named.policy.decide(signals, named.state)
@@ -67,11 +69,11 @@ class PolicySource:
         return [ChangeRequest(each.change, named.name, each.why) for each in decision.proposals]
 
     def state(self) -> dict[str, Any]:
-        """What `load` goes on from, as plain values: each policy's state under its name and place."""
+        """The state for `load`, as plain values: each policy's state by name and index."""
         return {f"{i}/{named.name}": encode(named.state) for i, named in enumerate(self._policies)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; a policy that is new, or whose state cannot be read, begins afresh."""
+        """Load a checkpoint's state; a new policy, or one whose state cannot be read, starts without one."""
         for i, named in enumerate(self._policies):
             kept, kind = state.get(f"{i}/{named.name}"), named.policy.state_type
             try:

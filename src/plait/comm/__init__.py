@@ -1,1 +1,1 @@
-"""Tensors and plain values between two workers: links, channels, mailbox, store. No algorithms."""
+"""Tensors and plain values between two workers: links, channels, store. No algorithms."""

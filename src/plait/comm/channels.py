@@ -1,9 +1,9 @@
-"""Channels: tensors from worker to worker, tagged, in order, without waiting for each other.
+"""Channels: tagged, ordered, non-blocking messages of tensors between workers.
 
-Workers of one host hand tensors over in shared memory; others use gloo, and so do all where the system
-has no anonymous shared memory; between GPUs of different hosts goes NCCL. Tensors of any type and device may
-be sent; they arrive on the CPU, or, from a worker whose GPU's memory can be read here, on that GPU, or, by
-NCCL, on this worker's. Every wait has a deadline, and its error names the peer and what was waited for.
+Workers on one host use shared memory. Others use gloo, as do all workers if the system has no anonymous
+shared memory; GPUs on different hosts use NCCL. Tensors of any dtype and device can be sent. They arrive on
+the CPU; on the sender's GPU if this worker can read its memory; or, by NCCL, on this worker's GPU. Every wait
+has a deadline, and its error names the peer and what was waited for.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Link = SharedLink | CrossHostLink
 class Channels:
     """This worker's channels to its peers.
 
-    A channel is a number that both ends use for one stream of messages; each message has a number of its
-    own (a microbatch), rising on each channel. At most `window` messages of a channel are under way.
-    `check` is called now and then while this worker waits; what it raises ends the wait.
+    A channel is a number that both ends use for one stream of messages. Each message has a number (its
+    microbatch), increasing on each channel. At most `window` messages of a channel are in flight. `check` is
+    called periodically while this worker waits; an exception from it ends the wait.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Channels:
         self._window = window
 
     def buffer_count(self, peer: int) -> int:
-        """The number of buffers that messages to and from `peer` occupy, also while no message does."""
+        """The number of buffers for messages to and from `peer`, used or free."""
         return self._links[peer].buffer_count
 
     def send(
@@ -67,7 +67,7 @@ class Channels:
         what: str,
         note: str = "",
     ) -> None:
-        """Start a message on its way; `what` it is, in words, for errors. The tensors may change at once."""
+        """Send a message; `what` describes it in errors. The tensors may be changed after the call."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
         if isinstance(link, CrossHostLink):
@@ -83,7 +83,7 @@ class Channels:
         link.send(channel, number, tensors, note)
 
     def receive(self, peer: int, channel: int, number: int, what: str) -> Message:
-        """Message `number` of the channel; `what` it is, in words, for errors."""
+        """Wait for message `number` of the channel; `what` describes it in errors."""
         link = self._links[peer]
         end = time.monotonic() + self._deadline_s
         if isinstance(link, CrossHostLink):
@@ -103,18 +103,18 @@ class Channels:
         return message
 
     def expect(self, peer: int, channel: int) -> None:
-        """Post a receive ahead, where the transport has use for it."""
+        """Post a receive in advance, if the transport supports it."""
         link = self._links[peer]
         if isinstance(link, CrossHostLink):
             link.expect(channel)
 
     @property
     def seen_gpu_bytes(self) -> int:
-        """GPU memory of peers that this worker reads messages in."""
+        """The size of the peers' GPU memory that this worker has opened to read messages."""
         return sum(link.seen_gpu_bytes for link in self._shared)
 
     def close(self) -> None:
-        """End all channels; peers that wait for nothing more take no notice."""
+        """Close all channels; peers that wait for no message are not affected."""
         for link in self._links.values():
             if isinstance(link, SharedLink):
                 link.close()
@@ -135,7 +135,7 @@ class Channels:
         return message
 
     def _wait(self, peer: int, end: float, what: str) -> None:
-        """Wait for a notice from any peer; a peer that died is named even where another is waited for."""
+        """Wait for a notice from any peer; if another peer than `peer` has died, the error names that one."""
         gone = [p for p, link in self._links.items() if isinstance(link, SharedLink) and link.lost]
         link = self._links[peer]
         assert isinstance(link, SharedLink)
@@ -185,7 +185,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class _Reach:
-    """What a worker with a GPU sends to the others: whom it can reach by NCCL, and the GPUs it can read."""
+    """What a worker with a GPU reports to the others: peers it can reach by NCCL, and GPUs it can read."""
 
     by_nccl: NcclPeers
     readable: tuple[str, ...]
@@ -199,18 +199,18 @@ def connect(
     window: int = 64,
     device: torch.device | None = None,
 ) -> Channels:
-    """Channels to `peers`; all ranks of the world's process group call it together.
+    """Channels to `peers`; all ranks of the default process group call it together.
 
-    `device` is this worker's, `deadline_s` how long each wait may last (the rendezvous's own unless given).
-    Two workers are each other's peers, or neither is.
+    `device` is this worker's. `deadline_s` limits each wait (default: the rendezvous's timeout). If a worker
+    is in the `peers` of another, the reverse must hold too.
     """
     rank, hosts = rendezvous.rank, rendezvous.hosts
     deadline_s = rendezvous.timeout_s if deadline_s is None else deadline_s
     peers = sorted(set(peers) - {rank})
     local = meet_near(rendezvous, "channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
-    own = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
-    gathered = all_gather_values(encode(own))
+    local_reach = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
+    gathered = all_gather_values(encode(local_reach))
     reach = [decode(_Reach, each) if each is not None else None for each in gathered]
     links: dict[int, Link] = {p: RemoteLink(p, window) for p in peers if p not in local}
     by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
@@ -223,8 +223,8 @@ def connect(
 
 
 def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[int, socket.socket]:
-    """Connections to those of `peers` that share memory with this worker: those of its host.
+    """Connections to those of `peers` that share memory with this worker: those on its host.
 
-    All of them call it with the same name. On systems without anonymous shared memory nobody is near.
+    All of them call it with the same name. Without anonymous shared memory there are none.
     """
     return rendezvous.connect(name, sharing_memory(peers, rendezvous.rank, rendezvous.hosts))

@@ -1,4 +1,4 @@
-"""One clock for all workers: how far a host's clock is from that of the first worker's host."""
+"""The offset of a host's clock to the clock of the first worker's host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ROUNDS = 8
 
 
 def clock_offset(rank: int, hosts: Sequence[str]) -> float:
-    """Seconds to add to this worker's clock for the first worker's; all ranks of the world call it together.
+    """Seconds to add to this worker's clock to get the first worker's; all ranks call it together.
 
-    `hosts` names the host of each rank; workers of the first one's host share its clock. Of several
-    questions the one answered fastest counts, and its answer is taken to be from half way.
+    `hosts` names the host of each rank; workers on the first one's host share its clock. Of several round
+    trips the fastest is used, and its answer is assumed to be from half way.
     """
     remote = [peer for peer, host in enumerate(hosts) if host != hosts[0]]
     if rank == 0:

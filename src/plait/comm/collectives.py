@@ -1,7 +1,7 @@
-"""Collectives on plain values and named tensors: JSON and raw bytes travel, and nothing is ever unpickled.
+"""Collectives on plain values and named tensors, sent as JSON and raw bytes; nothing is unpickled.
 
-Each is called by all ranks of its group together (the world, unless given). They are for what happens now and
-then, not for every step.
+All ranks of the group (by default the world) call each of them together. They are for occasional use, not for
+every step.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 Named = dict[str, Tensor]
-# The type and the shape of each named tensor.
+# The dtype and shape of each named tensor.
 Specs = Mapping[str, tuple[str, Sequence[int]]]
-# The first message of a value that is broadcast.
+# The size of the first message of a broadcast value.
 _HEAD_BYTES = 1024
-# Tensors that follow each other are sent together up to this many bytes.
-_PARCEL = 1 << 20
+# Consecutive tensors are sent together up to this many bytes.
+_BATCH_BYTES = 1 << 20
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank gave, in the order of ranks; anything that JSON can hold."""
-    own = _bytes(value)
+    """The values of all ranks, in the order of ranks; anything that JSON can represent."""
+    content = _bytes(value)
     size = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([own.numel()]), group=group)
+    dist.all_gather(lengths, torch.tensor([content.numel()]), group=group)
     longest = int(max(length.item() for length in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(found, padded, group=group)
-    return [_value(each[: int(length.item())]) for each, length in zip(found, lengths)]
+    padded[: content.numel()] = content
+    contents = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(contents, padded, group=group)
+    return [_value(each[: int(length.item())]) for each, length in zip(contents, lengths)]
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """What rank `source` (of the world) gave; the others' values do not matter.
+    """The value of rank `source` (of the world); the values of other ranks are ignored.
 
-    A small value takes one message, with its length.
+    A small value is sent in one message, with its length.
     """
     head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
     length, start = head[:8].view(torch.int64), head[8:]
@@ -62,35 +62,36 @@ def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None = N
 def broadcast_named(
     tensors: Mapping[str, Tensor] | None, source: int, group: dist.ProcessGroup | None = None
 ) -> Named:
-    """The named tensors that rank `source` gave, on the CPU."""
-    specs, found = broadcast_value(_specs(tensors or {}), source, group), Named()
-    for names in _parcels(specs):
-        parcel = _empty(specs, names) if dist.get_rank() != source else _packed(tensors or {}, names)
-        if parcel.numel():
-            dist.broadcast(parcel, source, group=group)
-        found |= _unpacked(parcel, specs, names)
-    return found
+    """The named tensors of rank `source`, on the CPU."""
+    specs, named = broadcast_value(_specs(tensors or {}), source, group), Named()
+    for names in _batches(specs):
+        batch = _empty(specs, names) if dist.get_rank() != source else _packed(tensors or {}, names)
+        if batch.numel():
+            dist.broadcast(batch, source, group=group)
+        named |= _unpacked(batch, specs, names)
+    return named
 
 
 def gather_named(tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None) -> Named:
-    """On rank `target` (of the world) the named tensors of all ranks, on the CPU; elsewhere nothing.
+    """On rank `target` (of the world) the named tensors of all ranks, on the CPU; empty on other ranks.
 
-    Of tensors that several ranks give under one name, the highest rank's stays.
+    If several ranks have a tensor of the same name, that of the highest rank is returned.
     """
-    _, found = gather_in_turn(tensors, target, group)
-    return {name: tensor.cpu() for name, tensor in found}
+    _, named = gather_in_turn(tensors, target, group)
+    return {name: tensor.cpu() for name, tensor in named}
 
 
 def gather_in_turn(
     tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None
 ) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
-    """On rank `target` the types and shapes of all ranks' named tensors, and the tensors one after the other.
+    """On rank `target` the dtypes and shapes of all ranks' named tensors, and an iterator over the tensors.
 
-    The caller must take all of them. Elsewhere nothing, once all are sent. Names are given by one rank each.
+    The caller must exhaust the iterator. On other ranks it returns nothing, after sending. Each name belongs
+    to one rank.
     """
     specs = all_gather_values(_specs(tensors), group)
     if dist.get_rank() != target:
-        _send_parcels(tensors, target, group)
+        _send_batches(tensors, target, group)
         return {}, iter(())
     members = dist.get_process_group_ranks(group)
     return {name: spec for theirs in specs for name, spec in theirs.items()}, _received(
@@ -99,24 +100,24 @@ def gather_in_turn(
 
 
 def exchange_named(outgoing: Mapping[int, Mapping[str, Tensor]], pairs: Sequence[tuple[int, int]]) -> Named:
-    """The named tensors that others send here, on the CPU; `outgoing` are this rank's, by whom they go to.
+    """The named tensors that others send to this rank, on the CPU; `outgoing` are this rank's, by receiver.
 
-    All ranks of the world call it with the same `pairs` of a sender and a receiver, which go in this order.
+    All ranks of the world call it with the same `pairs` of sender and receiver, which are processed in order.
     """
-    rank, found = dist.get_rank(), Named()
+    rank, received = dist.get_rank(), Named()
     for source, target in pairs:
         if rank == source:
             _send(outgoing[target], target)
         elif rank == target:
-            found |= _receive(source)
-    return found
+            received |= _receive(source)
+    return received
 
 
 def _send(tensors: Mapping[str, Tensor], target: int) -> None:
     head = _bytes(_specs(tensors))
     dist.send(torch.tensor([head.numel()]), target)
     dist.send(head, target)
-    _send_parcels(tensors, target)
+    _send_batches(tensors, target)
 
 
 def _receive(source: int) -> Named:
@@ -124,7 +125,7 @@ def _receive(source: int) -> Named:
     dist.recv(length, source)
     head = torch.zeros(int(length.item()), dtype=torch.uint8)
     dist.recv(head, source)
-    return Named(_receive_parcels(_value(head), source))
+    return Named(_receive_batches(_value(head), source))
 
 
 def _received(
@@ -134,30 +135,30 @@ def _received(
         if member == dist.get_rank():
             yield from ((name, tensors[name].detach()) for name in theirs)
         else:
-            yield from _receive_parcels(theirs, member, group)
+            yield from _receive_batches(theirs, member, group)
 
 
-def _send_parcels(tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None) -> None:
-    for names in _parcels(_specs(tensors)):
-        if (parcel := _packed(tensors, names)).numel():
-            dist.send(parcel, target, group=group)
+def _send_batches(tensors: Mapping[str, Tensor], target: int, group: dist.ProcessGroup | None = None) -> None:
+    for names in _batches(_specs(tensors)):
+        if (batch := _packed(tensors, names)).numel():
+            dist.send(batch, target, group=group)
 
 
-def _receive_parcels(
+def _receive_batches(
     specs: Specs, source: int, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    for names in _parcels(specs):
-        if (parcel := _empty(specs, names)).numel():
-            dist.recv(parcel, source, group=group)
-        yield from _unpacked(parcel, specs, names).items()
+    for names in _batches(specs):
+        if (batch := _empty(specs, names)).numel():
+            dist.recv(batch, source, group=group)
+        yield from _unpacked(batch, specs, names).items()
 
 
-def _parcels(specs: Specs) -> Iterator[list[str]]:
-    """Names in their order, so many in a row that their tensors are sent together."""
+def _batches(specs: Specs) -> Iterator[list[str]]:
+    """The names in order, in batches whose tensors are sent together."""
     names: list[str] = []
     size = 0
     for name, spec in specs.items():
-        if names and size + _size(*spec) > _PARCEL:
+        if names and size + _size(*spec) > _BATCH_BYTES:
             yield names
             names, size = [], 0
         names.append(name)
@@ -171,11 +172,11 @@ def _packed(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _unpacked(parcel: Tensor, specs: Specs, names: Sequence[str]) -> Named:
+def _unpacked(batch: Tensor, specs: Specs, names: Sequence[str]) -> Named:
     if len(names) == 1:
-        return {names[0]: _shaped(parcel, *specs[names[0]])}
-    parts = parcel.split([_size(*specs[name]) for name in names])
-    # Each in memory of its own, where its first byte may lie.
+        return {names[0]: _shaped(batch, *specs[names[0]])}
+    parts = batch.split([_size(*specs[name]) for name in names])
+    # Copied, for the alignment of its dtype.
     return {name: _shaped(part.clone(), *specs[name]) for name, part in zip(names, parts)}
 
 
@@ -192,7 +193,7 @@ def _specs(tensors: Mapping[str, Tensor]) -> Specs:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, in a row on the CPU."""
+    """The tensor's bytes as a flat tensor on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -1,9 +1,8 @@
-"""Process groups of torch's that no stranger can enter.
+"""Process groups of torch.distributed whose members are authenticated.
 
-gloo listens on TCP ports, and the first process that connects there is taken for a peer. So the members of a
-new group prove to each other, over the group itself, that they know the job's secret, and a group that a
-stranger has entered is made again. No port is opened before all members have come, and it is closed once they
-have proven themselves.
+gloo listens on TCP ports and accepts the first process that connects as a peer. So the members of a new group
+prove to each other, over the group itself, that they know the job's secret; if a proof fails, the group is
+made again. Ports are opened only when all members are ready, and closed once they are authenticated.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from plait.core.errors import LostPeer, PeerError
 from plait.core.shown import shortened
 
 ATTEMPTS = 5
-# For a proof that its sender says is on its way.
+# How long to wait for a proof that was reported as sent.
 PROOF_S = 5.0
 
 
 class WorldConnections:
-    """The TCP connections of a process group, so that a wait for a member that is gone can be ended."""
+    """The TCP connections of a process group, to end waits for a lost member."""
 
     def __init__(self, descriptors: Mapping[int, int]) -> None:
         self._descriptors = dict(descriptors)
 
     def cut(self) -> None:
-        """Shut them down: all waits in the group, here or at the other end, fail at once.
+        """Shut them down: all waits in the group, on both ends, fail at once.
 
-        gloo itself would wait for a stopped peer, or one behind a cut link, until the group's timeout.
+        gloo itself would wait for a stopped or unreachable peer until the group's timeout.
         """
         for identity, descriptor in self._descriptors.items():
             with contextlib.suppress(OSError):
@@ -52,13 +51,13 @@ class WorldConnections:
 
 
 def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
-    """Make the process group of all workers; every rank calls it."""
+    """Initialize the default process group; every rank calls it."""
 
     def make(attempt: int) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Torch names groups by their number, which all members must count alike: also one that has left
-        # behind a group that was never made. It begins anew itself where a group is destroyed.
+        # Torch numbers groups, and all members must have the same count, also after a group that could not be
+        # made. Torch resets the count itself if a group is destroyed.
         distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend,
@@ -74,9 +73,9 @@ def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
 
 
 def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Callable[[int], None]:
-    """`make` in a thread that is left behind where a member is lost meanwhile.
+    """Run `make` in a thread, which is abandoned if a member is lost meanwhile.
 
-    gloo connects to a peer that has died for five times the group's timeout, and nothing ends that.
+    gloo tries to connect to a dead peer for five times the group's timeout, and cannot be interrupted.
     """
     if rendezvous.check is None:
         return make
@@ -99,7 +98,7 @@ def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Calla
             try:
                 check()
             except BaseException:
-                # It may be about to succeed; the caller that makes the next group closes it.
+                # It may still succeed; the next group's caller closes it.
                 thread.join(CHECK_S)
                 raise
         if failures:
@@ -109,23 +108,23 @@ def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Calla
 
 
 def _connected(rendezvous: Rendezvous) -> dict[int, int]:
-    """The descriptors of TCP connections to other workers, by a number that no other has."""
+    """The descriptors of TCP connections to other workers, by inode."""
     if rendezvous.check is None:
         return {}
     store = getattr(rendezvous.store, "address", "")
-    found = {}
+    connections = {}
     for identity, descriptor in tcp_sockets(listening=False).items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             host, port = copy.getpeername()[:2]
             if f"tcp:{host}:{port}" != store:
-                found[identity] = descriptor
-    return found
+                connections[identity] = descriptor
+    return connections
 
 
 def new_group(
     rendezvous: Rendezvous, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
 ) -> Any:
-    """A process group of these ranks, with a timeout of its own; every rank of the world calls it."""
+    """A process group of these ranks, with its own timeout; every rank of the world calls it."""
     deadline = timeout or timedelta(seconds=rendezvous.timeout_s)
     return _make_proven(
         rendezvous, ranks, lambda _: dist.new_group(list(ranks), timeout=deadline, backend=backend)
@@ -133,7 +132,7 @@ def new_group(
 
 
 def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[int], Any]) -> Any:
-    """What `make` returned, once all members have proven themselves in it; all ranks agree on that."""
+    """The group that `make` returns, after all members are authenticated; all ranks agree on the outcome."""
     group_name = rendezvous.next_group(ranks)
     failed = ""
     raise_descriptor_limit()
@@ -162,20 +161,20 @@ def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[i
 
 
 def _is_proven(rendezvous: Rendezvous, name: str, ranks: Sequence[int], group: Any, fine: bool) -> bool:
-    """Whether every member of the group has proven to every other one that it is a worker of the job."""
-    store, own = rendezvous.store, rendezvous.rank
-    proofs = _Proofs(rendezvous, name, ranks, group) if fine and own in ranks and len(ranks) > 1 else None
+    """Whether every member of the group has authenticated itself to every other one."""
+    store, rank = rendezvous.store, rendezvous.rank
+    proofs = _Proofs(rendezvous, name, ranks, group) if fine and rank in ranks and len(ranks) > 1 else None
     _await_all(rendezvous, f"{name}/sent", ranks)
-    if own in ranks:
+    if rank in ranks:
         fine = fine and (proofs is None or proofs.all_are_right())
-        store.set(f"{name}/fine/{own}", "1" if fine else "0")
-    verdicts = [f"{name}/fine/{rank}" for rank in ranks]
+        store.set(f"{name}/fine/{rank}", "1" if fine else "0")
+    verdicts = [f"{name}/fine/{member}" for member in ranks]
     _wait(rendezvous, verdicts)
     return all(store.get(verdict) == b"1" for verdict in verdicts)
 
 
 def _await_all(rendezvous: Rendezvous, what: str, ranks: Sequence[int]) -> None:
-    """Wait until all of `ranks` have come here; others only wait."""
+    """Wait until all of `ranks` have reached this call; other ranks only wait."""
     if rendezvous.rank in ranks:
         rendezvous.store.set(f"{what}/{rendezvous.rank}", "")
     _wait(rendezvous, [f"{what}/{rank}" for rank in ranks])
@@ -186,7 +185,7 @@ def _wait(rendezvous: Rendezvous, keys: Sequence[str]) -> None:
 
 
 class _Proofs:
-    """The proofs that a member sends to each other one, and those that it expects."""
+    """The proofs that a member sends to the others, and those that it expects."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, ranks: Sequence[int], group: Any) -> None:
         self._secret, self._name, self._own = rendezvous.secret, name, rendezvous.rank
@@ -195,11 +194,11 @@ class _Proofs:
         self._kept = []
         try:
             for peer in (rank for rank in ranks if rank != self._own):
-                own = torch.frombuffer(bytearray(self._proof(self._own, peer)), dtype=torch.uint8)
-                theirs = torch.zeros_like(own)
-                self._kept.append(own)
+                proof = torch.frombuffer(bytearray(self._proof(self._own, peer)), dtype=torch.uint8)
+                theirs = torch.zeros_like(proof)
+                self._kept.append(proof)
                 self._received[peer] = theirs
-                self._works.append(dist.isend(own, peer, group=group, tag=Tag.PROOF))
+                self._works.append(dist.isend(proof, peer, group=group, tag=Tag.PROOF))
                 self._works.append(dist.irecv(theirs, peer, group=group, tag=Tag.PROOF))
         except RuntimeError:
             self._works.append(None)
@@ -209,7 +208,7 @@ class _Proofs:
         return hmac.new(self._secret, content, hashlib.sha256).digest()
 
     def all_are_right(self) -> bool:
-        """Whether every other member has sent its proof; called once all say that they have."""
+        """Whether all proofs are valid; called after all members report that they have sent theirs."""
         try:
             for work in self._works:
                 if work is None:

@@ -1,9 +1,9 @@
-"""Sockets that only the job's own processes may use: both ends prove that they know the job's secret.
+"""Authenticated sockets: both ends prove that they know the job's secret.
 
-The supervisor draws the secret and hands it to its agents over their standard input, and they to their
-workers; it never crosses a network. A listener drops every connection that does not prove itself: one of
-another user, of other bytes, of replayed bytes, or one that says nothing. None of them delays the others.
-Nothing that a stranger sends is interpreted beyond its fixed length.
+The supervisor generates the secret and passes it to its agents over their standard input, and they to their
+workers; it is never sent over a socket of the job. A listener drops every connection that is not
+authenticated: from another user, with wrong or replayed bytes, or silent. None of them delays the others.
+Unauthenticated input is only read as fields of fixed length.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from dataclasses import dataclass
 
 SECRET_BYTES = 32
 _MAGIC = b"plait/1\n"
-# Connector to listener: who it is, and its nonce.
+# Connector to listener: its rank and its nonce.
 _GREETING = struct.Struct("<8sI16s")
-# Listener to connector: its nonce and its proof. Then the connector's own proof.
+# Listener to connector: its nonce and its proof. Then the connector sends its proof.
 _ANSWER = struct.Struct("<16s32s")
 _PROOF_BYTES = 32
-# A connection has this long to prove itself, and this many may be about to.
+# The time for authentication, and the maximum number of unauthenticated connections.
 PROVE_S = 5.0
 MOST_PENDING = 128
 _RETRY_S = 0.02
 
 
 def new_secret() -> bytes:
-    """A secret for one job."""
+    """A random secret for one job."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 class HandshakeError(OSError):
-    """The other end did not prove that it belongs to the job."""
+    """The other end could not be authenticated."""
 
 
 class StrangerError(HandshakeError):
-    """Where the job's own process should listen, someone else does."""
+    """Another process listens at the address of a process of the job."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a listener can be reached, as text: `unix:name`, `unixpacket:name` or `tcp:host:port`.
+    """The address of a listener as text: `unix:name`, `unixpacket:name` or `tcp:host:port`.
 
-    A name without a file is known on this machine alone.
+    Unix names are abstract (without a file), and known only on this machine.
     """
 
     text: str
 
     def open_socket(self) -> socket.socket:
-        """A socket of the kind that connects there."""
+        """A socket of the type that connects to this address."""
         match self.text.partition(":")[0]:
             case "unix":
                 return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -69,7 +69,7 @@ class Address:
 
     @property
     def target(self) -> str | tuple[str, int]:
-        """What such a socket connects to."""
+        """The argument of `connect` for such a socket."""
         kind, _, rest = self.text.partition(":")
         if kind.startswith("unix"):
             return f"\0{rest}"
@@ -92,7 +92,7 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 class _Pending:
-    """A connection that is about to prove itself."""
+    """A connection that is not yet authenticated."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -103,7 +103,7 @@ class _Pending:
         self._expected = b""
 
     def advance(self, secret: bytes, purpose: str) -> bool:
-        """Read what has come; True once the other end has proven itself. OSError where it cannot."""
+        """Read what has arrived; True once the other end is authenticated. Raises OSError if that fails."""
         wanted = _PROOF_BYTES if self._expected else _GREETING.size
         data = self.connection.recv(wanted - len(self._received))
         if not data:
@@ -123,16 +123,18 @@ class _Pending:
         magic, self.rank, theirs = _GREETING.unpack(greeting)
         if magic != _MAGIC:
             raise HandshakeError("not a greeting")
-        own = secrets.token_bytes(16)
-        self.connection.send(_ANSWER.pack(own, _mac(secret, b"listener", purpose, self.rank, theirs, own)))
-        self._expected = _mac(secret, b"connector", purpose, self.rank, own, theirs)
+        nonce = secrets.token_bytes(16)
+        self.connection.send(
+            _ANSWER.pack(nonce, _mac(secret, b"listener", purpose, self.rank, theirs, nonce))
+        )
+        self._expected = _mac(secret, b"connector", purpose, self.rank, nonce, theirs)
 
 
 class Listener:
-    """Accepts connections of the job's own processes; `purpose` is what both ends know it is for.
+    """Accepts connections of the job's processes; `purpose` must be equal on both ends.
 
-    Without a `host` to listen at, only processes of this machine can connect; then, with `packets`, what is
-    sent in one call is received in one.
+    Without a `host`, only processes of this machine can connect; then, with `packets`, the socket keeps
+    message boundaries.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Listener:
         self._secret = secret
         self._purpose = purpose
         if host is None and sys.platform == "linux":
-            # A name in no folder: it ends with the process.
+            # An abstract name, which disappears with the process.
             self.address = Address(f"{'unixpacket' if packets else 'unix'}:plait-{uuid.uuid4().hex}")
             self._socket = self.address.open_socket()
             self._socket.bind(self.address.target)
@@ -156,13 +158,13 @@ class Listener:
         self._selector.register(self._socket, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """A descriptor that is readable whenever `poll` has something to do."""
+        """A descriptor that is readable if `poll` has something to do."""
         return self._selector.fileno()
 
     def poll(self, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-        """The connections that have proven themselves, with the ranks they proved; waits `seconds` at most.
+        """The newly authenticated connections, with their ranks; waits at most `seconds`.
 
-        The sockets are blocking again.
+        The returned sockets are in blocking mode.
         """
         for key, _ in self._selector.select(max(0.0, seconds)):
             if key.fileobj is self._socket:
@@ -170,7 +172,7 @@ class Listener:
                 continue
             assert isinstance(key.fileobj, socket.socket)
             pending = self._pending.get(key.fileobj)
-            if pending is None:  # it had to make room for one that has just come
+            if pending is None:  # it was dropped for a newer connection
                 continue
             try:
                 proven = pending.advance(self._secret, self._purpose)
@@ -188,17 +190,17 @@ class Listener:
             self._drop(pending)
 
     def accept(self, end: float) -> tuple[int, socket.socket]:
-        """The next connection that has proven itself, and its rank; TimeoutError at the time `end`."""
+        """The next authenticated connection, and its rank; TimeoutError at the time `end`."""
         while (left := end - time.monotonic()) > 0:
-            for found in self.poll(min(left, 1.0)):
-                return found
-        raise TimeoutError("nobody has connected")
+            for connection in self.poll(min(left, 1.0)):
+                return connection
+        raise TimeoutError("no process has connected")
 
     def _accept_new(self) -> None:
         for _ in range(MOST_PENDING):
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # none is left, or its other end is gone, or there is no descriptor for it
+            except OSError:  # none left, or its other end is gone, or no descriptor is free
                 return
             if not _is_same_user(connection):
                 connection.close()
@@ -218,7 +220,7 @@ class Listener:
         pending.connection.close()
 
     def close(self) -> None:
-        """Accept no more; connections that were handed out stay open."""
+        """Stop accepting; connections that were returned stay open."""
         for pending in list(self._pending.values()):
             self._drop(pending)
         self._selector.close()
@@ -226,9 +228,9 @@ class Listener:
 
 
 def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: float) -> socket.socket:
-    """A connection to the listener at `address`, each end having proven itself to the other.
+    """An authenticated connection to the listener at `address`.
 
-    Retries until `seconds` have passed: a listener that is flooded by strangers may drop a connection.
+    Retries until `seconds` have passed, as a flooded listener may drop connections.
     """
     end = time.monotonic() + seconds
     while True:
@@ -239,7 +241,7 @@ def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: f
         except OSError as failure:
             if time.monotonic() + _RETRY_S >= end:
                 raise TimeoutError(f"no connection within {seconds:.3g} s: {failure}") from failure
-        # The listener may be busy with others, and sends no notice when it is free.
+        # The listener may be busy, and does not notify when it is free.
         select.select([], [], [], _RETRY_S)
 
 
@@ -250,12 +252,12 @@ def _connect_once(address: Address, secret: bytes, purpose: str, rank: int, end:
         connection.connect(address.target)
         if not _is_same_user(connection):
             raise StrangerError("a process of another user listens there")
-        own = secrets.token_bytes(16)
-        connection.sendall(_GREETING.pack(_MAGIC, rank, own))
+        nonce = secrets.token_bytes(16)
+        connection.sendall(_GREETING.pack(_MAGIC, rank, nonce))
         theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size))
-        if not hmac.compare_digest(proof, _mac(secret, b"listener", purpose, rank, own, theirs)):
+        if not hmac.compare_digest(proof, _mac(secret, b"listener", purpose, rank, nonce, theirs)):
             raise StrangerError("the listener does not know the job's secret")
-        connection.sendall(_mac(secret, b"connector", purpose, rank, theirs, own))
+        connection.sendall(_mac(secret, b"connector", purpose, rank, theirs, nonce))
         connection.settimeout(None)
         return connection
     except BaseException:

@@ -1,4 +1,4 @@
-"""Workers that run the same code in lockstep, over channels: the first one finds things out for all."""
+"""Workers that run the same code in lockstep, over channels: the first one decides for all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.comm.tags import Tag
 
 
 class Lockstep:
-    """This worker, of rank `rank`, among those that run in lockstep; all make the same calls in one order."""
+    """This worker, of rank `rank`, among those in lockstep; all make the same calls in the same order."""
 
     def __init__(self, channels: Channels, rank: int, workers: Sequence[int]) -> None:
         self._channels = channels
@@ -28,9 +28,9 @@ class Lockstep:
         return self._rank == self.first
 
     def from_first(self, find: Callable[[], Any]) -> Any:
-        """What `find` returns on the first worker, on all of them; plain values.
+        """Broadcast the result of `find` on the first worker; plain values only.
 
-        PeerError where the first is gone.
+        Raises PeerError if the first worker is gone.
         """
         self._shared += 1
         if self.is_first:
@@ -45,12 +45,12 @@ class Lockstep:
         return value
 
     def send_to_first(self, tensors: Sequence[Tensor], note: str = "") -> None:
-        """Give the first worker something that it waits for."""
+        """Send something to the first worker, which waits for it."""
         self._sent += 1
         self._channels.send(self.first, Tag.TO_FIRST, self._sent, tensors, "what the first waits for", note)
 
     def receive_from(self, other: int, what: str) -> tuple[list[Tensor], str]:
-        """On the first worker: what another one gives it next, `what` it waits for."""
+        """On the first worker: receive from another one; `what` describes it in errors."""
         self._received[other] += 1
         message = self._channels.receive(other, Tag.TO_FIRST, self._received[other], what)
         tensors = [tensor.clone() for tensor in message.content.tensors if tensor is not None]

@@ -1,6 +1,6 @@
-"""Where workers find each other: connections between two of them, each proven to be of the job.
+"""Authenticated connections between pairs of workers.
 
-Addresses are exchanged in the job's store. Workers of one host are linked by local sockets, others by TCP.
+Addresses are exchanged in the job's store. Workers of one host use local sockets, others TCP.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ CHECK_S = 0.2
 
 
 def shares_memory() -> bool:
-    """Whether workers of one host can hand each other memory on this system."""
+    """Whether workers of one host can share anonymous memory on this system."""
     return hasattr(os, "memfd_create")
 
 
 def sharing_memory(peers: Iterable[int], own: int, hosts: Sequence[str] | Mapping[int, str]) -> set[int]:
-    """Those of `peers` that can share memory with worker `own`: they are on its host."""
+    """Those of `peers` that can share memory with worker `own`: those on its host."""
     return {peer for peer in peers if shares_memory() and hosts[peer] == hosts[own]}
 
 
 class Rendezvous:
-    """Links this worker with others of its job.
+    """Connects this worker with others of its job.
 
-    `hosts` names the host of each rank, `address` is where other hosts reach this one, and `timeout_s` is how
-    long the others may take to come. `check` is called now and then while this worker waits; what it raises
-    ends the wait.
+    `hosts` names the host of each rank, `address` is where other hosts reach this one, and `timeout_s` limits
+    waits for the others. `check` is called periodically while this worker waits; an exception from it ends
+    the wait.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Rendezvous:
         self._groups = Counter[tuple[int, ...]]()
 
     def next_group(self, ranks: Sequence[int]) -> str:
-        """A name for the next process group of these ranks, which all make in the same order."""
+        """A name for the next process group of these ranks, which all create in the same order."""
         key = tuple(ranks)
         self._groups[key] += 1
         return f"plait/group/{','.join(map(str, key))}/{self._groups[key]}"
@@ -73,8 +73,8 @@ class Rendezvous:
     ) -> dict[int, socket.socket]:
         """A connection to each of `peers`; all of them call it with the same name, and each other as peers.
 
-        Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the
-        host of each. To those of the same host the sockets keep what is sent in one call together.
+        If members are not numbered by rank, `own` is this worker's number and `hosts` names the host of each.
+        Sockets to workers of the same host keep message boundaries.
         """
         own = self.rank if own is None else own
         hosts = self.hosts if hosts is None else hosts
@@ -105,20 +105,20 @@ class _AddressExchange:
             if any((peer in self._near) == near for peer in higher)
         }
         store = self._rendezvous.store
-        found: dict[int, socket.socket] = {}
+        connections: dict[int, socket.socket] = {}
         try:
             for near, listener in listeners.items():
                 store.set(self._key(self._own, near), listener.address.text)
             for peer in (p for p in peers if p < self._own):
-                found[peer] = self._connect(peer)
+                connections[peer] = self._connect(peer)
             for near, listener in listeners.items():
                 waiting = {peer for peer in higher if (peer in self._near) == near}
-                found |= self._accept(listener, waiting)
+                connections |= self._accept(listener, waiting)
         finally:
             for near, listener in listeners.items():
                 listener.close()
                 store.delete_key(self._key(self._own, near))
-        return found
+        return connections
 
     def _purpose(self, listener: int) -> str:
         return f"{self._where}/{listener}"
@@ -148,12 +148,12 @@ class _AddressExchange:
             self._rendezvous.check()
 
     def _slice_s(self) -> float:
-        """How long to wait before looking whether waiting is still of use."""
+        """How long to wait before calling `check` again."""
         self._check()
         return self._left_s() if self._rendezvous.check is None else min(CHECK_S, self._left_s())
 
     def _accept(self, listener: Listener, waiting: set[int]) -> dict[int, socket.socket]:
-        found: dict[int, socket.socket] = {}
+        accepted: dict[int, socket.socket] = {}
         while waiting:
             try:
                 peer, connection = listener.accept(time.monotonic() + self._slice_s())
@@ -161,11 +161,11 @@ class _AddressExchange:
                 if time.monotonic() < self._end:
                     continue
                 raise self._missing(sorted(waiting)) from failure
-            if peer in found:  # it lost its first connection on the way and tried again
-                found[peer].close()
-            found[peer] = connection
+            if peer in accepted:  # its first connection was lost and it tried again
+                accepted[peer].close()
+            accepted[peer] = connection
             waiting.discard(peer)
-        return found
+        return accepted
 
     def _missing(self, peers: Sequence[int]) -> PeerError:
         names = ", ".join(map(str, peers))

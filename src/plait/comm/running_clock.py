@@ -1,4 +1,4 @@
-"""A clock for those who judge others by their silence: it stands still while the judge itself is paused."""
+"""A clock for timeouts of other processes that does not advance while this process is paused."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Callable
 
 
 class RunningClock:
-    """The seconds in which this process came to look at others.
+    """A clock that advances at most `most_s` seconds between two readings.
 
-    A process that is stopped, frozen with its container or held up by a disk hears nobody meanwhile, and must
-    not take that for their silence: between two readings at most `most_s` seconds pass. Whoever uses it reads
-    it more often than that.
+    A process that is stopped, frozen with its container or blocked by a disk receives nothing meanwhile, and
+    must not conclude that the others were silent. Read it more often than every `most_s` seconds.
     """
 
     def __init__(self, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_s = most_s
         self._clock = clock
         self._last = clock()
-        self.now = 0.0  # as it was read last
+        self.now = 0.0  # at the last reading
 
     def read(self) -> float:
         """The time now."""

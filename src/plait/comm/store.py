@@ -1,7 +1,7 @@
-"""The job's store: small values by key, which all its processes read, write and wait for.
+"""The job's key-value store, which all its processes read, write and wait on.
 
 One server, in the agent of the first host, serves the whole job. It has the operations of torch's TCPStore,
-on which torch builds process groups, and lets in only who knows the job's secret. It imports no torch.
+which process groups need, and accepts only authenticated clients. It does not import torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
 
 PURPOSE = "store"
-# More than anything that is kept here; a longer frame is a mistake.
+# The maximum size of a frame; a longer one is an error.
 MOST_BYTES = 64 << 20
-# The least time that an answer may take; the process that serves the store may be paused.
+# The minimum timeout of an answer, as the server's process may be paused.
 ANSWER_S = 10.0
 
 _LENGTH = struct.Struct("<I")
@@ -31,7 +31,7 @@ _CHUNK = 1 << 16
 
 
 class Op(enum.IntEnum):
-    """What a client asks for."""
+    """The operation that a client requests."""
 
     SET = 1
     GET = 2
@@ -58,25 +58,25 @@ def _pack(code: int, fields: Sequence[bytes]) -> bytes:
 
 
 def _unpack(content: bytes) -> tuple[int, list[bytes]]:
-    """The code and fields of a frame; ValueError where it makes no sense."""
+    """The code and fields of a frame; ValueError if it is malformed."""
     if not content:
         raise ValueError("an empty frame")
-    fields, place = [], 1
-    while place < len(content):
-        if place + _LENGTH.size > len(content):
+    fields, offset = [], 1
+    while offset < len(content):
+        if offset + _LENGTH.size > len(content):
             raise ValueError("a frame that ends in a length")
-        (length,) = _LENGTH.unpack_from(content, place)
-        place += _LENGTH.size
-        if place + length > len(content):
+        (length,) = _LENGTH.unpack_from(content, offset)
+        offset += _LENGTH.size
+        if offset + length > len(content):
             raise ValueError("a field longer than its frame")
-        fields.append(content[place : place + length])
-        place += length
+        fields.append(content[offset : offset + length])
+        offset += length
     return content[0], fields
 
 
 @dataclass(eq=False)
 class _Client:
-    """A connection that the server serves."""
+    """A client's connection on the server."""
 
     connection: socket.socket
     received: bytearray = field(default_factory=bytearray)
@@ -85,7 +85,7 @@ class _Client:
 
 @dataclass(eq=False)
 class _Wait:
-    """A client that waits for keys; `value` says whether it wants the value of the one key."""
+    """A client that waits for keys; with `value`, it wants the value of the only key."""
 
     client: _Client
     missing: set[bytes]
@@ -96,7 +96,7 @@ class _Wait:
 class StoreServer(threading.Thread):
     """Serves the store until the process ends; `address` is where its clients connect.
 
-    Without a `host` to listen at it can be reached by processes of this machine alone.
+    Without a `host`, only processes of this machine can connect.
     """
 
     def __init__(self, secret: bytes, host: str | None = None) -> None:
@@ -121,7 +121,7 @@ class StoreServer(threading.Thread):
             self._end_waits()
 
     def close(self) -> None:
-        """End the thread within a second, and with it all connections; for tests."""
+        """Stop the thread within a second, and close all connections; for tests."""
         self._closed = True
         self.join()
         for key in list(self._selector.get_map().values()):
@@ -147,7 +147,7 @@ class StoreServer(threading.Thread):
         except BlockingIOError:
             return
         except (OSError, ValueError, IndexError):
-            # It is gone, or sends what no client of ours does.
+            # It is gone, or sends invalid data.
             self._drop(client)
 
     def _receive(self, client: _Client) -> None:
@@ -197,7 +197,7 @@ class StoreServer(threading.Thread):
                 self._reply(client, str(len(values)).encode())
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """As torch's stores have it: an absent key equals an empty expectation."""
+        """As in torch's stores: an absent key equals an empty `expected`."""
         current = self._values.get(key)
         if current == expected or (current is None and not expected):
             self._put(key, desired)
@@ -242,7 +242,7 @@ class StoreServer(threading.Thread):
 
     def _reply(self, client: _Client, *fields: bytes, status: _Status = _Status.OK) -> None:
         client.unsent += _pack(status, fields)
-        with contextlib.suppress(OSError):  # one that is gone shows when it is read
+        with contextlib.suppress(OSError):  # a lost client is noticed when it is read
             self._send(client)
 
     def _send(self, client: _Client) -> None:
@@ -263,14 +263,14 @@ class StoreServer(threading.Thread):
 
 
 class StoreTimeout(PeerError):
-    """A key had no value within the time that was waited for it."""
+    """A key had no value within the timeout."""
 
 
 class StoreClient:
-    """The store as another process uses it, from any number of threads: each call has a connection to itself.
+    """A thread-safe client of the store: each call uses a connection exclusively.
 
-    `timeout_s` is how long a wait lasts that says nothing else; `answer_s` how late an answer may be: unless
-    given, as long, but at least `ANSWER_S`.
+    `timeout_s` is the default timeout of waits; `answer_s` that of answers, by default `timeout_s`, but at
+    least `ANSWER_S`.
     """
 
     def __init__(
@@ -292,16 +292,16 @@ class StoreClient:
         self._ask(Op.SET, key, value)
 
     def get(self, key: str, seconds: float | None = None) -> bytes:
-        """The key's value, once it has one; PeerError where it has none in time."""
+        """Wait for the key's value; raises PeerError on timeout."""
         wait_s = self.timeout_s if seconds is None else seconds
         return self._ask(Op.GET, key, str(wait_s), wait_s=wait_s)[0]
 
     def add(self, key: str, number: int) -> int:
-        """Add to the key's number, from 0; what it is then."""
+        """Add to the key's number, initially 0; returns the sum."""
         return int(self._ask(Op.ADD, key, str(number))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set the key where it holds what is expected, or nothing and that is; what it holds then."""
+        """Atomic compare-and-set; an absent key equals an empty `expected`. Returns the value afterwards."""
         return self._ask(Op.COMPARE_SET, key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -309,12 +309,12 @@ class StoreClient:
         return self._ask(Op.CHECK, *keys)[0] == b"1"
 
     def wait(self, keys: Sequence[str], seconds: float | None = None) -> None:
-        """Return once all of the keys have values; PeerError where they do not in time."""
+        """Wait until all keys have values; raises PeerError on timeout."""
         wait_s = self.timeout_s if seconds is None else seconds
         self._ask(Op.WAIT, str(wait_s), *keys, wait_s=wait_s)
 
     def delete_key(self, key: str) -> bool:
-        """Forget the key; whether it had a value."""
+        """Delete the key; returns whether it had a value."""
         return self._ask(Op.DELETE, key)[0] == b"1"
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -333,19 +333,19 @@ class StoreClient:
             with self._connection() as connection:
                 connection.settimeout(wait_s + self._answer_s)
                 connection.sendall(question)
-                status, found = _unpack(_receive_frame(connection))
+                status, reply = _unpack(_receive_frame(connection))
         except OSError as failure:
             raise PeerError(f"the job's store does not answer: {failure}", LostPeer.GONE) from failure
         if status == _Status.TIMEOUT:
             keys = ", ".join(str(each) for each in (fields[1:4] if op is Op.WAIT else fields[:1]))
             raise StoreTimeout(f"waited {wait_s:g} s for another worker to set {keys}", LostPeer.SILENT)
         if status != _Status.OK:
-            raise ValueError(f"the store refused {op.name} {fields[0]!r}: {found[0].decode()}")
-        return found
+            raise ValueError(f"the store refused {op.name} {fields[0]!r}: {reply[0].decode()}")
+        return reply
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[socket.socket]:
-        """An idle connection, or a new one; it is idle again unless what it was used for failed."""
+        """Context with an idle or new connection, which is reused later unless an error is raised."""
         try:
             connection = self._idle.pop()
         except IndexError:

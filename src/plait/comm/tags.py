@@ -1,4 +1,4 @@
-"""The numbers of all channels between two workers, so that no two users ever take the same one."""
+"""The numbers of all channels between two workers, in one enum so that they are unique."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from enum import IntEnum
 
 
 class Tag(IntEnum):
-    """Who a message is for. Small numbers also serve the edges between stages, in channels of their own."""
+    """The purpose of a message. Edges between stages also use small numbers, in separate channels."""
 
     # Partial reduce: to the leader of a round, and back.
     ROUND_UP = 1
     ROUND_DOWN = 13
-    # All members come to the same state: votes, then shares of the mean to their owners and back.
+    # Full average: votes, then shares of the mean to their owners and back.
     FULL_AVERAGE = 2
     FULL_TO_OWNER = 3
     FULL_FROM_OWNER = 4
-    # The mean over a group, by the same way.
+    # The mean over a group, likewise.
     GROUP_TO_OWNER = 5
     GROUP_FROM_OWNER = 6
     # Gossip.
@@ -24,11 +24,11 @@ class Tag(IntEnum):
     # The parameter server.
     PUSH = 9
     PULL = 10
-    # From the first of some workers in lockstep to the others, and back.
+    # From the first of several workers in lockstep to the others, and back.
     DECISION = 1 << 16
     TO_FIRST = (1 << 16) + 1
-    # All-reduce over a topology: from here on, two for each route of each lane.
+    # All-reduce over a topology: from here on, two tags for each route of each lane.
     FIRST_ROUTE = 1 << 20
-    # How a link ends, and that a process group is the job's own.
+    # Closing of a link, and authentication of a process group.
     CLOSING = 1 << 24
     PROOF = (1 << 24) + 1

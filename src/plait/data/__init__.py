@@ -1,1 +1,1 @@
-"""Samples to batches: which samples a step uses, how they are read, collated and handed to a worker."""
+"""Samples to batches: which samples a step uses, how they are read, collated and sent to a worker."""

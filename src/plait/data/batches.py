@@ -18,7 +18,7 @@ from plait.workloads.data import is_stream
 
 Collate = Callable[[list[Any]], Any]
 
-# What another process may take for one sample.
+# The time limit of another process for one sample.
 _ASIDE_S = 30.0
 _EPOCHS_END = (
     "give it a __len__ with the samples that every epoch has: the stages of a pipeline must know where "
@@ -33,8 +33,8 @@ COLLATE_HINT = (
 class DataSource:
     """One split of a job's data: the data set, and how its samples become batches.
 
-    A map-style set is read by index. A stream is read in its own order, where the number of a sample is its
-    place in the epoch. With `model_loss` a batch may be a dict of the model's arguments alone.
+    A map-style set is read by index. A stream is read in its own order, and samples are numbered by their
+    position in the epoch. With `model_loss` a batch may be a dict of only the model's arguments.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate | None = None, model_loss: bool = False) -> None:
@@ -57,7 +57,7 @@ class DataSource:
 
     @property
     def length(self) -> int | None:
-        """The samples of an epoch; None for a stream without `__len__` that was not read to its end yet."""
+        """The samples of an epoch; None for a stream without `__len__` that was not yet read to its end."""
         if not self.is_stream:
             return len(self.dataset)
         try:
@@ -66,17 +66,17 @@ class DataSource:
             return self._counted
 
     def note_length(self, samples: int) -> None:
-        """Remember how many samples the stream gave until its end."""
+        """Record how many samples the stream has."""
         self._counted = samples
 
     def count(self, seed: int) -> int:
-        """The samples of an epoch; a stream without `__len__` is read to its end once."""
+        """The number of samples of an epoch; a stream without `__len__` is read to its end once."""
         if self.length is None:
             self.note_length(sum(1 for _ in read_epoch(self.dataset, seed, 0)))
         return len(self)
 
     def batch(self, epoch: int, numbers: Sequence[int], seed: int) -> Any:
-        """(inputs, target) of these samples of an epoch, or None of no sample."""
+        """(inputs, target) of these samples of an epoch, or None for no samples."""
         if not numbers:
             return None
         self._set_epoch(epoch)
@@ -85,7 +85,7 @@ class DataSource:
         return self.collated(self._read(epoch, numbers, seed))
 
     def _set_epoch(self, epoch: int) -> None:
-        """Say to a map-style set, and to what it is made of, which epoch it is read for; streams know."""
+        """Call `set_epoch` of a map-style set and of the sets within it."""
         if self.is_stream or epoch == self._epoch:
             return
         self._epoch = epoch
@@ -94,7 +94,7 @@ class DataSource:
                 each.set_epoch(epoch)
 
     def collated(self, samples: list[Any]) -> Any:
-        """(inputs, target) of a list of samples, or None of an empty one."""
+        """(inputs, target) of a list of samples, or None for an empty list."""
         if not samples:
             return None
         if self._collate_fn is not None:
@@ -106,40 +106,40 @@ class DataSource:
         return self._arranged(batch)
 
     def first_batch(self, samples: int, seed: int) -> Any:
-        """(inputs, target) of the first samples; a set that has fewer begins again."""
+        """(inputs, target) of the first samples; a smaller set is repeated."""
         if self.is_stream:
             return self.collated(self.first_samples(samples, seed))
         return self.batch(0, [i % len(self.dataset) for i in range(samples)], seed)
 
     def first_samples(self, count: int, seed: int) -> list[Any]:
-        """The first samples of a stream; one that has fewer begins again.
+        """The first samples of a stream; a shorter stream is repeated.
 
-        The stream is left as it is: it may count, or draw, as it is read.
+        They are read in another process, as reading may change the stream's state.
         """
-        found = load_aside(_first(self.dataset, count, seed), _ASIDE_S)
-        # Read here where that cannot be done elsewhere.
-        return list(_first(self.dataset, count, seed)) if found is None else found
+        samples = load_aside(_first(self.dataset, count, seed), _ASIDE_S)
+        # Read here if another process cannot.
+        return list(_first(self.dataset, count, seed)) if samples is None else samples
 
     def example_batches(self, sizes: Sequence[int], seed: int) -> list[Any]:
-        """Batches of these sizes, of further samples each; a set that has fewer begins again.
+        """Consecutive batches of these sizes; a smaller set is repeated.
 
-        A set whose batches are of unlike sizes may choose the samples, so that the batches show it.
+        A set whose batches vary in size may choose the samples, so that the batches show it.
         """
         if hasattr(self.dataset, "example_indices"):
             return [self.batch(0, numbers, seed) for numbers in self.dataset.example_indices(sizes)]
-        count, begin, found = sum(sizes), 0, []
+        count, begin, batches = sum(sizes), 0, []
         samples = self.first_samples(count, seed) if self.is_stream else []
         for size in sizes:
             numbers = range(begin, begin + size)
             if self.is_stream:
-                found.append(self.collated([samples[i] for i in numbers]))
+                batches.append(self.collated([samples[i] for i in numbers]))
             else:
-                found.append(self.batch(0, [i % len(self.dataset) for i in numbers], seed))
+                batches.append(self.batch(0, [i % len(self.dataset) for i in numbers], seed))
             begin += size
-        return found
+        return batches
 
     def own_order(self, seed: int, batch_size: int) -> Callable[[int], Sequence[int]] | None:
-        """The shuffled order of an epoch's samples, of a data set that has its own; else None."""
+        """A function for the shuffled order of an epoch, if the data set defines its own; else None."""
         order: Callable[[int, int], Sequence[int]] | None = getattr(self.dataset, "epoch_order", None)
         return None if order is None else lambda epoch: order(mix(seed, epoch), batch_size)
 
@@ -149,22 +149,22 @@ class DataSource:
                 self._reader = StreamReader(self.dataset, seed)
             return self._reader.read(epoch, numbers, self.length)
         if hasattr(self.dataset, "__getitems__"):
-            # What the batch is made of them with may draw at random, too.
+            # The collate function may draw random numbers too.
             seed_all(mix(seed, epoch, numbers[-1]))
             before = random_states()
             samples = self.dataset.__getitems__(list(numbers))
-            # Samples that draw at random are read one by one, each from its own seed.
+            # Samples that draw random numbers are read one by one, each from its own seed.
             if same_states(before, random_states()):
                 return _as_samples(samples, len(numbers))
         return [self.sample(epoch, number, seed) for number in numbers]
 
     def sample(self, epoch: int, number: int, seed: int) -> Any:
-        """One sample of a map-style set, with the random choices that it has in that epoch."""
+        """One sample of a map-style set, seeded for that epoch."""
         seed_all(mix(seed, epoch, number))
         return self.dataset[number]
 
     def _arranged(self, batch: Any) -> tuple[Any, Any]:
-        """The batch as inputs, in the form `forward` takes them, and target."""
+        """The batch as inputs, in the form of forward's arguments, and target."""
         if self._model_loss and isinstance(batch, Mapping):
             arguments = _by_name(batch)
             return arguments, arguments.get("labels")
@@ -177,26 +177,26 @@ class DataSource:
 
 
 def _within(dataset: Any) -> list[Any]:
-    """A set, the sets that it takes its samples from, and their samplers."""
-    found = [dataset]
-    for each in found:
+    """A set, the sets that it wraps, and their samplers."""
+    sets = [dataset]
+    for each in sets:
         held = [getattr(each, name, None) for name in ("sampler", "dataset")]
         parts = getattr(each, "datasets", None)
         held += parts if isinstance(parts, (list, tuple)) else []
-        found += [part for part in held if part is not None and all(part is not known for known in found)]
-    return found
+        sets += [part for part in held if part is not None and all(part is not known for known in sets)]
+    return sets
 
 
 def own_collate_fn(dataset: Any) -> Collate | None:
-    """The data set's `collate_fn`, also that of a set of which this is a part."""
+    """The `collate_fn` of the data set, or of a set that it wraps."""
     while not hasattr(dataset, "collate_fn") and isinstance(dataset, Subset):
         dataset = dataset.dataset
-    found: Collate | None = getattr(dataset, "collate_fn", None)
-    return found
+    collate: Collate | None = getattr(dataset, "collate_fn", None)
+    return collate
 
 
 def _by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    # Sorted, because the stages of a pipeline match inputs by position.
+    # Sorted, as the stages of a pipeline match inputs by position.
     return {name: arguments[name] for name in sorted(arguments)}
 
 
@@ -219,24 +219,28 @@ def _why_not_stacked(samples: list[Any], failure: Exception) -> str:
             "data.kind: a sample's target is None, expected a tensor or a number; where the model computes "
             "its own loss, give a dict of its arguments and use loss: model"
         )
-    words = str(failure).strip().splitlines()
-    why = f"{type(failure).__name__}: {words[0]}" if words else type(failure).__name__
+    lines = str(failure).strip().splitlines()
+    why = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
     return f"data: the samples of a batch cannot be stacked ({why}); {COLLATE_HINT}"
 
 
-def _as_samples(found: Any, count: int) -> list[Any]:
-    if not isinstance(found, (list, tuple)) or len(found) != count:
-        what = f"{len(found)} items" if isinstance(found, (list, tuple)) else f"a {type(found).__name__}"
+def _as_samples(returned: Any, count: int) -> list[Any]:
+    if not isinstance(returned, (list, tuple)) or len(returned) != count:
+        what = (
+            f"{len(returned)} items"
+            if isinstance(returned, (list, tuple))
+            else f"a {type(returned).__name__}"
+        )
         raise DataError(
             f"data.kind: __getitems__ gave {what} for {count} samples, expected a list of them; a data set "
             f"that makes whole batches has collated_batch(indices) instead"
         )
-    return list(found)
+    return list(returned)
 
 
 def seed_all(number: int) -> None:
-    """Let every source of random numbers that model and data code may use start from `number`."""
-    # torch.manual_seed would note a stack trace for GPUs that nobody uses, a millisecond each time.
+    """Seed all random number generators that model and data code may use."""
+    # torch.manual_seed would record a stack trace for uninitialized GPUs, a millisecond each time.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
@@ -245,12 +249,12 @@ def seed_all(number: int) -> None:
 
 
 def random_states() -> tuple[Tensor, Any, Any]:
-    """Where the random numbers of torch, Python and numpy stand."""
+    """The state of the generators of torch, Python and numpy."""
     return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state(legacy=True)
 
 
 def same_states(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> bool:
-    """Whether nothing was drawn between two calls of `random_states`."""
+    """Whether two results of `random_states` are equal."""
     (kind, keys, *rest), (kind_now, keys_now, *rest_now) = before[2], after[2]
     return (
         torch.equal(before[0], after[0])
@@ -261,10 +265,10 @@ def same_states(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any])
 
 
 def read_epoch(dataset: Any, seed: int, epoch: int, begin: int = 0, state: Any = None) -> Iterator[Any]:
-    """The samples of a stream's epoch from number `begin` on; without the `state` there, by skipping.
+    """The samples of a stream's epoch from number `begin` on; without a `state`, earlier ones are skipped.
 
-    Random generators are seeded before each sample, so a stream that draws from them gives every worker the
-    same samples.
+    Generators are seeded before each sample, so a stream that draws from them yields the same samples on
+    every worker.
     """
     seed_all(mix(seed, epoch))
     if hasattr(dataset, "set_epoch"):
@@ -285,21 +289,21 @@ def read_epoch(dataset: Any, seed: int, epoch: int, begin: int = 0, state: Any =
 
 
 def _first(dataset: Any, count: int, seed: int) -> Iterator[Any]:
-    found = 0
-    while found < count:
-        before = found
+    count_read = 0
+    while count_read < count:
+        before = count_read
         for _, sample in zip(range(count - before), read_epoch(dataset, seed, 0)):
-            found += 1
+            count_read += 1
             yield sample
-        if found == before:
-            raise DataError("data.kind: the stream ended before its first sample, expected one at least")
+        if count_read == before:
+            raise DataError("data.kind: the stream ended before its first sample, expected at least one")
 
 
 class StreamReader:
     """Reads samples of a stream by number, in increasing order within an epoch, and skips the others.
 
-    An epoch of known `length` is read to its end: what the stream does after its last sample belongs to it,
-    and one that gives more than that is an error.
+    An epoch of known `length` is read to its end, so that code after the last sample runs; more samples than
+    that are an error.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -311,19 +315,19 @@ class StreamReader:
 
     def read(self, epoch: int, numbers: Sequence[int], length: int | None) -> list[Any]:
         """These samples of an epoch; an epoch that ends before them is an error."""
-        found = []
+        samples = []
         for number in numbers:
             if epoch != self._epoch or number < self._next:
-                self._read_to_end(length)  # others may have read the last samples
+                self._read_to_end(length)  # other workers may have read the last samples
                 self._samples = read_epoch(self._dataset, self._seed, epoch)
                 self._epoch, self._next = epoch, 0
-            found.append(self._skip_to(number, length))
+            samples.append(self._skip_to(number, length))
         if self._next == length:
             self._read_to_end(length)
-        return found
+        return samples
 
     def _read_to_end(self, length: int | None) -> None:
-        """Let the stream end its epoch, where it is known that it does."""
+        """Read the stream to the end of its epoch, if its length is known."""
         for _ in self._samples if length is not None else ():
             self._next += 1
             if length is not None and self._next > length:
@@ -348,5 +352,5 @@ class StreamReader:
     def _expected(self, length: int | None) -> str:
         if length is None:
             return "more are due and it has no __len__"
-        said = "its __len__ says" if hasattr(self._dataset, "__len__") else "it had"
-        return f"{said} {length:,}"
+        source = "its __len__ says" if hasattr(self._dataset, "__len__") else "it had"
+        return f"{source} {length:,}"

@@ -1,4 +1,4 @@
-"""Calling a user's model with a batch: its inputs as arguments, its mode, and errors about their types."""
+"""Calls a user's model with a batch: arguments, training mode, and errors about dtypes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Arguments = tuple[Any, ...] | dict[str, Any]
 
 @contextlib.contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluate, then train again, by the model's own `eval` and `train`, which may do more than set the mode.
+    """Context in evaluation mode, by the model's `eval` and `train`, which may do more than set the mode.
 
-    Parts that were kept in another mode than the model on purpose are put back into it.
+    Submodules that were in another mode than the model are restored to it.
     """
     before = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -35,14 +35,14 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def forward(model: torch.nn.Module, inputs: Any) -> Any:
-    """The model's output; several inputs come as a tuple or list, named ones as a dict."""
+    """The model's output; several inputs are a tuple or list, named ones a dict."""
     arguments = as_arguments(inputs)
     with explaining_type_errors(model, inputs):
         return model(**arguments) if isinstance(arguments, dict) else model(*arguments)
 
 
 def as_arguments(inputs: Any) -> Arguments:
-    """The inputs of a batch as what a model is called with, by place or by name."""
+    """The inputs of a batch as arguments of a model, positional or by name."""
     if isinstance(inputs, dict):
         return inputs
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -50,12 +50,12 @@ def as_arguments(inputs: Any) -> Arguments:
 
 @contextlib.contextmanager
 def explaining_type_errors(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
-    """Say in words where a forward fails because inputs are float64, as numpy's are, and weights are not."""
+    """Context that explains a failure of forward due to float64 inputs, as from numpy, with other weights."""
     try:
         yield
     except Exception as failure:
-        if words := _unlike_types(model, inputs, failure):
-            raise DataError(words) from failure
+        if message := _unlike_types(model, inputs, failure):
+            raise DataError(message) from failure
         raise
 
 

@@ -1,4 +1,4 @@
-"""Batches as tensors: this worker's share of each global batch, fetched here or by loader processes."""
+"""Loads this worker's share of each global batch, in this process or by loader processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from plait.data.sampler import GlobalBatch, Position, share
 
 __all__ = ["Batch", "DataSource", "cut", "load", "seed_all", "to_device"]
 
-# The epoch and the numbers of the samples of one batch, and the seed of their random choices.
+# The epoch and sample numbers of one batch, and its seed.
 Key = tuple[int, tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work for this worker: `content` is (inputs, target), or None where no sample fell to it.
+    """This worker's share of one step: `content` is (inputs, target), or None if it has no samples.
 
-    `total` counts the samples of all workers, `count` this one's. Of a stream, `last` says that no batch
-    follows, and `checksum` is that of all samples up to this batch, whoever they fell to.
+    `total` counts the samples of all workers, `count` this one's. For a stream, `last` says that no batch
+    follows, and `checksum` covers all samples of all workers up to this batch.
     """
 
     content: Any
@@ -42,7 +42,7 @@ class Batch:
 
 
 def without_samples(batch: GlobalBatch) -> Batch:
-    """A batch as a worker has it that reads no data: its size alone."""
+    """The batch for a worker that reads no data: only its size."""
     count = len(batch.samples)
     return Batch(range(count), count, count, batch.epoch, batch.after)
 
@@ -57,9 +57,9 @@ def load(
     loaders: int,
     pin: bool = False,
 ) -> Iterator[Batch]:
-    """This rank's share of each of `batches`, in order; `pin` prepares it for a copy to a GPU.
+    """This rank's share of each of `batches`, in order; `pin` puts it into pinned memory.
 
-    `source` is a `DataSource` or a data set. Of a stream the numbers of samples must rise.
+    `source` is a `DataSource` or a data set. For a stream the sample numbers must increase.
     """
     source = source if isinstance(source, DataSource) else DataSource(source)
     # Several processes would each read the whole stream.
@@ -77,7 +77,7 @@ def load(
             ahead.append((batch, len(mine)))
             yield batch.epoch, mine, seed
 
-    # Closed by name: Python 3.12 keeps the locals of a generator that was closed until it is freed.
+    # Closed explicitly, as Python 3.12 keeps the locals of a closed generator until it is freed.
     with contextlib.closing(_load_batches(source, keys(), loaders, pin)) as contents:
         for content in contents:
             batch, count = ahead.pop(0)
@@ -88,17 +88,17 @@ def _made(batch: GlobalBatch, content: Any, count: int) -> Batch:
     return Batch(content, count, len(batch.samples), batch.epoch, batch.after)
 
 
-def cut(content: Any, count: int, pieces: int) -> Iterator[tuple[Any, int]]:
-    """`content`, (inputs, target), cut into at most `pieces` microbatches, each with its sample count.
+def cut(content: Any, count: int, microbatches: int) -> Iterator[tuple[Any, int]]:
+    """`content`, (inputs, target), cut into at most `microbatches`, each with its sample count.
 
     Tensors are cut along their first axis. A list with one item for each sample is cut as a list.
     """
-    pieces = min(pieces, count)
-    for own in split(count, pieces):
-        begin, end = own.start, own.stop
-        if pieces == 1:
+    microbatches = min(microbatches, count)
+    for rows in split(count, microbatches):
+        begin, end = rows.start, rows.stop
+        if microbatches == 1:
             part = content
-        elif isinstance(content, range):  # where others load, there are only numbers
+        elif isinstance(content, range):  # sample numbers, if another worker loads
             part = content[begin:end]
         else:
             part = tuple(_rows(half, begin, end, count) for half in content)
@@ -127,14 +127,14 @@ def _rows(content: Any, begin: int, end: int, count: int) -> Any:
 
 
 def _is_batched(content: Any, count: int) -> bool:
-    """Whether each item holds all samples, as the several inputs of a model do, and not one of them."""
+    """Whether each item holds all samples, like the inputs of a model, and not one sample each."""
     leaves = tree_leaves(content)
     tensors = all(isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count for leaf in leaves)
     return tensors and all(isinstance(item, Tensor) for item in content)
 
 
 def to_device(content: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """`content` on `device`; floating tensors as `dtype` when one is given."""
+    """`content` on `device`; floating-point tensors are cast to `dtype`, if given."""
 
     def move(x: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and x.is_floating_point() else x.dtype
@@ -146,9 +146,9 @@ def to_device(content: Any, device: torch.device, dtype: torch.dtype | None) -> 
 def _load_batches(
     source: DataSource, keys: Iterable[Key], loaders: int, pin: bool
 ) -> Generator[Any, None, None]:
-    """The batches that `keys` name, in order, made by `loaders` processes; `pin` is for copies to a GPU."""
+    """The batches of `keys`, in order, made by `loaders` processes; `pin` puts them into pinned memory."""
     idle = source.idle_loaders.setdefault(loaders, [])
-    # They read a copy without the idle loaders: a reference cycle would keep the processes alive.
+    # They use a copy without the idle loaders, as a reference cycle would keep the processes alive.
     copied = copy.copy(source)
     copied.idle_loaders = {}
     pool = idle.pop() if idle else LoaderPool(loaders, lambda key: copied.batch(*key))

@@ -1,9 +1,9 @@
-"""Loader processes: forked from the worker, kept between two uses, and never left behind.
+"""Loader processes: forked from the worker, reused, and always ended with the worker.
 
-They start in milliseconds, share the worker's data set, and end with it, however it ends. torch's DataLoader
-forks too, but each of its tensors crosses in a segment of /dev/shm with a descriptor of its own, so that it
-fails in a container with 64 MB there and on batches of many tensors; it wraps what a data set raises in
-another message, and reads small samples a quarter slower.
+They start in milliseconds, share the worker's data set, and end with the worker, however it ends. torch's
+DataLoader forks too, but sends each tensor in a segment of /dev/shm with its own descriptor, so that it fails
+in a container with 64 MB there and on batches of many tensors; it wraps exceptions of the data set in another
+message, and reads small samples a quarter slower.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def load_stream(items: Iterable[Any], pin: bool, timeout_s: float | None = None) -> Iterator[Any]:
-    """The items, none of which is None, read by one process; LoaderError where one takes too long."""
+    """The items, none of which is None, read by one process; LoaderError if one takes too long."""
     source = iter(items)
     for item in LoaderPool(1, lambda _: next(source, None), timeout_s).run(itertools.repeat(None), pin):
         if item is None:
@@ -50,10 +50,10 @@ def load_stream(items: Iterable[Any], pin: bool, timeout_s: float | None = None)
 
 
 def load_aside(items: Iterable[Any], timeout_s: float) -> list[Any] | None:
-    """The items, made in a process of their own, so that whatever they change stays as it is here.
+    """The items, made in another process, so that their side effects do not affect this one.
 
-    None where that cannot be done: the process takes longer than `timeout_s` for an item or ends, an item
-    cannot be handed over, or it is made on a GPU. What the items raise otherwise is raised here.
+    None if that is impossible: the process takes longer than `timeout_s` for an item or ends, an item cannot
+    be sent, or it is made on a GPU. Other exceptions are raised here.
     """
     try:
         return list(load_stream(items, pin=False, timeout_s=timeout_s))
@@ -66,17 +66,17 @@ def load_aside(items: Iterable[Any], timeout_s: float) -> list[Any] | None:
 
 
 class LoaderError(PlaitError):
-    """A loader process of this worker has ended, or does not answer."""
+    """A loader process of this worker has ended or does not answer."""
 
     everywhere = False
 
 
 class LoaderPool:
-    """Processes that answer tasks by `make(task)`, each over a pipe of its own.
+    """A pool of processes; each computes `make(task)` and returns it over its pipe.
 
-    They inherit `make` and all it refers to as it is when the pool is made. An answer that takes longer than
-    `timeout_s` is a LoaderError. `name` is what an error calls one that has ended, `hint` its advice where
-    memory may have been short.
+    They inherit `make`, and all it refers to, as of the creation of the pool. An answer that takes longer
+    than `timeout_s` is a LoaderError. `name` is the name of a process in errors, `hint` the advice if it may
+    have run out of memory.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class LoaderPool:
         self._name, self._hint = name, hint
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        # The loaders whose answers are outstanding, in the order of the tasks.
+        # The loaders with outstanding answers, in the order of the tasks.
         self._waiting: list[int] = []
         for _ in range(count):
             self._start(make)
@@ -100,13 +100,14 @@ class LoaderPool:
     def _start(self, make: Callable[[Any], Any]) -> None:
         ours, theirs = multiprocessing.Pipe()
         _open_pipes.add(ours)
-        # The kernel signals the end of the forking thread, so only the main thread can stand for the process.
+        # The kernel signals the end of the forking thread, which is that of the process only for the main
+        # thread.
         tied = threading.current_thread() is threading.main_thread()
         process = multiprocessing.get_context("fork").Process(
             target=_loader_main, args=(theirs, os.getpid(), tied, make), daemon=True
         )
         with warnings.catch_warnings():
-            # Forking with threads is safe here: a loader uses none of the worker's threads or locks.
+            # Forking with threads is safe here, as a loader uses none of the worker's threads or locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
         theirs.close()
@@ -114,8 +115,8 @@ class LoaderPool:
         self._processes.append(process)
 
     def run(self, tasks: Iterable[Any], pin: bool = False) -> Iterator[Any]:
-        """The answers to `tasks`, in order; at most AHEAD tasks a loader are taken before their answers."""
-        while self._waiting:  # left by a use that ended early
+        """The answers to `tasks`, in order; at most AHEAD tasks per loader are taken in advance."""
+        while self._waiting:  # from an earlier use that was not finished
             self._answer(pin=False)
         loaders, numbered = len(self._pipes), enumerate(tasks)
         while True:
@@ -152,12 +153,12 @@ class LoaderPool:
         return LoaderError(f"{self._name} (pid {process.pid}) ended by {how}{hint}")
 
 
-# The workers' ends of all pipes, which a loader must not hold open.
+# The worker's ends of all pipes, which a loader must close.
 _open_pipes: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _end(owner: int, pipes: list[Connection], processes: list[BaseProcess]) -> None:
-    """End the loaders of a pool that is gone; a forked copy of the pool has none to end."""
+    """End the loaders of a deleted pool; does nothing in a forked copy of the pool."""
     if os.getpid() != owner:
         return
     for each in pipes:
@@ -171,13 +172,13 @@ def _end(owner: int, pipes: list[Connection], processes: list[BaseProcess]) -> N
 
 
 def _loader_main(conn: Connection, parent: int, tied: bool, make: Callable[[Any], Any]) -> None:
-    """Be a loader: answer tasks until the worker closes its end, or ends."""
+    """The main function of a loader: answer tasks until the worker closes its end, or ends."""
     # Ctrl-C reaches every process of the terminal; the worker handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if tied and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The worker may have ended before prctl was called.
+    # The worker may have ended before the call of prctl.
     if os.getppid() != parent:
         return
     for other in list(_open_pipes):
@@ -196,13 +197,13 @@ def _answer(conn: Connection, make: Callable[[Any], Any], task: Any) -> None:
     try:
         transport.send(conn, make(task))
     except Exception as failure:
-        # Nothing was sent yet: either the batch could not be made or it cannot be sent.
+        # Nothing was sent yet: the batch could not be made, or cannot be sent.
         transport.send(conn, _Raised.of(failure))
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception raised in a loader: its class by name, its arguments as far as they travel, its frames."""
+    """An exception raised in a loader: class name, arguments as far as they can be sent, frames."""
 
     module: str
     name: str
@@ -221,14 +222,14 @@ class _Raised:
         return cls(kind.__module__, kind.__qualname__, args, str(failure), _frames(failure))
 
     def error(self) -> Exception:
-        """The exception with its class and message, or its message alone where that cannot be."""
+        """The exception with its class and message, or only its message if the class cannot be used."""
         made = self._of_its_class() or RuntimeError(f"{self.name}: {self.text}")
         if not isinstance(made, PlaitError):
             made.add_note(f"In a loader process:\n{self.frames}".rstrip())
         return made
 
     def _of_its_class(self) -> Exception | None:
-        # Made without its `__init__`, which may want other arguments; a user's class may refuse in any way.
+        # Created without `__init__`, which may need other arguments; a user's class may raise anything.
         with contextlib.suppress(Exception):
             kind: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
@@ -247,7 +248,7 @@ def _checked(answer: Any) -> Any:
 
 
 def _frames(failure: Exception) -> str:
-    """The frames of a traceback below our own, after those of what caused it."""
+    """The frames of a traceback below this module's, after those of its cause."""
     before = failure.__cause__ or (None if failure.__suppress_context__ else failure.__context__)
     cause = "".join(traceback.format_exception(before)) + "\n" if before is not None else ""
     frames = traceback.extract_tb(failure.__traceback__)

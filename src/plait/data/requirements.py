@@ -1,4 +1,4 @@
-"""What a data set asks of the run that reads it and of the model that gets its samples."""
+"""Requirements of a data set on the run and on the model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from plait.workloads.language.carried_state import CarriedState
 
 
 def streams_of(dataset: Any) -> int | None:
-    """How many streams a set holds whose samples continue each other from batch to batch; else None."""
-    found = getattr(dataset, "streams", None)
-    return found if isinstance(found, int) else None
+    """The number of streams of a set whose samples continue from batch to batch; else None."""
+    streams = getattr(dataset, "streams", None)
+    return streams if isinstance(streams, int) else None
 
 
 def check_continued(settings: TrainSettings, dataset: Any, model: nn.Module) -> None:
-    """Refuse settings under which a batch would not continue the one before, where model or data want it."""
+    """Raise if batches would not continue the previous ones although model or data require it."""
     streams = streams_of(dataset)
     carried = [module.streams for module in model.modules() if isinstance(module, CarriedState)]
     if streams is None:
@@ -40,7 +40,7 @@ def check_continued(settings: TrainSettings, dataset: Any, model: nn.Module) -> 
 
 
 def check_unchanged(settings: TrainSettings, dataset: Any, elastic: bool) -> None:
-    """Refuse what would change the batches or the workers of a run whose samples continue each other."""
+    """Raise for settings that change the batches or workers of a run whose samples continue each other."""
     policies = [policy.kind for policy in settings.adapt if policy.kind != "topology"]
     if streams_of(dataset) is None or not (elastic or policies):
         return
@@ -88,9 +88,9 @@ def _check_workers(settings: TrainSettings) -> None:
 def check_vocabulary(
     settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
 ) -> None:
-    """Refuse data with more tokens than the model knows, if both say how many.
+    """Raise if the data has more tokens than the model's vocabulary, if both are known.
 
-    A set that reads its tokens later (`limit_tokens`) gets the number that the model knows.
+    A set that reads its tokens later (`limit_tokens`) gets the model's number.
     """
     tokens = getattr(dataset, "vocabulary", None)
     key, known = _known_tokens(settings, factory, model)
@@ -107,34 +107,34 @@ def check_vocabulary(
 def check_length(
     settings: TrainSettings, factory: Callable[..., Any], model: nn.Module, dataset: Any
 ) -> None:
-    """Refuse samples of more tokens than a model of transformers has embeddings of places for."""
+    """Raise for samples of more tokens than a transformers model has position embeddings."""
     config = getattr(model, "config", None)
-    places = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None)
     shape: tuple[int, ...] = getattr(dataset, "input_shape", ())
-    if not hasattr(dataset, "vocabulary") or len(shape) != 1 or not isinstance(places, int):
+    if not hasattr(dataset, "vocabulary") or len(shape) != 1 or not isinstance(positions, int):
         return
-    # Rotary and relative places have no weights, and take any length.
+    # Rotary and relative positions have no weights, and support any length.
     tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    if shape[0] > places and places in tables - {getattr(config, "vocab_size", None)}:
+    if shape[0] > positions and positions in tables - {getattr(config, "vocab_size", None)}:
         names = parameters_of(factory)
         key = "model_args.context" if "context" in names else "model_args.config.max_position_embeddings"
         raise JobError(
             f"data.length: found samples of {shape[0]:,} tokens in {settings.data.kind}, but the model has "
-            f"{places:,} places; shorten data.length, or raise {key}"
+            f"{positions:,} places; shorten data.length, or raise {key}"
         )
 
 
 def _known_tokens(settings: TrainSettings, factory: Callable[..., Any], model: nn.Module) -> tuple[str, Any]:
-    """Where the model says how many tokens it knows, and how many: its arguments, or its configuration."""
+    """The key with the model's vocabulary size, and the size: from its arguments, or its configuration."""
     parameter = parameters_of(factory).get("vocabulary")
     if parameter is not None:
         return "model_args.vocabulary", settings.model.args.get("vocabulary", parameter.default)
-    own = getattr(getattr(model, "config", None), "vocab_size", None)
-    return "model_args.config.vocab_size", own
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    return "model_args.config.vocab_size", vocab_size
 
 
 def order_id(dataset: Any, settings: TrainSettings) -> str | None:
-    """What the shuffled order of a set that has its own depends on besides the seed; else None."""
+    """What the data set's own shuffled order depends on besides the seed; None without such an order."""
     lanes = getattr(dataset, "lanes", None)
     if not settings.data.shuffle or not hasattr(dataset, "epoch_order"):
         return None
@@ -142,7 +142,7 @@ def order_id(dataset: Any, settings: TrainSettings) -> str | None:
 
 
 def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainSettings) -> None:
-    """Refuse to go on in the middle of an epoch whose own order would be another."""
+    """Raise when resuming in the middle of an epoch whose order has changed."""
     before, now = progress.get("order"), order_id(dataset, settings)
     if before is not None and now is not None and before != now:
         raise JobError(
@@ -152,17 +152,17 @@ def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainS
 
 
 def fingerprint_of(dataset: Any) -> str | None:
-    """What a data set says identifies it, by its `fingerprint()`; None where it has none."""
-    own = getattr(dataset, "fingerprint", None)
-    found = own() if callable(own) else None
-    if found is not None and not isinstance(found, str):
-        raise DataError(f"data.kind: fingerprint() returned {found!r}, expected text, or None")
-    return found
+    """The result of the data set's `fingerprint()`; None if it has none."""
+    method = getattr(dataset, "fingerprint", None)
+    fingerprint = method() if callable(method) else None
+    if fingerprint is not None and not isinstance(fingerprint, str):
+        raise DataError(f"data.kind: fingerprint() returned {fingerprint!r}, expected text, or None")
+    return fingerprint
 
 
 def check_same_data(progress: Mapping[str, Any], dataset: Any, data: DataSettings) -> None:
-    """Refuse a checkpoint whose model learnt from data in which the same numbers mean something else."""
-    # Checkpoints had the fingerprint of a vocabulary under that name before.
+    """Raise for a checkpoint that was trained on data whose numbers have another meaning."""
+    # Older checkpoints have the fingerprint of a vocabulary under that name.
     before, now = progress.get("fingerprint", progress.get("vocabulary")), fingerprint_of(dataset)
     if before is not None and now is not None and before != now:
         where, kind = data.options.get("path", "data.kind"), data.kind

@@ -1,7 +1,7 @@
-"""Which samples a step uses, as a function of (seed, epoch, position) alone.
+"""Which samples a step uses, as a function of only (seed, epoch, position).
 
-World size and batch size do not enter the order, so either can change between two steps and no sample is
-repeated or skipped.
+The order does not depend on world size and batch size, so either can change between two steps without
+repeating or skipping samples.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from plait.core.splits import part
 
-# More samples than any stream without an end gives.
+# More samples than any endless stream yields.
 ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is in its data: `sample` samples of epoch `epoch` are used up.
+    """The position of a run in its data: `sample` samples of epoch `epoch` were used.
 
-    `stream` is what a stream's `state_dict` said there, of a set that has one.
+    `stream` is the stream's `state_dict` at this position, if it has one.
     """
 
     epoch: int = 0
@@ -41,7 +41,7 @@ class GlobalBatch:
 
 
 def mix(*numbers: int) -> int:
-    """A 63-bit number that looks random and depends on all of `numbers` (splitmix64 over each in turn)."""
+    """A 63-bit hash of `numbers` (splitmix64 over each of them)."""
     state = 0
     for number in numbers:
         state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
@@ -72,8 +72,8 @@ def batches(
 ) -> Iterator[GlobalBatch]:
     """The batches from `start` on, epoch after epoch without end.
 
-    The last batch of an epoch is smaller when `batch_size` does not divide what is left; with
-    `keep_last=False` it is left out. With `shuffle`, `own_order(epoch)` is the order where it is given.
+    The last batch of an epoch is smaller if `batch_size` does not divide the rest; with `keep_last=False` it
+    is dropped. With `shuffle`, `own_order(epoch)`, if given, is the order.
     """
     epoch, sample = start.epoch, start.sample
     while True:
@@ -97,9 +97,9 @@ def has_next(sample: int, samples: int, batch_size: int, keep_last: bool) -> boo
 
 
 def share(samples: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """The part of a global batch that `rank` works on: consecutive, sizes differing by one at most."""
-    own = part(len(samples), rank, world_size)
-    return samples[own.start : own.stop]
+    """The share of a global batch of `rank`: consecutive samples; sizes differ by at most one."""
+    rows = part(len(samples), rank, world_size)
+    return samples[rows.start : rows.stop]
 
 
 def steps_per_epoch(samples: int, batch_size: int, keep_last: bool) -> int:

@@ -1,4 +1,4 @@
-"""Batches of a stream: samples come in the stream's own order, and its length may be unknown.
+"""Batches of a stream: samples are in the stream's order, and its length may be unknown.
 
 Every worker reads the whole stream and takes its share of each batch, so the samples of a step do not depend
 on the number of workers.
@@ -47,27 +47,27 @@ class _Read:
 def stream_batches(
     source: DataSource, order: StreamOrder, rank: int, world_size: int, loaders: int, pin: bool = False
 ) -> Iterator[Batch]:
-    """This rank's share of each batch of the stream, in order; the last one says that it is the last."""
+    """This rank's share of each batch of the stream, in order; the last one is marked."""
     batches = _shares(source, order, rank, world_size)
     if loaders == 0:
         yield from batches
         return
-    # A None item would end the stream, so a content, which may be None, travels in a pair.
+    # A None item would end the stream, so the content, which may be None, is sent in a pair.
     for content, rest in load_stream(((b.content, replace(b, content=None)) for b in batches), pin):
         yield replace(rest, content=content)
 
 
 def check_same_stream(batch: Batch) -> None:
-    """Refuse workers that read unlike streams; all of them call it together with the same batch."""
-    own = torch.tensor([batch.checksum, batch.total])
-    found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, own)
-    refuse_unlike([one.tolist() for one in found])
+    """Raise if workers read different streams; all of them call it together with the same batch."""
+    local = torch.tensor([batch.checksum, batch.total])
+    gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    refuse_unlike([one.tolist() for one in gathered])
 
 
-def refuse_unlike(found: Sequence[Any]) -> None:
-    """Refuse workers whose samples are not those of the first, by what stands for the samples of each."""
-    unlike = [rank for rank, one in enumerate(found) if one != found[0]]
+def refuse_unlike(checksums: Sequence[Any]) -> None:
+    """Raise if a worker's samples differ from the first worker's, given a checksum of each."""
+    unlike = [rank for rank, one in enumerate(checksums) if one != checksums[0]]
     if unlike:
         raise DataError(
             f"data.kind: worker {unlike[0]} read other samples than worker 0; every worker must read all of "
@@ -79,19 +79,19 @@ def refuse_unlike(found: Sequence[Any]) -> None:
 def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) -> Iterator[Batch]:
     batches = _batches(source.dataset, order)
     read = next(batches, None)
-    found = 0
+    sum_so_far = 0
     while read is not None:
-        found = checksum(read.samples, found)
-        own = list(share(read.samples, rank, world_size))
-        # Before the next ones are read: a stream may fill the same tensor again and again.
-        content = source.collated(own)
-        # Read one batch ahead: the caller must know whether the epoch or the run ends with this one.
+        sum_so_far = checksum(read.samples, sum_so_far)
+        local = list(share(read.samples, rank, world_size))
+        # Before the next samples are read, as a stream may reuse the same tensor.
+        content = source.collated(local)
+        # Read one batch ahead, as the caller must know whether the epoch or the run ends with this one.
         following = next(batches, None)
         last, after = following is None, read.after
         if (following is None or following.epoch > read.epoch) and after.stream is None:
-            # Resume at the next epoch. With a state, a resumed run finds the end of this one by itself.
+            # Resume at the next epoch. With a state, a resumed run finds the end of this epoch itself.
             after = Position(read.epoch + 1)
-        yield Batch(content, len(own), len(read.samples), read.epoch, after, last, found)
+        yield Batch(content, len(local), len(read.samples), read.epoch, after, last, sum_so_far)
         read = following
 
 
@@ -113,7 +113,7 @@ def _empty(order: StreamOrder, epoch: int) -> str:
     short = f", or fewer than data.batch_size ({order.batch_size}) with last_batch: drop"
     return (
         f"data.kind: the stream gave no sample in epoch {epoch}{'' if order.keep_last else short}; expected "
-        f"a data set whose __iter__ begins anew each time (a generator ends once and for all)"
+        f"a data set whose __iter__ starts from the beginning each time (a generator can be read only once)"
     )
 
 
@@ -127,12 +127,12 @@ def _epoch_batches(dataset: Any, order: StreamOrder, epoch: int, begin: int, sta
             yield _Read(samples, epoch, Position(epoch, number, _state_of(dataset)))
             samples = []
     if samples and order.keep_last:
-        # The stream has ended before these are returned, so its state is that of the next epoch's start.
+        # The stream has ended before these are yielded, so its state is that at the start of the next epoch.
         yield _Read(samples, epoch, Position(epoch + 1, 0, _state_of(dataset)))
 
 
 def _state_of(dataset: Any) -> Any:
-    """The stream's state, or None where it has none that JSON can hold unchanged."""
+    """The stream's state, or None if it has none that JSON can represent."""
     if not has_state(dataset):
         return None
     state = dataset.state_dict()
@@ -151,14 +151,14 @@ def has_state(dataset: Any) -> bool:
 def checksum(samples: Any, before: int = 0) -> int:
     """A checksum of the tensors, arrays, numbers and text in `samples`; other objects do not count.
 
-    `before` is that of the samples before them.
+    `before` is the checksum of the earlier samples.
     """
-    found = before
+    value = before
     for leaf in pytree.tree_leaves(samples):
         if isinstance(leaf, torch.Tensor):
             leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         if isinstance(leaf, numpy.ndarray):
-            found = zlib.crc32(leaf.tobytes(), found)
+            value = zlib.crc32(leaf.tobytes(), value)
         elif isinstance(leaf, (int, float, str, bytes)):
-            found = zlib.crc32(repr(leaf).encode(), found)
-    return found
+            value = zlib.crc32(repr(leaf).encode(), value)
+    return value

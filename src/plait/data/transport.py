@@ -1,8 +1,8 @@
 """Messages between a loader process and its worker, over a pipe of `multiprocessing`.
 
-Torch's own queues create a segment in /dev/shm for every tensor: it needs a descriptor each, fails where a
-container has 64 MB there, and stays if the process is killed before it unlinks the name. Here a large message
-is one memfd, which has no name, and its descriptor follows the message. Nothing is pickled: values travel as
+Torch's queues create a segment in /dev/shm for every tensor: each needs a descriptor, fails if a container
+has 64 MB there, and stays if the process is killed before it unlinks the name. Here a large message is one
+memfd, which has no name, and its descriptor is sent after the message. Nothing is pickled: values are sent as
 text and raw bytes (see trees.py).
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from plait.data import trees
 
-# The bytes of the text, which follows; then the tensors.
+# The length of the text, which follows; then the tensors.
 _HEAD = struct.Struct("<q")
 _ALIGNMENT = 64
 # Several messages of this size fit into a pipe's buffer, so sending them never blocks.
@@ -42,23 +42,23 @@ def send(to: Connection, value: Any) -> None:
     with open(os.memfd_create("plait-batch"), "wb") as file:
         file.writelines(parts)
         file.flush()
-        to.send_bytes(b"")  # a file follows
+        to.send_bytes(b"")  # a descriptor follows
         send_handle(to, file.fileno(), None)
 
 
 def receive(from_: Connection, pin: bool = False) -> Any:
-    """The next value that was sent; EOFError when the other end is gone. With `pin`, in pinned memory."""
+    """The next value; EOFError if the other end is gone. With `pin`, in pinned memory."""
     message = bytearray(from_.recv_bytes()) or _receive_file(from_)
-    place = _HEAD.size + _HEAD.unpack_from(message)[0]
-    content = json.loads(message[_HEAD.size : place])
+    offset = _HEAD.size + _HEAD.unpack_from(message)[0]
+    content = json.loads(message[_HEAD.size : offset])
     memory = torch.frombuffer(message, dtype=torch.uint8)
     storage = (memory.pin_memory() if pin else memory).untyped_storage()
 
     def next_tensor(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        nonlocal place
-        begin = place + len(_padding(place))
-        place = begin + torch.Size(shape).numel() * dtype.itemsize
-        # No view, since views share autograd's version counter.
+        nonlocal offset
+        begin = offset + len(_padding(offset))
+        offset = begin + torch.Size(shape).numel() * dtype.itemsize
+        # Not a view, since views share autograd's version counter.
         return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, ())
 
     return trees.put_together(content, next_tensor)
@@ -74,12 +74,12 @@ def _receive_file(from_: Connection) -> mmap.mmap:
             "no descriptor is left to receive a batch with; raise the limit (ulimit -n)"
         ) from failure
     try:
-        # Map all pages at once: a page fault for each would take longer than the copy.
+        # Map all pages at once, as page faults would take longer than the copy.
         return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(descriptor)
 
 
 def _padding(size: int) -> bytes:
-    """What follows `size` bytes, so that the next tensor begins where any type may."""
+    """Padding after `size` bytes, for the alignment of the next tensor."""
     return bytes(-size % _ALIGNMENT)

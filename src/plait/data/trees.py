@@ -1,7 +1,8 @@
-"""Batches as plain values and raw tensors: what a loader process may hand to its worker, without pickle.
+"""Batches as plain values and raw tensors, which a loader process sends to its worker without pickle.
 
-Tensors, numpy arrays, numbers, text, bytes and None, in tuples, lists, dicts, sets, named tuples, dataclasses
-and other mappings (such as transformers' BatchEncoding). Classes travel by name, and only to make such a one.
+Supports tensors, numpy arrays, numbers, text, bytes and None, in tuples, lists, dicts, sets, named tuples,
+dataclasses and other mappings (such as transformers' BatchEncoding). Classes are sent by name, and only
+constructed if they are one of these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from plait.core.errors import DataError
 
 
 class NotHandedOverError(DataError):
-    """A batch holds what a loader process cannot hand to its worker."""
+    """A batch contains something that a loader process cannot send to its worker."""
 
 
 NextTensor = Callable[[torch.dtype, Sequence[int]], Tensor]
@@ -28,7 +29,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` as JSON holds it; its tensors are appended to `tensors`, in the order of `put_together`."""
+    """`value` as JSON; its tensors are appended to `tensors`, in the order of `put_together`."""
 
     def down(item: Any) -> Any:
         return take_apart(item, tensors)
@@ -98,7 +99,7 @@ def _refused(what: str) -> NotHandedOverError:
 
 
 def put_together(content: Any, tensor: NextTensor) -> Any:
-    """The value that `take_apart` made `content` of; `tensor` gives its tensors, one after the other."""
+    """The inverse of `take_apart`; `tensor` returns the tensors one after the other."""
 
     def up(item: Any) -> Any:
         return put_together(item, tensor)
@@ -128,10 +129,10 @@ def put_together(content: Any, tensor: NextTensor) -> Any:
 
 
 def _find(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _made(kind: str, cls: Any, items: Any, up: Callable[[Any], Any]) -> Any:

@@ -1,17 +1,18 @@
 """Fusion: K models of one shape in, one module that trains them all at once out.
 
-The models' own forward runs on tensors that carry the trials axis (`tensor.py`), one rule for each operation
-that matters (`rules/`). Hyperparameters are vectors with one entry a trial. Nothing here starts a process.
+The model's forward runs on tensors with a trials axis (`dispatch/tensor.py`); common operations have a rule
+for such tensors (`rules/`). Hyperparameters are vectors with one entry per trial. Nothing here starts a
+process.
 """
 
 from plait.fusion.check import group_by_shape
 from plait.fusion.errors import FusionError
 from plait.fusion.fusing import fuse
 from plait.fusion.module import FusedModule
-from plait.fusion.optim.gradients import clip_gradients
-from plait.fusion.optim.lone import fuse_optimizers, split_optimizer
-from plait.fusion.optim.loss_scale import LossScales
+from plait.fusion.optim.conversion import fuse_optimizers, split_optimizer
+from plait.fusion.optim.loss_scales import LossScales
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.trial_gradients import clip_gradients
 from plait.fusion.shared import Shared
 from plait.fusion.trials.membership import add_trials, keep_trials, replace_trial
 

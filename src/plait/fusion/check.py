@@ -1,4 +1,4 @@
-"""Whether models can be fused: the same structure and shapes; and which numbers differ between them."""
+"""Checks whether models can be fused (same structure and shapes), and finds the floats that differ."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from plait.core.shown import shown
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
-from plait.fusion.patches import Patch
+from plait.fusion.forward_patches import Patch
 from plait.fusion.trials.unfused import gradient_hooks
 from plait.verification import unchanged_random_numbers
 from plait.verification.python_state import changed, unchanged_state
 
-# What the structure is compared by, and what torch keeps in addition.
+# Attributes that are compared elsewhere as structure, and internal ones of torch.
 _SKIPPED = frozenset(
     (
         "training", "_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs",
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Refuse models that differ in more than values, naming the first difference."""
+    """Raise FusionError if models differ in more than values; the message names the first difference."""
     check_structure(models)
     for number, model in enumerate(models[1:], 1):
         if model.training != models[0].training:
@@ -39,17 +39,17 @@ def check_models(models: Sequence[nn.Module]) -> None:
                 f"fuse: model 0 is in {modes[0]} and model {number} in {modes[1]}; expected all in one mode"
             )
         for path, name in different_attributes(models[0], model):
-            found = [vars(one.get_submodule(path)).get(name) for one in (models[0], model)]
+            values = [vars(one.get_submodule(path)).get(name) for one in (models[0], model)]
             raise FusionError(
-                f"fuse: {path or 'the model'}.{name} is {_short(found[0])} in model 0 and {_short(found[1])} "
-                f"in model {number}; floats, parameters and buffers may differ between fused models, other "
-                f"values not, nor what cannot be compared; plait.fusion.group_by_shape sorts models into "
-                f"groups that can be fused"
+                f"fuse: {path or 'the model'}.{name} is {_short(values[0])} in model 0 and "
+                f"{_short(values[1])} in model {number}; only floats, parameters and buffers may differ "
+                f"between fused models, and other values must be comparable; plait.fusion.group_by_shape "
+                f"sorts models into groups that can be fused"
             )
 
 
 def check_structure(models: Sequence[nn.Module]) -> None:
-    """Refuse models whose modules, parameters and buffers are not of the same kinds and shapes."""
+    """Raise FusionError if modules, parameters or buffers differ in type or shape."""
     if not models:
         raise FusionError("fuse: found no models, expected one or more of the same shape")
     for number, model in enumerate(models):
@@ -85,7 +85,7 @@ def _refuse_sparse(model: nn.Module, number: int) -> None:
 
 
 def _refuse_hooks(model: nn.Module, number: int) -> None:
-    """Refuse hooks that get a parameter with its gradient, which in an array are those of all trials."""
+    """Raise FusionError for hooks that cannot run once per trial."""
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise FusionError(
@@ -96,18 +96,18 @@ def _refuse_hooks(model: nn.Module, number: int) -> None:
         for hook in gradient_hooks(parameter):
             if kept := _kept_by(hook, model, parameter):
                 raise FusionError(
-                    f"fuse: {name!r} of model {number} has a hook that changes {kept}, by which its next "
-                    f"call may go and which all trials would share; train each model alone"
+                    f"fuse: {name!r} of model {number} has a hook that changes {kept}, which its next "
+                    f"call may depend on and which all trials would share; train each model alone"
                 )
 
 
 def _kept_by(hook: Any, model: nn.Module, parameter: Tensor) -> str:
-    """What a call of a gradient's hook changes in Python, as people know it; else nothing."""
+    """Describe the Python state that a call of a gradient hook changes; empty if it changes none."""
     with unchanged_random_numbers(), unchanged_state({"hook": hook, "model": model}) as state:
         before = state.tokens()
         try:
             hook(torch.ones_like(parameter))
-        except Exception:  # it wants another gradient; the first step's error says so
+        except Exception:  # not callable on this gradient; the first step will raise
             return ""
         return next((words for _, words in changed(before, state.tokens())), "")
 
@@ -123,7 +123,7 @@ def _kinds(model: nn.Module) -> dict[str, Any]:
 
 
 class _Kind:
-    """The class of a module, which is the same where its name or else all that it defines is."""
+    """The class of a module; equal if the import names are, or else the definitions."""
 
     def __init__(self, kind: type, tree: Mapping[int, str]) -> None:
         self._kind = kind
@@ -137,12 +137,12 @@ class _Kind:
 
     def __repr__(self) -> str:
         has_name = self._description == ("class", self._kind.__module__, self._kind.__qualname__)
-        # Of classes made in a function there may be several under one name, which say different things.
+        # A function may create several different classes with the same name.
         return self._kind.__qualname__ if has_name else f"{self._kind.__qualname__} (made at run time)"
 
 
 def _modes(model: nn.Module) -> dict[str, str]:
-    """Which modules are kept in another mode than the model, such as frozen batch norms."""
+    """The modules whose training mode differs from the model's, such as frozen batch norms."""
     kept = {False: "kept in evaluation", True: "kept in training"}
     return {
         name: kept[part.training] if part.training != model.training else "in the model's mode"
@@ -171,29 +171,29 @@ def _same(what: str, expected: dict[str, Any], found: dict[str, Any], number: in
 
 
 def hyperparameters(models: Sequence[nn.Module]) -> list[tuple[str, str, list[float]]]:
-    """The float attributes that differ between models: the module's path, the name, a value a model."""
-    found = []
+    """The float attributes that differ between models: module path, name, one value per model."""
+    differing = []
     others = [dict(model.named_modules()) for model in models]
     for path, part in models[0].named_modules():
         for name in vars(part):
             every: list[Any] = [vars(other[path]).get(name) for other in others]
             is_float = any(isinstance(one, float) for one in every) and all(map(_is_number, every))
             if is_float and name not in _SKIPPED and len(set(every)) > 1:
-                found.append((path, name, [float(one) for one in every]))
-    return found
+                differing.append((path, name, [float(one) for one in every]))
+    return differing
 
 
 def tensor_attributes(models: Sequence[nn.Module]) -> list[tuple[str, str, list[Tensor]]]:
-    """Tensors in plain attributes that differ between models: the module's path, the name, one a model."""
-    found = []
+    """Tensors in plain attributes that differ between models: module path, name, one per model."""
+    differing = []
     others = [dict(model.named_modules()) for model in models]
     for path, part in models[0].named_modules():
         for name, value in vars(part).items():
             if isinstance(value, Tensor) and name not in _SKIPPED:
                 every = [vars(other[path])[name] for other in others]
                 if not all(_is_equal(value, one) for one in every[1:]):
-                    found.append((path, name, every))
-    return found
+                    differing.append((path, name, every))
+    return differing
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
@@ -203,13 +203,13 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def different_attributes(first: nn.Module, other: nn.Module) -> list[tuple[str, str]]:
-    """Where two models of one structure differ in what is no float, parameter or buffer: path and name."""
+    """Attributes other than floats, parameters and buffers in which two models differ: path and name."""
     others = dict(other.named_modules())
     trees = _tree(first), _tree(other)
     return [
         (path, name)
         for path, part in first.named_modules()
-        # What a scripted module holds is each trial's own: it runs trial by trial.
+        # A scripted module runs trial by trial, so its attributes may differ.
         for name in dict.fromkeys([*vars(part), *vars(others[path])])
         if name not in _SKIPPED
         and not isinstance(part, torch.jit.ScriptModule)
@@ -218,15 +218,15 @@ def different_attributes(first: nn.Module, other: nn.Module) -> list[tuple[str, 
 
 
 def _attribute(part: nn.Module, name: str) -> Any:
-    """An attribute as it counts: of torch's hooks the functions, not the numbers they were given."""
+    """An attribute for comparison; for torch's hooks the functions, without their ids."""
     value = vars(part).get(name)
-    if isinstance(value, Patch):  # the module's own forward counts, as its class has it
+    if isinstance(value, Patch):  # compare the forward of the class
         return None
     return tuple(value.values()) if "_hooks" in name and isinstance(value, dict) else value
 
 
 def _description(part: nn.Module, name: str, tree: Mapping[int, str]) -> Hashable:
-    """An attribute as it must be the same in models that are fused."""
+    """A description of an attribute that must be equal in fused models."""
     value = _attribute(part, name)
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
@@ -248,7 +248,7 @@ def _is_number(value: Any) -> bool:
 
 
 def group_by_shape(items: Sequence[T], model_of: Callable[[T], nn.Module]) -> list[list[T]]:
-    """`items` in groups whose models can be fused, in order of appearance."""
+    """`items` in groups whose models can be fused with each other, in order of appearance."""
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(shape_key(model_of(item)), []).append(item)
@@ -256,9 +256,9 @@ def group_by_shape(items: Sequence[T], model_of: Callable[[T], nn.Module]) -> li
 
 
 def shape_key(model: nn.Module) -> Hashable:
-    """What models that can be fused have in common: structure, shapes, attributes that are no floats.
+    """A key that is equal for models that can be fused: structure, shapes, attributes that are not floats.
 
-    Of a float only whether it is zero counts: a model that asks so takes another branch.
+    For a float only whether it is zero matters, as code often branches on that.
     """
     tree = _tree(model)
     values = tuple(

@@ -1,6 +1,6 @@
-"""Copies of modules whose functions close over them: a wrapped forward, a hook that knows its model.
+"""Deep copies of modules whose functions close over them: a wrapped forward, a hook that refers to its model.
 
-Python copies no functions, so a copy of a module would go on calling into the module it was copied from.
+Python does not copy functions, so a copied module would keep calling into the original.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.verification.attributes import is_full
 
 @contextmanager
 def copied_closures(module: nn.Module) -> Iterator[None]:
-    """Within, deep copies of functions that lead to `module`, or to a part of it, lead to the part's copy."""
+    """Context in which deep copies of functions that refer to `module` or its parts refer to the copies."""
     parts = {id(part) for part in module.modules()}
     parts |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     dispatch: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
@@ -39,20 +39,20 @@ def copied_closures(module: nn.Module) -> Iterator[None]:
 def _copy(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
     cells = [memo.setdefault(id(cell), types.CellType()) for cell in function.__closure__ or ()]
     made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(cells))
-    # Known before its parts are copied, as these may lead back to it.
+    # Memoized before its contents are copied, as these may refer back to it.
     memo[id(function)] = made
     made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
     made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
     made.__qualname__, made.__module__ = function.__qualname__, function.__module__
     made.__dict__.update(copy.deepcopy(function.__dict__, memo))
-    for cell, own in zip(function.__closure__ or (), cells):
-        if is_full(cell) and not is_full(own):
-            own.cell_contents = copy.deepcopy(cell.cell_contents, memo)
+    for cell, copied in zip(function.__closure__ or (), cells):
+        if is_full(cell) and not is_full(copied):
+            copied.cell_contents = copy.deepcopy(cell.cell_contents, memo)
     return made
 
 
 def _leads_to(value: Any, parts: set[int]) -> bool:
-    """Whether one of `parts`, by its id, is within a function or what it refers to."""
+    """Whether a function refers, directly or not, to an object whose id is in `parts`."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:

@@ -1,4 +1,4 @@
-"""What a value is, in a form that can be compared: attributes of models that are to be fused."""
+"""Comparable descriptions of values, to compare attributes of models that are to be fused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLAIN = (
     range,
     slice,
 )
-# Two of these are alike whatever they hold: a number of torch's own, or nothing that a model computes with.
+# All values of these types are treated as equal: a model does not compute with them.
 _ALL_ALIKE = (RemovableHandle, type(threading.Lock()), type(threading.RLock()))
 _DESCRIPTORS = (
     types.MemberDescriptorType,
@@ -47,38 +47,37 @@ _DESCRIPTORS = (
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
 )
-# What a class holds besides what its instances do.
+# Class attributes that do not affect instances.
 _OF_CLASSES = frozenset(
     (
         "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "_abc_impl",
         "__firstlineno__", "__static_attributes__", "__dataclass_params__", "__slotnames__",
     )
 )  # fmt: skip
-# Of a class that a class statement made; others are built into Python or a library.
+# Type flag of classes created by a class statement, not built into Python or a library.
 _MADE_AT_RUN_TIME = 1 << 9
 _DEEPEST = 24
 
 
 def describe(value: Any, tree: Mapping[int, str] | None = None) -> Hashable:
-    """Equal for values that act alike: containers by their parts, functions by code and what they close over.
+    """Equal for values that behave alike: containers by items, functions by code and closure.
 
-    Classes that can be imported are described by their names, others by their content; objects by their class
-    and attributes, or by what they would be pickled as. What nothing can be known of equals itself alone.
-    Modules whose ids are in `tree` are described by their names there, since they are compared where they
-    belong.
+    Importable classes are described by name, others by content; objects by class and attributes, or by what
+    pickle would store. An opaque value equals only itself. Modules whose ids are in `tree` are described by
+    their name there, since they are compared separately.
     """
     return _Description(tree or {}).of(value, 0)
 
 
 class _Description:
-    """One walk through a value and all that it refers to."""
+    """One traversal of a value and all that it refers to."""
 
     def __init__(self, tree: Mapping[int, str]) -> None:
         self._tree = tree
         self._seen: dict[int, int] = {}
-        # Kept, so that no id is used for another object meanwhile.
+        # Kept alive so that no id is reused during the traversal.
         self._held: list[Any] = []
-        # How many classes the walk is inside of.
+        # How many classes the traversal is currently inside of.
         self._classes = 0
 
     def of(self, value: Any, depth: int) -> Hashable:
@@ -99,12 +98,12 @@ class _Description:
     def _within(self, value: Any, inner: Callable[[Any], Hashable]) -> Hashable:
         if isinstance(value, type):
             self._classes += 1
-            found = _class(value, inner)
+            described = _class(value, inner)
             self._classes -= 1
-            return found
+            return described
         kind = inner(type(value))
         if isinstance(value, Tensor):
-            # torch.nn.utils.parametrize makes a class for a module, whose functions know that module.
+            # torch.nn.utils.parametrize creates a class per module, whose functions refer to that module.
             return (kind, *_tensor(value, with_values=self._classes == 0))
         if isinstance(value, (numpy.ndarray, numpy.generic)):
             if value.dtype.hasobject:
@@ -126,13 +125,13 @@ class _Description:
             return (kind, *sorted((inner(part) for part in value), key=repr))
         if (known := _callable(value, kind, inner)) is not None:
             return known
-        if isinstance(value, nn.Module):  # one that no tree of modules knows
+        if isinstance(value, nn.Module):  # not in the tree of modules
             return (kind, _attributes(value, inner))
         return _object(value, kind, inner)
 
 
 class _Itself:
-    """A value of which nothing is known: it equals itself alone."""
+    """An opaque value, which equals only itself."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -143,16 +142,16 @@ class _Itself:
     def __hash__(self) -> int:
         return id(self._value)
 
-    def __repr__(self) -> str:  # as long as it lives, no other has this one
+    def __repr__(self) -> str:  # unique while the value is alive
         return f"{type(self._value).__qualname__} at {id(self._value)}"
 
 
 def _class(value: type, inner: Callable[[Any], Hashable]) -> Hashable:
-    """A class by its name where that leads to it, else by all that it defines."""
-    found: Any = sys.modules.get(value.__module__)
+    """A class by its name if it can be imported by it, else by all that it defines."""
+    reached: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    if found is value or not value.__flags__ & _MADE_AT_RUN_TIME:
+        reached = getattr(reached, name, None)
+    if reached is value or not value.__flags__ & _MADE_AT_RUN_TIME:
         return ("class", value.__module__, value.__qualname__)
     content = [(n, inner(part)) for n, part in sorted(vars(value).items()) if n not in _OF_CLASSES]
     return ("class", value.__module__, value.__qualname__, inner(value.__bases__), *content)
@@ -175,8 +174,8 @@ def _callable(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> H
         )  # fmt: skip
     if isinstance(value, types.BuiltinFunctionType):
         owner = value.__self__
-        own = None if isinstance(owner, (types.ModuleType, type)) else inner(owner)
-        return (kind, getattr(value, "__module__", None), value.__qualname__, own)
+        bound_to = None if isinstance(owner, (types.ModuleType, type)) else inner(owner)
+        return (kind, getattr(value, "__module__", None), value.__qualname__, bound_to)
     if isinstance(value, types.ModuleType):
         return (kind, value.__name__)
     if isinstance(value, _DESCRIPTORS):
@@ -185,11 +184,11 @@ def _callable(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> H
 
 
 def _object(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> Hashable:
-    """An object by its attributes, and by what it would be pickled as: some keep more than attributes."""
+    """An object by its attributes and by what pickle would store, as some keep state outside attributes."""
     named = _attributes(value, inner)
     try:
         reduced = value.__reduce_ex__(2)
-    except Exception:  # it may refuse in any way
+    except Exception:  # pickling may raise anything
         return _Itself(value)
     if isinstance(reduced, str):
         return (kind, named, reduced)
@@ -198,12 +197,12 @@ def _object(value: Any, kind: Hashable, inner: Callable[[Any], Hashable]) -> Has
 
 
 def _listed(part: Any) -> Any:
-    """The items that a pickle would take from an iterator; anything else as it is."""
+    """The items of an iterator that pickle would read; anything else unchanged."""
     return list(part) if hasattr(part, "__next__") else part
 
 
 def _attributes(value: Any, inner: Callable[[Any], Hashable]) -> tuple[Hashable, ...]:
-    """What an object holds under names, in its dictionary or in slots."""
+    """The attributes of an object, in its `__dict__` or in slots."""
     named = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for name in slots_of_class(type(value)):
         if hasattr(value, name):
@@ -212,7 +211,7 @@ def _attributes(value: Any, inner: Callable[[Any], Hashable]) -> tuple[Hashable,
 
 
 def _code(code: types.CodeType) -> tuple[Hashable, ...]:
-    """What a function does, without where in memory its parts lie."""
+    """The code of a function, without memory addresses."""
     constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
     return code.co_code, code.co_names, constants
 
@@ -226,7 +225,7 @@ def _tensor(value: Tensor, with_values: bool) -> tuple[Hashable, ...]:
         parts = [plain.contiguous()] if plain.layout == torch.strided else _parts_of_sparse(plain)
         content = [part.view(torch.uint8 if part.dim() else part.dtype).numpy().tobytes() for part in parts]
         return (*about, hashlib.sha256(b"".join(content)).hexdigest())
-    except (RuntimeError, TypeError, NotImplementedError, AssertionError):  # a kind that has no bytes
+    except (RuntimeError, TypeError, NotImplementedError, AssertionError):  # a dtype without bytes
         return (*about, _Itself(value))
 
 

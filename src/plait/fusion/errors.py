@@ -18,7 +18,7 @@ _HERE = str(Path(__file__).parent)
 class FusionError(InputError):
     """The models, or something they do, cannot be fused as they are.
 
-    `what` says what was found; the message goes on with the `advice`, where there is some.
+    `what` says what was found; the `advice`, if any, is appended to the message.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:

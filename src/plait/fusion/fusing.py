@@ -1,4 +1,4 @@
-"""`fuse`: K models in, one module that trains them all out, compared with the models alone at first."""
+"""`fuse`: K models in, one module that trains them all out, verified against the models at its first call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from plait.fusion.verify import (
     Candidate,
     FirstCallCandidate,
     NothingToCompareError,
-    log_verdict,
+    log_report,
     verify_fused,
 )
 
@@ -33,23 +33,23 @@ log = logging.getLogger(__name__)
 def fuse(
     models: Sequence[nn.Module],
     seeds: Sequence[int] | None = None,
-    ages: Sequence[int] | None = None,
+    rng_steps: Sequence[int] | None = None,
     unfused: Iterable[str] | Mapping[str, str] = (),
     verify: bool | Sequence[Any] = True,
 ) -> FusedModule:
-    """One module that computes, and trains, all of `models` at once; the models stay as they are.
+    """One module that computes, and trains, all of `models` at once; the models are not changed.
 
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
-    the trials. `seeds` are the trials' random streams (0, 1, 2... where none are given), `ages` how many
-    training forwards each has behind it. Submodules named in `unfused` run trial by trial; "" names them all.
+    the trials. `seeds` select the trials' random streams (default 0, 1, 2...), `rng_steps` how many training
+    forwards each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
 
-    The first call of the fused module compares its trials with the models alone, on the call's arguments:
-    outputs, gradients and buffers in training and evaluation. Modules that cannot be fused rightly run trial
-    by trial from then on, which `FusedModule.unfused` lists; models for which even that is not right are
-    refused. It takes a few steps of each model alone, and memory for a second array, or for parts of one
-    after the other; until then the models are kept. With `verify=False` nothing is compared. `verify` can
-    also be one batch or two that the plain models take (a tensor, a tuple of positional or a dict of named
-    arguments), on which the trials are compared at once.
+    The first call of the fused module compares its trials with the models, on the call's arguments: outputs,
+    gradients and buffers in training and evaluation mode. Modules that compute something else when fused run
+    trial by trial from then on; `FusedModule.unfused` lists them. If even that does not give the same result,
+    FusionError is raised. The comparison runs a few steps of each model, and needs memory for a second array,
+    or for parts of it one after the other; the models are kept until then. With `verify=False` nothing is
+    compared. `verify` can also be one or two batches for the plain models (a tensor, a tuple of positional or
+    a dict of named arguments), on which the trials are compared at once.
     """
     is_list = isinstance(models, Iterable) and not (
         isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
@@ -63,83 +63,83 @@ def fuse(
     check_models(models)
     count = len(models)
     seeds = list(range(count)) if seeds is None else list(seeds)
-    ages = [0] * count if ages is None else list(ages)
-    for what, given in (("seeds", seeds), ("ages", ages)):
+    rng_steps = [0] * count if rng_steps is None else list(rng_steps)
+    for what, given in (("seeds", seeds), ("rng_steps", rng_steps)):
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
     if not isinstance(verify, bool):
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        reasons = _verified(BatchCandidate(models, seeds, ages, batches), reasons)
-    made = FusedModule(models, seeds, ages, reasons)
+        reasons = _verified(BatchCandidate(models, seeds, rng_steps, batches), reasons)
+    made = FusedModule(models, seeds, rng_steps, reasons)
     made.first_call = FirstCall(models) if verify is True else None
     return made
 
 
 def _verified(candidate: Candidate, unfused: Mapping[str, str]) -> dict[str, str]:
     """The submodules that must run trial by trial, and why."""
-    verdict = verify_fused(candidate, unfused)
-    if verdict.refused is not None:
-        raise FusionError(f"fuse: these models cannot be fused: {verdict.refused}; train each alone")
-    log_verdict(verdict, unfused)
+    report = verify_fused(candidate, unfused)
+    if report.refused is not None:
+        raise FusionError(f"fuse: these models cannot be fused: {report.refused}; train each alone")
+    log_report(report, unfused)
     log.info(
-        "compared %d fused trials with the models alone in %.1f s; fuse(..., verify=False) leaves it out",
+        "compared %d fused trials with the single models in %.1f s; fuse(..., verify=False) skips this",
         len(candidate.models),
-        verdict.seconds,
+        report.seconds,
     )
-    return dict(verdict.unfused)
+    return dict(report.unfused)
 
 
 class FirstCall:
-    """Verifies a fused module at its first call, with the models that it was made of."""
+    """Verifies a fused module at its first call against the models that it was made of."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = list(models)
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Trials have left, or come twice."""
+        """Keep only the trials `numbers`; a number may occur twice."""
         self._models = [self._models[number] for number in numbers]
 
     def replace(self, number: int, model: nn.Module) -> None:
-        """Another model has taken a trial's place."""
+        """Replace the model of a trial."""
         self._models[number] = model
 
     def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compare the trials on these arguments; where nothing can run twice here, at a later call."""
+        """Compare the trials on these arguments, or at a later call if models cannot be run twice here."""
         if _cannot_compare(fused, pytree.tree_leaves((args, kwargs))):
             fused.first_call = self
             return
-        # Tensors made in inference mode, or without gradients, are compared with gradients all the same.
+        # Even in inference mode or under no_grad, gradients are compared.
         with torch.inference_mode(False), torch.enable_grad():
             candidate = FirstCallCandidate(fused, self._models, function, _plain((args, kwargs)))
             try:
-                found = _verified(candidate, fused.unfused)
+                unfused = _verified(candidate, fused.unfused)
             except NothingToCompareError as failure:
                 log.warning("fused trials were not verified: %s", failure)
                 return
-        for name, why in found.items():
+        for name, why in unfused.items():
             if name not in fused.unfused:
                 fused.unfuse(name, why, self._models)
 
 
 def _plain(values: Any) -> Any:
-    """The arguments as tensors that gradients can be computed with."""
+    """The arguments, with tensors that autograd can use."""
 
-    def own(x: Any) -> Any:
+    def plain(x: Any) -> Any:
         if isinstance(x, Shared):
-            return Shared(own(x.tensor))
+            return Shared(plain(x.tensor))
         return x.clone() if isinstance(x, Tensor) and x.is_inference() else x
 
-    return pytree.tree_map(own, values)
+    return pytree.tree_map(plain, values)
 
 
 def _cannot_compare(fused: FusedModule, leaves: Sequence[Any]) -> bool:
-    """Whether models cannot run here on their own: what runs is traced, captured or differentiated."""
+    """Whether the call is being traced, captured or transformed, so that models cannot be run in it."""
     tensors = [x.tensor if isinstance(x, Shared) else x for x in leaves if isinstance(x, (Tensor, Shared))]
     if any(isinstance(x, (FakeTensor, TrialTensor)) or x.is_meta for x in tensors) or fused.is_padded:
         return True
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return True
-    if _get_current_dispatch_mode_stack():  # a trace, or tensors without memory
+    if _get_current_dispatch_mode_stack():  # tracing, or fake tensors
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

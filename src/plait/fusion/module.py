@@ -26,28 +26,28 @@ from plait.fusion.dispatch.install import (
 )
 from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.seams import running
 from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
+from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
-from plait.fusion.optim.gradients import clip_gradients, refuse_joint_clipping
-from plait.fusion.patches import Patch, patch_norms
+from plait.fusion.forward_patches import Patch, patch_norms
+from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared import Shared
 from plait.fusion.speed.compiled import CompiledForward
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (
-    OwnModules,
+    PerTrialModules,
     apply_alone,
     copy_hooks,
     gradient_hooks,
     held_values,
-    own_copy,
+    independent_copy,
 )
 
 
 class BeforeFirstCall(Protocol):
-    """What happens before a fused module's first call; it follows the trials until then."""
+    """Called before a fused module's first call; notified of changes of the trials until then."""
 
     def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None: ...
 
@@ -57,34 +57,35 @@ class BeforeFirstCall(Protocol):
 
 
 class FusedModule(nn.Module):
-    """K trials of one model. Tensors that enter and leave have the trials axis first.
+    """K trials of one model. Inputs and outputs have the trials axis first.
 
-    `module` has the structure and the parameter names of one trial, each parameter being (trials, ...).
+    `module` has the structure and parameter names of one trial; each parameter has shape (trials, ...).
     """
 
     seeds: Tensor
     ages: Tensor
 
     def __init__(
-        self, models: list[nn.Module], seeds: list[int], ages: list[int], unfused: Mapping[str, str]
+        self, models: list[nn.Module], seeds: list[int], rng_steps: list[int], unfused: Mapping[str, str]
     ) -> None:
         super().__init__()
         self.module = _stacked(models)
         device = next((tensor.device for tensor in models[0].parameters()), torch.device("cpu"))
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
-        self.register_buffer("ages", torch.tensor(ages, dtype=torch.int64, device=device))
+        # The trials' rng_steps, under the name that saved states have.
+        self.register_buffer("ages", torch.tensor(rng_steps, dtype=torch.int64, device=device))
         self._compiled: CompiledForward | None = None
-        # What compares the trials with the models alone, before the first call.
+        # Compares the trials with the single models before the first call.
         self.first_call: BeforeFirstCall | None = None
-        # The draws that others have made of the trials' streams in the same forward: stages before this one.
+        # The number of draws from the trials' streams that earlier stages have made in the same forward.
         self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
         self._wrappers = Wrappers(self._trials)
         self._is_installed = False
         self._find_slots()
         self._recurrent = recurrent_in(self.module)
-        # By name, the submodules that run trial by trial.
-        self._own: dict[str, OwnModules] = {}
+        # The submodules that run trial by trial, by name.
+        self._per_trial: dict[str, PerTrialModules] = {}
         for path, name, tensors in tensor_attributes(models):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
@@ -102,7 +103,7 @@ class FusedModule(nn.Module):
 
     @property
     def draws(self) -> int | tuple[int, ...]:
-        """How many draws of the trials' streams there were up to the end of the last forward."""
+        """The number of draws from the trials' streams up to the end of the last forward."""
         return 0 if self._trials.streams is None else self._trials.streams.calls
 
     @property
@@ -111,9 +112,9 @@ class FusedModule(nn.Module):
         return self._trials.count
 
     def _take_hooks(self, models: Sequence[nn.Module]) -> list[list[list[Any]]]:
-        """By parameter and trial, the hooks that gradients have."""
+        """The gradient hooks of each parameter, for each trial."""
         every = [list(model.parameters()) for model in models]
-        return [[gradient_hooks(own[place]) for own in every] for place in range(len(every[0]))]
+        return [[gradient_hooks(parameters[index]) for parameters in every] for index in range(len(every[0]))]
 
     def _register_hooks(self) -> None:
         for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
@@ -121,7 +122,7 @@ class FusedModule(nn.Module):
                 parameter.register_hook(each_trial(hooks))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: all but what goes by where tensors and modules lie."""
+        """The state for copies and pickles, without caches keyed by object identity."""
         compiled = None if self._compiled is None else self._compiled.options
         anew: dict[str, Any] = dict.fromkeys(("_wrappers", "_slots", "_recurrent", "_counts", "_known"))
         return {**self.__dict__, **anew, "_compiled": compiled}
@@ -134,52 +135,54 @@ class FusedModule(nn.Module):
         self._find_slots()
         self._register_hooks()
         refuse_joint_clipping(self)
-        places = shared_names(self.module)
-        for path, own in self._own.items():
-            own.restore(self._tied_in(own.part))
-            for number, module in enumerate(own.modules):
+        indices = shared_names(self.module)
+        for path, modules in self._per_trial.items():
+            modules.restore(self._tied_in(modules.part))
+            for number, module in enumerate(modules.modules):
                 for name, parameter in module.named_parameters(prefix=path):
-                    copy_hooks(self.gradient_hooks[places[name]][number], parameter)
+                    copy_hooks(self.gradient_hooks[indices[name]][number], parameter)
         if self._compiled is not None:
             self._compiled = CompiledForward(self, state["_compiled"])
 
     @property
     def unfused(self) -> dict[str, str]:
-        """The submodules that run trial by trial, "" being the whole model, and why."""
-        return {name: own.why for name, own in self._own.items()}
+        """The submodules that run trial by trial ("" is the whole model), with the reasons."""
+        return {name: modules.why for name, modules in self._per_trial.items()}
 
     def unfuse(self, name: str, why: str, models: Sequence[nn.Module] | None = None) -> None:
-        """Let a submodule run trial by trial from now on, on modules of its own for each trial.
+        """Run a submodule trial by trial from now on, with a separate module for each trial.
 
-        They are copies of those in `models`, else of what the trials are now.
+        They are copied from `models`, or from the current trials.
         """
         parts = dict(self.module.named_modules())
         if name not in parts:
             raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
-        if any(name == other or name.startswith(f"{other}.") or not other for other in self._own):
+        if any(name == other or name.startswith(f"{other}.") or not other for other in self._per_trial):
             return
         models = self.split() if models is None else models
-        self._compiled = None  # a graph could not hold what these modules do in Python
-        for other in [other for other in self._own if other.startswith(f"{name}.") or not name]:
-            del self._own[other]
-        own = [own_copy(model.get_submodule(name)) for model in models]
-        self._own[name] = OwnModules(parts[name], own, self._trials, self._tied_in(parts[name]), why)
+        self._compiled = None  # a compiled graph cannot contain the Python state of these modules
+        for other in [other for other in self._per_trial if other.startswith(f"{name}.") or not name]:
+            del self._per_trial[other]
+        modules = [independent_copy(model.get_submodule(name)) for model in models]
+        self._per_trial[name] = PerTrialModules(
+            parts[name], modules, self._trials, self._tied_in(parts[name]), why
+        )
         self.forget()
 
     def _tied_in(self, part: nn.Module) -> set[int]:
-        """The parameters of a submodule that others hold too, by their ids."""
+        """The ids of parameters of a submodule that other submodules also hold."""
         return {id(p) for p in part.parameters()} & {id(p) for p in _parameters_outside(self.module, part)}
 
     def of_trials(self, tensor: Tensor) -> TrialTensor:
-        """The same tensor for each trial, to be kept in an attribute."""
+        """A trial tensor with the same value for each trial, to be kept in an attribute."""
         return TrialTensor(stack([tensor] * self.trials), self._trials)
 
-    def own_modules(self) -> Mapping[str, OwnModules]:
-        """The trials' own modules of submodules that are not fused, by name."""
-        return self._own
+    def per_trial_modules(self) -> Mapping[str, PerTrialModules]:
+        """The per-trial modules of submodules that are not fused, by name."""
+        return self._per_trial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What each trial's model returns for its slice of the arguments, trials first."""
+        """The output of each trial's model for its slice of the arguments, trials axis first."""
         self._begin(_forward, args, kwargs)
         if self._compiled is not None:
             return self._compiled(self._run, args, kwargs)
@@ -189,13 +192,13 @@ class FusedModule(nn.Module):
         return self.call(_forward, *args, **kwargs)
 
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Before the first call: compare the trials with the models alone, where that was asked for."""
+        """Verify the trials before the first call, unless verification is off."""
         if self.first_call is not None:
             first, self.first_call = self.first_call, None
             first(self, function, args, kwargs)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `function(model, *args)` returns for each trial: any code that is written for one model."""
+        """The result of `function(model, *args)` for each trial; `function` is written for one model."""
         self._begin(function, args, kwargs)
         with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
@@ -205,7 +208,7 @@ class FusedModule(nn.Module):
         return outcome
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `function(*args)` returns for each trial: a loss, say, as a vector with one value a trial."""
+        """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
         self._trials.streams = Streams(self.seeds, self.ages, self.draws_before)
         entered_args, entered_kwargs = pytree.tree_map(self._enter, (args, kwargs))
         with running(self._again, self._apply_alone), TrialMode(self._trials):
@@ -214,7 +217,7 @@ class FusedModule(nn.Module):
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        """Within, the module holds trial tensors."""
+        """Context in which the module's parameters and buffers are trial tensors."""
         if self._is_installed:
             yield
             return
@@ -228,7 +231,7 @@ class FusedModule(nn.Module):
             self._is_installed = False
 
     def _adopt_buffers(self) -> None:
-        """Keep buffers that a forward registered, as those of all trials."""
+        """Keep buffers that a forward has registered, with the trials axis."""
         for part in self.module.modules():
             for name, buffer in part._buffers.items():
                 if isinstance(buffer, TrialTensor):
@@ -243,7 +246,7 @@ class FusedModule(nn.Module):
         self._known = {(id(part), name) for part in self.module.modules() for name in part._buffers}
 
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
-        """What opens the state of now once more, in backward, where a checkpoint computes again."""
+        """A context factory that restores the current state in backward, for activation checkpointing."""
         trials = self._trials
         assert trials.streams is not None
         streams, rows = trials.streams.repeated(), trials.rows
@@ -268,15 +271,15 @@ class FusedModule(nn.Module):
 
     @property
     def is_padded(self) -> bool:
-        """Whether trials have rows that are padding now."""
+        """Whether the current batch has padding rows."""
         return self._trials.rows is not None
 
     @contextmanager
     def padded(self, counts: Sequence[int]) -> Iterator[None]:
-        """Within, each trial's batch has `counts` rows of its own, and padding after them.
+        """Context in which each trial's batch has `counts` real rows, followed by padding.
 
-        Batch norms and the losses of torch.nn leave padding out. The batch is the first axis of what a model
-        gets; code of its own that mixes rows of a batch sees padding too.
+        Batch norms and the losses of torch.nn ignore padding. The batch must be the first axis of the inputs.
+        Other code that mixes rows of a batch sees padding too.
         """
         if len(counts) != self.trials:
             raise FusionError(
@@ -289,16 +292,16 @@ class FusedModule(nn.Module):
             self._trials.rows = None
 
     def clip_grad_norm_(self, max_norm: Number) -> Tensor:
-        """Clip the norm of each trial's gradients to `max_norm`, or to its own of several; the norms before.
+        """Clip the norm of each trial's gradients to `max_norm` (one, or one per trial); returns the norms.
 
-        As torch.nn.utils.clip_grad_norm_ for each trial alone.
+        Same as torch.nn.utils.clip_grad_norm_ on each trial separately.
         """
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         limits = one_each("max_norm", max_norm, self.trials)
         return clip_gradients(gradients, torch.tensor(limits, dtype=torch.float64).to(self.seeds.device))
 
     def channels_last(self) -> FusedModule:
-        """Keep the weights of 2d convolutions with their channels innermost, as GPUs read them fastest."""
+        """Store the weights of 2d convolutions in channels-last format, which is fastest on GPUs."""
         for parameter in self.module.parameters():
             if parameter.dim() == 5:
                 parameter.data = parameter.data.movedim(2, -1).contiguous().movedim(-1, 2)
@@ -306,35 +309,35 @@ class FusedModule(nn.Module):
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile forwards from now on; arguments are those of torch.compile, which cannot see through us.
+        """Compile forwards from now on, with the arguments of torch.compile, which cannot trace this module.
 
-        A change of trials compiles anew. In 16 bits on a GPU capture the step as a CUDA graph instead.
+        A change of trials recompiles. In 16 bits on a GPU, capture the step as a CUDA graph instead.
         """
-        if self._own:
+        if self._per_trial:
             raise FusionError(
-                f"fused module: {', '.join(name or 'the whole model' for name in self._own)} runs trial by "
-                f"trial, on Python state of each trial's own, which torch.compile cannot see; do not compile"
+                f"fused module: {', '.join(path or 'the whole model' for path in self._per_trial)} runs "
+                f"trial by trial, with Python state that torch.compile cannot trace; do not compile"
             )
         self._compiled = CompiledForward(self, dict(kwargs))
 
     def set_count(self, count: int) -> None:
-        """Say how many trials there are, after all tensors changed."""
+        """Set the number of trials, after all tensors were changed."""
         self._trials.count = count
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew with what is kept between forwards, after tensors or the trials' numbers changed."""
+        """Drop all caches, after tensors or hyperparameters of the trials have changed."""
         self._wrappers.forget()
         if self._compiled is not None:
             self._compiled.forget()
 
     @property
     def frozen(self) -> list[int]:
-        """The trials whose buffers stand still."""
+        """The trials whose buffers are frozen."""
         return list(self._frozen_numbers)
 
     def freeze(self, numbers: Sequence[int]) -> None:
-        """Keep the buffers of these trials, and of no others, as they are now, whatever passes through."""
+        """Freeze the buffers of exactly these trials: forwards do not change them."""
         if self._compiled is not None:
             self._compiled.forget()
         self._frozen_numbers = sorted(numbers)
@@ -347,7 +350,8 @@ class FusedModule(nn.Module):
     def _restore_frozen(self) -> None:
         if self._frozen_numbers:
             for name, buffer in self._own_buffers():
-                # Past autograd, which may have saved the buffer: gradients of these trials are not used.
+                # Hidden from autograd, which may have saved the buffer; gradients of these trials are not
+                # used.
                 if name in self._kept:
                     buffer.data.index_copy_(0, self._frozen, self._kept[name])
 
@@ -359,7 +363,7 @@ class FusedModule(nn.Module):
         if value.dim() == 0 or value.shape[0] != self.trials:
             raise FusionError(
                 f"fused module: found an input of shape {tuple(value.shape)}, expected the trials axis "
-                f"first: ({self.trials}, ...); wrap what all trials share as plait.fusion.Shared(x)"
+                f"first: ({self.trials}, ...); wrap inputs that all trials share as plait.fusion.Shared(x)"
             )
         entered = TrialTensor(value, self._trials)
         entered.rows_at = getattr(value, "plait_rows_at", 0)
@@ -370,22 +374,22 @@ class FusedModule(nn.Module):
             return value
         left = unwrap(value, self._trials)
         if isinstance(value, TrialTensor) and value.rows_at and self._trials.rows is not None:
-            # A loss that gets this tensor later must know that its rows are not outermost.
+            # A loss that uses this tensor later must know that its rows are not the first axis.
             left.plait_rows_at = value.rows_at  # type: ignore[attr-defined]
         return left
 
     def split(self) -> list[nn.Module]:
-        """The trials as ordinary modules, which share no memory with this one."""
+        """The trials as ordinary modules, which do not share memory with this one."""
         return [self.trial(number) for number in range(self.trials)]
 
     def trial(self, number: int) -> nn.Module:
         """One trial as an ordinary module."""
         memo: dict[Any, Any] = {}
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            own = tensor.detach()[number].clone()
+            value = tensor.detach()[number].clone()
             is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
-        # What a forward left in an attribute, attention weights say, has the trials too.
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+        # Tensors that a forward stored in an attribute, such as attention weights, have the trials axis too.
         memo[OF_TRIAL] = number
         for value in held_values(self.module):
             if isinstance(value, TrialTensor):
@@ -394,7 +398,7 @@ class FusedModule(nn.Module):
                 memo.setdefault(id(value), value.detach().clone())
             elif isinstance(value, PerTrial):
                 memo[id(value)] = value.of(number)
-        for modules in self._own.values():
+        for modules in self._per_trial.values():
             memo[id(modules.part)] = modules.copy_of(number, memo)
         with copied_closures(self.module):
             made = copy.deepcopy(self.module, memo)
@@ -412,7 +416,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """The names without those of submodules of others."""
+    """The names without those of submodules of other names."""
     every = list(names)
     if "" in every:
         return [""]
@@ -420,7 +424,7 @@ def _outermost(names: Iterable[str]) -> list[str]:
 
 
 def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """A module with the fused tensors of a scripted one, whose own code only plain tensors can enter."""
+    """A module that holds the fused tensors of a scripted module, whose code takes only plain tensors."""
     made = nn.Module()
     for name, parameter in part.named_parameters(recurse=False):
         made.register_parameter(name, memo[id(parameter)])
@@ -436,12 +440,12 @@ def _scripted(model: nn.Module) -> list[str]:
 
 
 def _with_backward_hooks(model: nn.Module) -> list[str]:
-    """The submodules whose hooks see gradients pass, which must be one trial's."""
+    """The submodules with backward hooks, which must see the gradients of one trial."""
     return [path for path, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
 
 
 def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter]:
-    """The parameters that submodules other than those of `part` hold."""
+    """The parameters held by submodules outside of `part`."""
     inside = {id(one) for one in part.modules()}
     return [
         parameter
@@ -453,7 +457,7 @@ def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter
 
 
 def _stacked(models: list[nn.Module]) -> nn.Module:
-    """A copy of the first model whose tensors are those of all models, one above the other."""
+    """A copy of the first model with the stacked tensors of all models."""
     states = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
     buffers = [dict(model.named_buffers(remove_duplicate=False)) for model in models]
     memo: dict[int, Any] = {}
@@ -465,7 +469,7 @@ def _stacked(models: list[nn.Module]) -> nn.Module:
     for part in models[0].modules():
         if isinstance(part, torch.jit.ScriptModule):
             memo.setdefault(id(part), _placeholder(part, memo))
-    module = own_copy(models[0], memo, hooks=False)
+    module = independent_copy(models[0], memo, hooks=False)
     for path, attribute, values in hyperparameters(models):
         setattr(module.get_submodule(path), attribute, PerTrial(values))
     refresh_recurrent(recurrent_in(module))

@@ -1,4 +1,4 @@
-"""Inputs that all trials have in common."""
+"""Inputs that all trials share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Shared:
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor):
             raise FusionError(
-                f"Shared: found a {type(self.tensor).__name__}, expected a tensor; wrap each tensor by "
-                f"itself, as in {{name: Shared(x) for name, x in batch.items()}}"
+                f"Shared: found a {type(self.tensor).__name__}, expected a tensor; wrap each tensor "
+                f"separately, as in {{name: Shared(x) for name, x in batch.items()}}"
             )
 
     @classmethod

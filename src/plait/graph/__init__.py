@@ -1,7 +1,7 @@
-"""The costed model graph: operations with their seconds and bytes, their order, and where it may be cut.
+"""The costed model graph: operations with seconds and bytes, their order, and where it can be cut.
 
-A `Graph` enters from a profile or from PipeDream's text format and leaves as the same frozen value, saved
-as JSON. Nothing here knows of machines: what a cut costs is the planner's business.
+A `Graph` comes from a profile or from PipeDream's text format, and is saved as JSON. Nothing here depends on
+machines: the planner computes the costs of cuts.
 """
 
 from plait.schema.plans.graph import Edge, Graph, GraphError, Node, load_graph, save_graph

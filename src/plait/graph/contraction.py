@@ -1,7 +1,7 @@
-"""Fewer cuts for graphs with too many: chains and parallel branches become one piece each.
+"""Contracts graphs with too many cuts: chains and parallel branches become one node each.
 
-Contracting keeps every cut of the smaller graph a true cut of the larger one, so a plan made of them is a
-plan for the graph itself; only the best one may be lost.
+Every cut of the contracted graph is a cut of the original graph, so a plan for it is a plan for the original;
+only the best plan may be lost.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterator
 from plait.graph.ideals import Ideals, TooManyIdeals, ideals_of_groups
 from plait.schema.plans.graph import Graph
 
-# Pieces grow in these steps, as parts of the whole graph's seconds: small ones lose little.
+# The largest size of a group, as a fraction of the graph's seconds, increases in these steps.
 _STEPS = (1 / 512, 1 / 128, 1 / 32, 1 / 8, 1.0)
 
 
 def contracted_ideals(graph: Graph, at_most: int) -> Ideals | None:
-    """Ideals of the graph with its chains, then its series-parallel parts, contracted as little as will do.
+    """Ideals of the graph with its chains, then its series-parallel parts, contracted as little as necessary.
 
-    None where even the fully contracted graph has more than `at_most`.
+    None if even the fully contracted graph has more than `at_most`.
     """
-    pieces = _Pieces(graph)
+    contracted = _ContractedGraph(graph)
     for step in _STEPS:
-        for _ in pieces.contract(step * graph.compute_s()):
+        for _ in contracted.contract(step * graph.compute_s()):
             try:
-                return ideals_of_groups(graph, pieces.groups(), at_most)
+                return ideals_of_groups(graph, contracted.groups(), at_most)
             except TooManyIdeals:
                 continue
     return None
 
 
-class _Pieces:
+class _ContractedGraph:
     """A graph whose nodes are sets of nodes."""
 
     def __init__(self, graph: Graph) -> None:
@@ -43,7 +43,7 @@ class _Pieces:
         return list(self._members.values())
 
     def contract(self, most_s: float) -> Iterator[None]:
-        """Merge pieces of up to `most_s` seconds; yields after each pass over chains or branches."""
+        """Merge groups of up to `most_s` seconds; yields after each pass over chains or branches."""
         merged = True
         while merged:
             merged = self._merge_chains(most_s)
@@ -66,12 +66,12 @@ class _Pieces:
         return merged
 
     def _merge_branches(self, most_s: float) -> bool:
-        """Merge pieces between the same neighbours: neither can run before the other's inputs are there."""
+        """Merge groups with the same neighbours."""
         merged = False
         alike: dict[tuple[frozenset[str], frozenset[str]], str] = {}
         for name in list(self._members):
-            place = frozenset(self._before[name]), frozenset(self._behind[name])
-            first = alike.setdefault(place, name)
+            neighbours = frozenset(self._before[name]), frozenset(self._behind[name])
+            first = alike.setdefault(neighbours, name)
             if first != name and self._fit(first, name, most_s):
                 self._merge(first, name)
                 merged = True

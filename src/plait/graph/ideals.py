@@ -1,8 +1,8 @@
-"""Where a graph may be cut: its ideals, with the costs of everything between two of them.
+"""The ideals of a graph (where it can be cut), with the costs between any two of them.
 
-An ideal (down-set) is a set of nodes that holds all predecessors of its members: what has run when the
-graph is cut in two. A stage is the difference of two nested ideals. Sums over a stage are differences of
-sums over ideals, so a planner needs only the arrays kept here.
+An ideal (down-set) is a set of nodes that contains all predecessors of its members: the part before a cut. A
+stage is the difference of two nested ideals. Sums over a stage are differences of sums over ideals, so a
+planner needs only the arrays in this class.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 class TooManyIdeals(Exception):
-    """The enumeration stopped: the graph has more ideals than the limit given."""
+    """The graph has more ideals than the given limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ideals:
     """Ideals of `graph`, smaller ones first, from the empty one to the whole graph.
 
-    `members[i, n]` says whether ideal i holds node n of `graph.order`.
+    `members[i, n]` is whether ideal i contains node n of `graph.order`.
     """
 
     graph: Graph
@@ -49,12 +49,12 @@ class Ideals:
 
     @cached_property
     def crossing_bytes(self) -> Floats:
-        """Bytes that leave each ideal; a tensor counts once however many consumers lie outside."""
+        """Bytes that leave each ideal; a tensor is counted once, however many consumers are outside."""
         return self._crossing(self.graph.edges)
 
     @cached_property
     def kept_behind_bytes(self) -> Floats:
-        """Those of the crossing bytes that a layer outside the ideal counts among its activations."""
+        """The crossing bytes that a layer outside the ideal counts among its activations."""
         return self._crossing([edge for edge in self.graph.edges if edge.kept])
 
     def _crossing(self, edges: Iterable[Edge]) -> Floats:
@@ -72,7 +72,7 @@ class Ideals:
 
     @cached_property
     def nested(self) -> Bools:
-        """`nested[i, j]`: ideal i is a proper part of ideal j, so what lies between them is a stage."""
+        """`nested[i, j]`: ideal i is a proper subset of ideal j, so their difference is a stage."""
         packed = np.packbits(self.members, axis=1)
         padded = np.zeros((len(self), -(-packed.shape[1] // 8) * 8), dtype=np.uint8)
         padded[:, : packed.shape[1]] = packed
@@ -86,7 +86,7 @@ class Ideals:
         return np.asarray(self.members.astype(np.float64) @ np.asarray(amounts, dtype=np.float64))
 
     def between(self, i: int, j: int) -> tuple[str, ...]:
-        """Ids of the nodes in ideal j and not in ideal i, in the graph's order."""
+        """Ids of the nodes in ideal j but not in ideal i, in the graph's order."""
         inside = self.members[j] & ~self.members[i]
         return tuple(name for name, chosen in zip(self.graph.order, inside) if chosen)
 
@@ -96,20 +96,20 @@ class Ideals:
 
 
 def trivial_ideals(graph: Graph) -> Ideals:
-    """The empty ideal and the whole graph: the graph uncut."""
+    """Only the empty ideal and the whole graph, for an uncut graph."""
     nodes = len(graph.order)
     return Ideals(graph, np.array([np.zeros(nodes, dtype=bool), np.ones(nodes, dtype=bool)]))
 
 
 def all_ideals(graph: Graph, at_most: int) -> Ideals:
-    """Every ideal of `graph`, with any number of sources; `TooManyIdeals` when there are more."""
+    """Every ideal of `graph`, with any number of sources; raises `TooManyIdeals` if there are more."""
     return ideals_of_groups(graph, [[name] for name in graph.order], at_most)
 
 
 def ideals_of_groups(graph: Graph, groups: Sequence[Iterable[str]], at_most: int) -> Ideals:
-    """The ideals of `graph` that hold each group wholly or not at all.
+    """The ideals of `graph` that contain each group entirely or not at all.
 
-    The groups must cover the graph, and contracting them must leave it without cycles.
+    The groups must cover the graph, and contracting them must not create cycles.
     """
     group_of = {name: g for g, names in enumerate(groups) for name in names}
     needs = [0] * len(groups)
@@ -129,7 +129,7 @@ def ideals_of_groups(graph: Graph, groups: Sequence[Iterable[str]], at_most: int
 
 
 def _grow(needs: Sequence[int], followers: Sequence[set[int]], at_most: int) -> list[int]:
-    """All down-sets as bit masks, by size: each grows by one element whose needs it holds."""
+    """All down-sets as bit masks, by size: each is extended by elements whose predecessors it contains."""
     sources = frozenset(g for g, mask in enumerate(needs) if mask == 0)
     layer: dict[int, frozenset[int]] = {0: sources}
     masks: list[int] = []

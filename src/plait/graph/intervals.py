@@ -1,6 +1,6 @@
-"""Intervals of ideals: all cuts of a graph in a few hundred pieces, with the cheapest cut of each.
+"""Intervals of ideals: a few hundred sets that cover all cuts of a graph, with the cheapest cut of each.
 
-An interval holds the ideals that contain the nodes `inside` (a down-set) and none of the nodes `outside`
+An interval is the set of ideals that contain the nodes `inside` (a down-set) and none of the nodes `outside`
 (an up-set). Splitting at a free node v gives the ideals with v (and its ancestors) and those without (nor
 its descendants): together the same ideals, none twice. So any number of splits of the interval of all
 ideals covers every ideal exactly once, and a bound that holds for each interval holds for the graph.
@@ -20,7 +20,7 @@ from plait.schema.plans.graph import Graph
 
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """Ideals between two bounds; the bounds follow `graph.order`."""
+    """The ideals between two bounds; the bounds are masks in the order of `graph.order`."""
 
     inside: Bools
     outside: Bools
@@ -32,7 +32,7 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class CutPoint:
-    """The fewest bytes that any ideal of an interval lets cross, and its smallest and largest such ideal."""
+    """The minimum of crossing bytes in an interval, and the smallest and largest ideal that attain it."""
 
     crossing_bytes: float
     smallest: Bools
@@ -41,17 +41,17 @@ class CutPoint:
 
 @dataclass(frozen=True, eq=False)
 class Cover:
-    """Intervals that hold every ideal of a graph but the empty and the whole one, with their best cuts."""
+    """Intervals that cover every ideal except the empty and the whole one, with their best cuts."""
 
     graph: Graph
     intervals: tuple[Interval, ...]
     cuts: tuple[CutPoint, ...]
 
     def ideals(self, steps: int) -> Ideals:
-        """The cheapest ideals of all the intervals, and `steps` more that follow the graph's order.
+        """The cheapest ideals of all intervals, and `steps` more along the graph's order.
 
-        Cheap cuts lie where the graph is narrow; the others fill the gaps between them, so that stages can
-        be evened out where cheap cuts are far apart.
+        Cheap cuts are where the graph is narrow; the others fill the gaps between them, so that stages can be
+        balanced where cheap cuts are far apart.
         """
         nodes = len(self.graph.order)
         rows = [cut.smallest for cut in self.cuts] + [cut.largest for cut in self.cuts]
@@ -61,13 +61,13 @@ class Cover:
 
 
 def family(graph: Graph, members: Bools) -> Ideals:
-    """Ideals given as rows in any order and number, each once, smaller ones first."""
+    """The ideals of the given rows, without duplicates, smaller ones first."""
     rows = np.unique(members, axis=0)
     return Ideals(graph, rows[np.argsort(rows.sum(axis=1), kind="stable")])
 
 
 def cover_ideals(graph: Graph, count: int) -> Cover:
-    """All ideals of `graph` in at most `count` intervals, the widest split first."""
+    """Cover all ideals of `graph` by at most `count` intervals; the widest are split first."""
     ancestors = _ancestors(graph)
     width = _share(graph, "compute_s") + _share(graph, "parameter_bytes")
     nodes = len(graph.order)
@@ -82,7 +82,7 @@ def cover_ideals(graph: Graph, count: int) -> Cover:
         for side, part in enumerate(_split(interval, ancestors, width)):
             heapq.heappush(heap, (-float(width[part.free].sum()), 2 * number + side + 1, part))
     intervals = [*finished, *(interval for _, _, interval in heap)]
-    # The empty ideal and the whole graph are no cuts: an interval that can hold them gives them up.
+    # The empty ideal and the whole graph are not cuts, so they are removed from the intervals.
     kept = [part for interval in intervals for part in _without_ends(interval, graph, ancestors)]
     cuts = _Network(graph)
     return Cover(graph, tuple(kept), tuple(cuts.cheapest(interval) for interval in kept))
@@ -94,17 +94,17 @@ def _share(graph: Graph, field: str) -> Floats:
 
 
 def _ancestors(graph: Graph) -> Bools:
-    """`ancestors[u, v]`: u must have run before v has, or is v."""
+    """`ancestors[u, v]`: u is v or a predecessor of v, directly or not."""
     position = {name: n for n, name in enumerate(graph.order)}
-    found = np.eye(len(graph.order), dtype=bool)
+    ancestors = np.eye(len(graph.order), dtype=bool)
     for name in graph.order:
         for predecessor in graph.predecessors[name]:
-            found[:, position[name]] |= found[:, position[predecessor]]
-    return found
+            ancestors[:, position[name]] |= ancestors[:, position[predecessor]]
+    return ancestors
 
 
 def _split(interval: Interval, ancestors: Bools, width: Floats) -> tuple[Interval, Interval]:
-    """Two halves: split where the less fortunate of them still loses the most of its width."""
+    """Split at the node that reduces the width of the wider half the most."""
     free = np.flatnonzero(interval.free)
     among = ancestors[np.ix_(free, free)]
     node = free[int(np.argmax(np.minimum(width[free] @ among, among @ width[free])))]
@@ -115,7 +115,7 @@ def _split(interval: Interval, ancestors: Bools, width: Floats) -> tuple[Interva
 
 
 def _without_ends(interval: Interval, graph: Graph, ancestors: Bools) -> list[Interval]:
-    """The interval without the empty and the whole ideal, in as many parts as that takes."""
+    """The interval without the empty and the whole ideal, in several parts if necessary."""
     if not interval.inside.any():
         sources = [n for n, name in enumerate(graph.order) if not graph.predecessors[name]]
         parts, outside = [], interval.outside
@@ -136,11 +136,11 @@ def _without_ends(interval: Interval, graph: Graph, ancestors: Bools) -> list[In
 
 
 class _Network:
-    """Finds the ideal of an interval that fewest bytes leave, as a minimum cut.
+    """Finds the ideal of an interval with the fewest outgoing bytes, as a minimum cut.
 
-    A flow goes from the nodes inside, through each tensor up to its bytes, to the nodes outside. Arcs
-    without limit from a tensor to its consumers charge it once however many lie beyond the cut; arcs
-    without limit from a consumer back to its sources keep the cut an ideal.
+    Flow goes from the nodes inside, through each tensor with its bytes as capacity, to the nodes outside.
+    Infinite arcs from a tensor to its consumers count it once, however many are beyond the cut; infinite arcs
+    from a consumer back to its sources make the cut an ideal.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -169,14 +169,14 @@ class _Network:
         return CutPoint(flow, smallest, largest)
 
     def _arcs(self, interval: Interval) -> dict[int, dict[int, float]]:
-        """Residual capacities; the source stands for all nodes inside, the sink for all outside."""
+        """Residual capacities; the source represents all nodes inside, the sink all nodes outside."""
         source, sink = self._nodes, self._nodes + 1
         inside, outside = interval.inside.tolist(), interval.outside.tolist()
-        place = [source if i else sink if o else n for n, (i, o) in enumerate(zip(inside, outside))]
+        vertex = [source if i else sink if o else n for n, (i, o) in enumerate(zip(inside, outside))]
         arcs: dict[int, dict[int, float]] = {source: {}, sink: {}}
         for number, (producer, size, consumers) in enumerate(self._tensors, self._nodes + 2):
-            start = place[producer]
-            ends = {place[consumer] for consumer in consumers} - {source}
+            start = vertex[producer]
+            ends = {vertex[consumer] for consumer in consumers} - {source}
             if start == sink or not ends or (size == 0 and start == source):
                 continue
             _add(arcs, start, number, size)
@@ -194,7 +194,7 @@ def _add(arcs: dict[int, dict[int, float]], start: int, end: int, capacity: floa
 
 
 def _augment(arcs: dict[int, dict[int, float]], source: int, sink: int) -> float:
-    """Send what one path takes, shortest path first; 0 when no path is left."""
+    """Augment along a shortest path; returns the flow, 0 if no path is left."""
     parent = {source: source}
     queue = [source]
     for node in queue:
@@ -218,13 +218,13 @@ def _augment(arcs: dict[int, dict[int, float]], source: int, sink: int) -> float
 
 
 def _reached(arcs: dict[int, dict[int, float]], origin: int, forward: bool) -> set[int]:
-    """The vertices that `origin` reaches through arcs with capacity left, or that reach it."""
-    found, stack = {origin}, [origin]
+    """The vertices reachable from `origin` through arcs with residual capacity, or that can reach it."""
+    visited, stack = {origin}, [origin]
     while stack:
         node = stack.pop()
         for other in arcs[node]:
             left = arcs[node][other] if forward else arcs[other][node]
-            if left > 0 and other not in found:
-                found.add(other)
+            if left > 0 and other not in visited:
+                visited.add(other)
                 stack.append(other)
-    return found
+    return visited

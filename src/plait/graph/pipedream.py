@@ -1,13 +1,13 @@
 """PipeDream's text format: profiles and partitions as its tools wrote them.
 
-One node a line, then one edge a line:
+One node per line, then one edge per line:
 
     node3 -- Linear(9, 9) -- forward_compute_time=1.000, backward_compute_time=2.000, \
 activation_size=[36.0; 4.0], parameter_size=324.000 -- stage_id=0
     <tab>node2 -- node3
 
-Times are milliseconds, sizes bytes; `-- stage_id=k` is there once a graph has been partitioned. A
-`Document` keeps every number as it was written, so that a file comes back byte for byte.
+Times are milliseconds, sizes bytes; `-- stage_id=k` is present in a partitioned graph. A `Document` keeps
+every number as text, so that a file is reproduced byte for byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.core.files import read_text, write_output
 from plait.core.shown import shown
 from plait.schema.plans.graph import Edge, Graph, GraphError, Node
 
-# A graph of a hundred thousand layers.
+# Enough for a graph of a hundred thousand layers.
 MOST_BYTES = 64_000_000
 _NODE = re.compile(
     r"(?P<id>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward_ms>[^,]*), "
@@ -39,7 +39,7 @@ _NODE_FORM = (
 
 @dataclass(frozen=True)
 class Record:
-    """One node as it is written; the numbers are text."""
+    """One node; the numbers are kept as text."""
 
     id: str
     description: str
@@ -77,7 +77,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole file: `str(document)` is its text, `graph()` what it means."""
+    """A whole file: `str(document)` is its text, `graph()` its graph."""
 
     records: tuple[Record, ...]
     edges: tuple[tuple[str, str], ...]
@@ -89,22 +89,22 @@ class Document:
         return "\n".join(lines) + ("\n" if self.ends_with_newline else "")
 
     def graph(self) -> Graph:
-        """The costed graph; every edge carries the whole output of its source, as PipeDream counts."""
+        """The costed graph; every edge carries the whole output of its source, as in PipeDream."""
         nodes = tuple(record.node() for record in self.records)
         output_bytes = {node.id: node.output_bytes for node in nodes}
         return Graph(nodes, tuple(Edge(s, t, output_bytes[s]) for s, t in self.edges))
 
     def stages(self) -> dict[str, int]:
-        """The stage of each node that has one."""
+        """The stages by node, for nodes that have one."""
         return {record.id: int(record.stage) for record in self.records if record.stage is not None}
 
 
 def from_graph(graph: Graph) -> Document:
-    """`graph` in PipeDream's words; buffers, saved activations and tensor names have no place there."""
+    """`graph` in PipeDream's format, which has no buffers, saved activations and tensor names."""
     records = (
         Record(
             id=node.id,
-            # A line is one node, so a description that was printed over several lines becomes one.
+            # A node is one line, so line breaks in its description are removed.
             description=" ".join(node.description.split()),
             forward_ms=_number(node.forward_s * 1000),
             backward_ms=_number(node.backward_s * 1000),
@@ -128,7 +128,7 @@ def write(document: Document, path: Path) -> None:
 
 
 def parse(text: str, name: str = "graph") -> Document:
-    """The document that `text` spells; errors give `name`, the line, what was found and expected."""
+    """Parse `text`; errors give `name`, the line, what was found and expected."""
     ends_with_newline = text.endswith("\n")
     lines = text.removesuffix("\n").split("\n") if text else []
     records: dict[str, Record] = {}
@@ -138,7 +138,7 @@ def parse(text: str, name: str = "graph") -> Document:
         if line.startswith("\t"):
             edge = _parse_edge(line, where, records)
             if edge in edges:
-                raise GraphError(f"{where}: edge {shown(line.strip())} stands on line {edges[edge]} already")
+                raise GraphError(f"{where}: edge {shown(line.strip())} is already on line {edges[edge]}")
             edges[edge] = number
         elif edges:
             raise GraphError(f"{where}: found {_show(line)}, expected an edge (nodes come before edges)")
@@ -200,6 +200,6 @@ def _show(line: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Three decimals as PipeDream writes them, or all that the value needs."""
+    """Three decimals as in PipeDream, or more if the value needs them."""
     short = f"{value:.3f}"
     return short if float(short) == value else repr(value)

@@ -27,7 +27,7 @@ from plait.launch.supervisor import Supervisor
 from plait.launch.worker import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead
-from plait.pipeline.cpu.layers import plain_forwards, quicken
+from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cutting.cut import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
 from plait.pipeline.verify.in_process import Choices
@@ -133,7 +133,7 @@ def _profile_sizes(
             profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.
-            plain_forwards(quicken(model, add=False))
+            plain_forwards(use_fast_layers(model, add=False))
         # Whatever the microbatches, an update is the same.
         updates = time_updates(
             model.to(device), trace_inputs(model, inputs, False), settings.optimizer, max(repeats, 9)
@@ -290,7 +290,7 @@ def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -
     with explaining_type_errors(model, inputs), example.choices.autocast():
         traced = trace(model, inputs, others=[others], whole=whole)
     for concern in traced.concerns or (traced.evaluation.concerns if traced.evaluation is not None else ()):
-        return Mismatch(concern.words, concern.path)
+        return Mismatch(concern.message, concern.path)
     try:
         mismatch = find_mismatch(traced, [[layer.id for layer in traced.layers]], example)
     except InputError as failure:

@@ -44,7 +44,7 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
             own = work(rank, count)
             pipeline.run(stream(pipeline_layout, rank, own), own)
             pipeline.losses.clear()
-            pipeline.spans.clear()
+            pipeline.timings.clear()
 
         seconds += max(0.0, _busy_s(run) - _busy_s(_layer_alone()))
         pipeline.close()

@@ -20,17 +20,17 @@ from plait.comm.channels import Channels
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
 from plait.data.calling import as_arguments, evaluation_mode
-from plait.pipeline.cpu.layers import plain_forwards, quicken
-from plait.pipeline.cpu.linear import laid_out_as
+from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
+from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import further_names, is_known, load_rest, model_state, optimizer_state
+from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
-from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.kinds import Schedule
@@ -41,7 +41,7 @@ from plait.sync.buffers import average
 from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
-_SPANS_AT_ONCE = 1024
+_TIMINGS_AT_ONCE = 1024
 
 
 class Work(Protocol):
@@ -127,8 +127,8 @@ class _LocalStage:
     # Those of an evaluation, for which other values may pass between stages.
     evaluation_incoming: list[_Hop]
     evaluation_outgoing: list[_Hop]
-    flights: dict[int, Flight] = field(default_factory=dict)
-    landing: Flight | None = None
+    flights: dict[int, InFlight] = field(default_factory=dict)
+    landing: InFlight | None = None
 
 
 class Pipeline:
@@ -151,9 +151,9 @@ class Pipeline:
         self.pipeline_layout = pipeline_layout
         self.layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
-        self.spans: list[OpTiming] = []
-        # Called to take the spans away in a long run.
-        self.on_spans: Callable[[], None] | None = None
+        self.timings: list[OpTiming] = []
+        # Called to take the timings away in a long run.
+        self.on_timings: Callable[[], None] | None = None
         # What comes before each update, and what follows it before anything else uses the new weights.
         self.before_update: Callable[[], None] | None = None
         self.after_update: Callable[[], None] | None = None
@@ -176,16 +176,16 @@ class Pipeline:
         }
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
-        self._further = further_names(traced.model)
+        self._aliases = tied_aliases(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
-        self._quickened: list[nn.Module] = []
+        self._fast_layers: list[nn.Module] = []
         if parts.device.type == "cpu" and parts.stages.has_plain_layers:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
             for number, module in self.modules.items():
                 add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE
                 # Weights that workers sum stay as the others have them.
-                turn = len(pipeline_layout.holders(number)) == 1
-                self._quickened += quicken(module, add, turn, tied_ones)
+                transpose = len(pipeline_layout.holders(number)) == 1
+                self._fast_layers += use_fast_layers(module, add, transpose, tied_ones)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self._frozen = FrozenAtStart(self.parameters.items())
         # An optimizer wants a parameter, also on a worker whose stages have none.
@@ -280,8 +280,8 @@ class Pipeline:
     def close(self) -> None:
         """End the threads that sum gradients; all workers call it after their last operation."""
         self._updates.close()
-        plain_forwards(self._quickened)
-        self._quickened = []
+        plain_forwards(self._fast_layers)
+        self._fast_layers = []
 
     def fail(self, failure: BaseException) -> None:
         """Have whoever waits for gradients of other workers fail; from any thread."""
@@ -292,7 +292,9 @@ class Pipeline:
         for parameter in self.parameters.values():
             state = optimizer.state.get(parameter)
             if state is not None:
-                self.optimizer.state[parameter] = {k: laid_out_as(parameter, v) for k, v in state.items()}
+                self.optimizer.state[parameter] = {
+                    k: with_same_strides(parameter, v) for k, v in state.items()
+                }
         names = self._names
         load_rest(self.optimizer, names, optimizer_state(optimizer, names))
 
@@ -327,7 +329,7 @@ class Pipeline:
         for stage, module in self.modules.items():
             if self.pipeline_layout.holders(stage)[0] == self.rank:
                 # A stage may know a tied one by a further name alone, and others may hold it before.
-                held = {self._further.get(name, name): v for name, v in model_state(module).items()}
+                held = {self._aliases.get(name, name): v for name, v in model_state(module).items()}
                 others = self._stages_of.keys() - self._first_held
                 model |= {name: value.cpu() for name, value in held.items() if name not in others}
         found = optimizer_state(self.optimizer, self._names)
@@ -343,7 +345,7 @@ class Pipeline:
                 if self._updates.before_backward(op, work):
                     self._held[op.stage].landing = self._backward(op)
                 else:
-                    self._backward(op).land()
+                    self._backward(op).release()
                     self._notify_backward(op)
             case BackwardInput():
                 self._backward(op)
@@ -353,11 +355,11 @@ class Pipeline:
                 flight = held.flights.pop(op.microbatch)
                 with self._parts.slowed():
                     held.runner.backward_weight(flight)
-                flight.land()
+                flight.release()
                 self._note(op, start)
                 self._notify_backward(op)
-        if len(self.spans) >= _SPANS_AT_ONCE and self.on_spans is not None:
-            self.on_spans()
+        if len(self.timings) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
+            self.on_timings()
 
     def _notify_backward(self, op: Backward | BackwardWeight) -> None:
         if self.on_backward is not None:
@@ -367,7 +369,7 @@ class Pipeline:
         """Record an operation, of which this worker waited so long for others."""
         offset, end = self.clock_offset_s, time.time()
         self.busy_s += end - start - waited_s
-        self.spans.append(OpTiming(op, start + offset, end + offset))
+        self.timings.append(OpTiming(op, start + offset, end + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]
@@ -384,17 +386,17 @@ class Pipeline:
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
-        flight.let_go_of_outputs()
+        flight.free_outputs()
         self._note(op, start)
 
-    def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> Flight:
+    def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> InFlight:
         """The microbatch as it enters the stage, received or loaded."""
         seed, weight = work.seed(op.microbatch, op.stage), work.weight(op.microbatch)
-        flight = Flight({}, seed, (op.version,), weight=weight)
+        flight = InFlight({}, seed, (op.version,), weight=weight)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
             if self.on_content is not None:
-                part = Part(inputs, flight.target, weight, seed, op.microbatch).own()
+                part = Part(inputs, flight.target, weight, seed, op.microbatch).copied()
                 self.on_content(part, work.samples(op.microbatch))
             traced = self._evaluated if evaluating else self._traced
             tensors = self._parts.stages.order_inputs(traced, inputs)
@@ -404,7 +406,7 @@ class Pipeline:
             self._receive_forward(hop, op, flight)
         return flight
 
-    def _receive_forward(self, hop: _Hop, op: Forward, flight: Flight) -> None:
+    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight) -> None:
         route = hop.route
         peer = self.layout.worker(route.source, op.microbatch)
         if peer == self.rank:
@@ -425,8 +427,8 @@ class Pipeline:
         if random_state is not None and route.source >= flight.random_from:
             flight.random_state, flight.random_from = random_state, route.source
 
-    def _arrived(self, message: Message, flight: Flight) -> list[Any]:
-        """The tensors on this worker's device; what was there already is the sender's memory until `land`."""
+    def _arrived(self, message: Message, flight: InFlight) -> list[Any]:
+        """The tensors on this worker's device; the sender owns those already there until `release`."""
         tensors = message.content.tensors
         moved = [None if t is None else t.to(self._parts.device) for t in tensors]
         if any(new is not None and new is old for new, old in zip(moved, tensors)):
@@ -435,7 +437,7 @@ class Pipeline:
             message.release()
         return moved
 
-    def _send_forward(self, op: Forward, flight: Flight, evaluating: bool = False) -> None:
+    def _send_forward(self, op: Forward, flight: InFlight, evaluating: bool = False) -> None:
         values = {**flight.inputs, **flight.outputs}
         held = self._held[op.stage]
         for hop in held.evaluation_outgoing if evaluating else held.outgoing:
@@ -453,7 +455,7 @@ class Pipeline:
             if hop.route.grad_names and not evaluating:
                 self._channels.expect(peer, hop.number + 1)
 
-    def _backward(self, op: Backward | BackwardInput) -> Flight:
+    def _backward(self, op: Backward | BackwardInput) -> InFlight:
         held = self._held[op.stage]
         flight = held.flights[op.microbatch]
         grads, messages = self._receive_backward(op, held)
@@ -493,7 +495,7 @@ class Pipeline:
                     grads[name] = grads[name] + grad if name in grads else grad
         return grads, messages
 
-    def _send_backward(self, op: Backward | BackwardInput, held: _LocalStage, flight: Flight) -> None:
+    def _send_backward(self, op: Backward | BackwardInput, held: _LocalStage, flight: InFlight) -> None:
         for hop in held.incoming:
             if not hop.route.grad_names:
                 continue
@@ -529,7 +531,7 @@ class Pipeline:
         for update in updates:
             held = self._held[update.stage]
             if held.landing is not None:
-                held.landing.land()
+                held.landing.release()
                 held.landing = None
             # Writing is this worker's own work, once for all updates; before it, it waits for others.
             waited_s = began - start if update is updates[0] else time.time() - start
@@ -562,7 +564,7 @@ class Pipeline:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
                     self._send_forward(op, flight, evaluating=True)
-                    flight.land()
+                    flight.release()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])

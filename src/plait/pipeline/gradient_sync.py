@@ -1,4 +1,4 @@
-"""Agreement of workers that hold the same parameters: replicas of a stage, and stages with tied ones."""
+"""Gradients summed over the workers that hold a parameter: replicas of a stage, stages with tied weights."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ Holders = dict[str, tuple[int, ...]]
 
 
 def find_holders(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
-    """The workers that hold each parameter, by the first name that the model has for it."""
-    return {name: pipeline_layout.holders(*own) for name, own in find_stages(traced, pipeline_layout).items()}
+    """The workers that hold each parameter, by the parameter's first name in the model."""
+    return {
+        name: pipeline_layout.holders(*stages)
+        for name, stages in find_stages(traced, pipeline_layout).items()
+    }
 
 
 def first_held(
     rank: int, pipeline_layout: PipelineLayout, stages_of: Mapping[str, Sequence[int]]
 ) -> set[str]:
-    """The parameters of which this worker is the first holder, by name."""
+    """The names of the parameters whose first holder is this worker."""
     return {name for name, stages in stages_of.items() if pipeline_layout.holders(*stages)[0] == rank}
 
 
 def replica_groups(pipeline_layout: PipelineLayout, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
-    """A group for each stage that several workers hold; all workers call it together."""
+    """A process group for each stage with several workers; all workers call it together."""
     return {
         stage: new_group(rendezvous, pipeline_layout.holders(stage))
         for stage in range(len(pipeline_layout.stages))
@@ -45,21 +48,21 @@ def replica_groups(pipeline_layout: PipelineLayout, rendezvous: Rendezvous) -> d
 
 
 def find_stages(traced: TracedModel, pipeline_layout: PipelineLayout) -> dict[str, tuple[int, ...]]:
-    """The stages that use each parameter, in the order of the model; several where it is tied.
+    """The stages that use each parameter, in the order of the model; several for a tied parameter.
 
-    A stage that uses it in evaluation alone must have its updates, too.
+    Includes stages that use it only in evaluation mode: they need its updates too.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    stages_of: dict[str, tuple[int, ...]] = {}
     for stage, ids in enumerate(pipeline_layout.stages):
         layers = (*traced.select(ids), *traced.evaluated_with(ids))
         for name in dict.fromkeys(name for layer in layers for name in layer.parameters):
-            found[name] = (*found.get(name, ()), stage)
-    _check_ties(pipeline_layout, found)
-    return found
+            stages_of[name] = (*stages_of.get(name, ()), stage)
+    _check_ties(pipeline_layout, stages_of)
+    return stages_of
 
 
 def _check_ties(pipeline_layout: PipelineLayout, stages_of: Mapping[str, tuple[int, ...]]) -> None:
-    """Under `stash`, stages with other numbers of replicas update after other microbatches."""
+    """Raise PlanError for tied weights of stages that `stash` would update at different times."""
     if pipeline_layout.schedule is not Schedule.STASH:
         return
     for name, stages in stages_of.items():
@@ -73,7 +76,7 @@ def _check_ties(pipeline_layout: PipelineLayout, stages_of: Mapping[str, tuple[i
 
 
 def check_untied(traced: TracedModel, pipeline_layout: PipelineLayout, why: str) -> None:
-    """Refuse parameters that stages on several workers share; `why` says what is wrong with that."""
+    """Raise JobError if stages on different workers share a parameter; `why` completes the message."""
     for name, stages in find_stages(traced, pipeline_layout).items():
         if len(stages) > 1 and len(pipeline_layout.holders(*stages)) > 1:
             raise JobError(
@@ -83,10 +86,10 @@ def check_untied(traced: TracedModel, pipeline_layout: PipelineLayout, why: str)
 
 
 class GradientReducer:
-    """Sums the gradients of each parameter over its holders. All workers make one together.
+    """Sums the gradients of each parameter over its holders. All workers create one together.
 
-    Sums travel over `topology`, made for each set of holders, or as the backend does it. With `own_memory`
-    they are in memory of their own.
+    Each set of holders sums over `topology`, or by the backend's all-reduce. With `own_memory` the sums do
+    not share memory with the communication buffers.
     """
 
     def __init__(
@@ -104,10 +107,10 @@ class GradientReducer:
         self._members: list[Members] = []
         for workers in shared:
             group = new_group(rendezvous, workers)
-            # In the order of the model, which is that of all holders: backward ends with the first.
+            # In the order of the model, the same on all holders; backward finishes with the first parameter.
             parameters = [own[name] for name in holders if name in own and holders[name] == workers]
             if rank in workers:
-                # All holders go through their groups in this one order, so none waits in a circle.
+                # All holders visit their groups in the same order, which avoids deadlock.
                 members = Members(rendezvous, workers, group)
                 may_fail = rendezvous.check is not None
                 self._sums.append(
@@ -124,33 +127,34 @@ class GradientReducer:
 
     def switch(self, topology: TopologySpec) -> None:
         """Sum over `topology` from the next update on; all workers call it together between two updates."""
-        # In one order for all holders, as some topologies are found by measuring.
+        # In the same order on all holders, as some topologies are chosen by measuring.
         for sum_, members in zip(self._sums, self._members):
-            found, _ = resolve_topology(topology, members, sum_.gradient_bytes, self._device)
-            sum_.switch(found)
+            resolved, _ = resolve_topology(topology, members, sum_.gradient_bytes, self._device)
+            sum_.switch(resolved)
 
     def close(self) -> None:
-        """End the thread that sums; all holders call it after their last update."""
+        """Stop the reduce threads; all holders call it after their last update."""
         for reduce in self._sums:
             reduce.close()
 
     def fail(self, failure: BaseException) -> None:
-        """Have whoever waits for a sum fail; from any thread."""
+        """Make waits for a sum raise; may be called from any thread."""
         for reduce in self._sums:
             reduce.fail(failure)
 
     def before_last_backward(
         self, factor: float = 1.0, leaves: Mapping[Parameter, Parameter] | None = None
     ) -> None:
-        """The backward that follows completes all gradients: each is sent, times `factor`, as it is made.
+        """Declare the next backward to be the last of the update, so that it overlaps with the all-reduce.
 
-        It leaves them on `leaves`, by the parameters that those stand for, or else on these themselves.
+        Each gradient is multiplied by `factor`. `leaves` maps parameters to the leaves that receive
+        gradients.
         """
         for reduce in self._sums:
             reduce.before_backward(True, factor, leaves)
 
     def agree(self, factor: float) -> None:
-        """Every holder has the sum of the gradients times its `factor`; who has none gives zeros."""
+        """Sum the gradients, times `factor`, over all holders; a missing gradient counts as zero."""
         grads = [p.grad for p in self._unshared if p.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
@@ -158,14 +162,14 @@ class GradientReducer:
             reduce.agree(torch.zeros(0, dtype=torch.float64), factor)
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Set all gradients to None."""
         for parameter in self._own.values():
             parameter.grad = None
         for reduce in self._sums:
             reduce.begin()
 
     def clip(self, most: float, device: torch.device) -> None:
-        """Scale all gradients of the model to a norm of `most` at most; all workers call it together."""
+        """Clip the gradients of the whole model to the norm `most`; all workers call it together."""
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for parameter in self._counted:
             if parameter.grad is not None:
@@ -174,12 +178,12 @@ class GradientReducer:
         _scale_down(self._own.values(), most, float(squares.sqrt()))
 
     def clip_own(self, most: float) -> None:
-        """Scale the gradients of these parameters to a norm of `most` at most; all holders have the same."""
+        """Clip the gradients of these parameters to the norm `most`; equal on all holders."""
         clip_alone(list(self._own.values()), most)
 
 
 def clip_alone(parameters: Sequence[Parameter], most: float) -> None:
-    """Scale the gradients of `parameters` to a norm of `most` at most, whatever other gradients there are."""
+    """Clip the gradients of `parameters` to the norm `most`, without regard to other parameters."""
     squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
     if squares:
         _scale_down(parameters, most, float(torch.stack(squares).sum().sqrt()))
@@ -196,24 +200,24 @@ def make_agreements(
     rendezvous: Rendezvous,
     pipeline_layout: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
-    own: Mapping[str, Parameter],
+    parameters: Mapping[str, Parameter],
     topology: TopologySpec | None = None,
     own_memory: bool = False,
 ) -> dict[int, GradientReducer]:
-    """The agreement that an update of each stage needs; all workers call it together.
+    """The reducer of each stage's gradients; all workers call it together.
 
-    Under a synchronous schedule all stages agree at once. Under the others each does when it has come so
-    far, without what it shares with other stages (see tied_weights.py).
+    Under a synchronous schedule one reducer serves all stages. Otherwise each stage reduces by itself, and
+    weights tied to other stages are left to tied_weights.py.
     """
     holders = {name: pipeline_layout.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(pipeline_layout.stages))
     if pipeline_layout.schedule.synchronous:
-        whole = GradientReducer(rendezvous, own, holders, topology, own_memory)
+        whole = GradientReducer(rendezvous, parameters, holders, topology, own_memory)
         return dict.fromkeys(stages, whole)
-    found = {}
+    reducers = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
-        part = {name: parameter for name, parameter in own.items() if name in names}
+        part = {name: parameter for name, parameter in parameters.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        found[stage] = GradientReducer(rendezvous, part, by_name, topology, own_memory)
-    return found
+        reducers[stage] = GradientReducer(rendezvous, part, by_name, topology, own_memory)
+    return reducers

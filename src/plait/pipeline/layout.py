@@ -1,4 +1,4 @@
-"""Who runs what: the stages of a plan, the pipelines side by side, and each worker's operations."""
+"""The stages of a plan, the pipelines that run in parallel, and the operations of each worker."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from plait.schema.settings import PipelineOptions
 class PipelineLayout:
     """Stages by their layers, and for each pipeline the workers of each stage.
 
-    `microbatches` is how many all pipelines together take a step. `depths` overrides how many a stage keeps
-    in flight; `recompute` names the stages that run forward again instead of keeping activations.
+    `microbatches` counts those of all pipelines in a step. `depths` overrides how many microbatches a stage
+    has in flight; `recompute` lists the stages that recompute activations in backward.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -36,7 +36,7 @@ class PipelineLayout:
 
     @property
     def layout(self) -> Layout:
-        """The first pipeline's; the others have the same number of replicas in each stage."""
+        """The layout of the first pipeline; the others have the same number of replicas in each stage."""
         return self.layouts[0]
 
     @property
@@ -66,7 +66,7 @@ class PipelineLayout:
         return tuple(sorted({w for layout in self.layouts for s in stages for w in layout.stages[s]}))
 
     def local(self, total: int, pipeline: int) -> int:
-        """How many of `total` microbatches go to a pipeline; they are dealt in turn."""
+        """How many of `total` microbatches a pipeline gets; they are distributed round-robin."""
         return len(range(pipeline, total, self.pipelines))
 
     @property
@@ -77,12 +77,12 @@ class PipelineLayout:
     @cached_property
     def batch_of_two_buffers(self) -> int:
         """Microbatches of one pipeline between two updates under 2bw."""
-        # A microbatch is one batch behind: those in flight must not be more than a batch.
+        # Weights are one batch old, so at most one batch may be in flight.
         flying = [_depth(self, s) * self.layout.replicas(s) for s in range(len(self.stages))]
         return batch_of_two_buffers(self.layout, max(self.local(self.microbatches, 0), *flying))
 
     def most_in_flight(self) -> int:
-        """Microbatches that a worker's peers can be apart."""
+        """Upper bound on how many microbatches apart two peers of a worker can be."""
         if self.schedule in (Schedule.GPIPE, Schedule.INTERLEAVED):
             return self.microbatches
         many = max(self.microbatches, 4 * len(self.workers))
@@ -93,14 +93,14 @@ class PipelineLayout:
         return max(depths)
 
     def window(self) -> int:
-        """How many messages of one channel between two of its workers may be under way."""
+        """How many messages of one channel between two workers may be in flight."""
         return 2 * self.most_in_flight() + 2
 
     def slack(self) -> int:
         """Upper bound on how many microbatches, of all pipelines, apart workers can be.
 
-        Under an asynchronous schedule, counted from the last microbatch that a worker has asked for: a
-        worker that holds several stages asks for those of all workers.
+        Under an asynchronous schedule this counts from the last microbatch that a worker has scheduled; a
+        worker with several stages schedules the microbatches of all workers.
         """
         apart = 2 * self.most_in_flight()
         if self.shared:
@@ -109,7 +109,7 @@ class PipelineLayout:
 
 
 def arrange(plan: Plan) -> PipelineLayout:
-    """The layout that `plan` describes, under its own schedule."""
+    """The layout that `plan` describes, with the schedule of the plan."""
     stages = tuple(stage.layers for stage in plan.stages)
     return PipelineLayout(
         stages,
@@ -122,7 +122,7 @@ def arrange(plan: Plan) -> PipelineLayout:
 
 
 def with_choices(pipeline_layout: PipelineLayout, choices: PipelineOptions) -> PipelineLayout:
-    """The layout with what the job chooses in addition to its plan."""
+    """The layout with the pipeline options of the job, which a plan does not contain."""
     return replace(
         pipeline_layout,
         depths={**pipeline_layout.depths, **choices.depths},
@@ -144,7 +144,7 @@ def one_batch(pipeline_layout: PipelineLayout, worker: int, microbatches: int) -
 def _operations(
     schedule: Schedule, layout: Layout, microbatches: int, depths: tuple[tuple[int, int], ...]
 ) -> Operations:
-    """The lists of a batch; every step asks for them, and batches are of few sizes."""
+    """The operations of a batch; cached, as each step needs them and batches have few sizes."""
     return operations(schedule, layout, microbatches, dict(depths))
 
 
@@ -158,20 +158,20 @@ def microbatches_per_update(pipeline_layout: PipelineLayout, stage: int) -> int:
 class MicrobatchInterval(Protocol):
     """The microbatches that an asynchronous pipeline takes before it drains.
 
-    `total` counts them over all pipelines. It may shrink while they run, to no less than what was begun.
+    `total` counts them over all pipelines. It may shrink while they run, but never below what has started.
     """
 
     @property
     def total(self) -> int: ...
 
     def admits(self, pipeline: int, microbatch: int) -> bool:
-        """Whether a microbatch of a pipeline, whose own forwards up to it are done, is still among them."""
+        """Whether the interval still includes this microbatch; earlier forwards of its pipeline are done."""
 
 
 def stream(pipeline_layout: PipelineLayout, worker: int, interval: MicrobatchInterval) -> Iterator[Op]:
-    """A worker's operations under an asynchronous schedule, made as they are needed.
+    """A worker's operations under an asynchronous schedule, generated lazily.
 
-    Where workers hold several stages, each plays through what all do, and all come to the same order.
+    If workers hold several stages, each simulates all workers, so that all derive the same order.
     """
     if not pipeline_layout.shared:
         (stage,) = pipeline_layout.stages_of(worker)
@@ -189,7 +189,7 @@ def stream(pipeline_layout: PipelineLayout, worker: int, interval: MicrobatchInt
 def _lane(
     pipeline_layout: PipelineLayout, pipeline: int, stage: int, worker: int, interval: MicrobatchInterval
 ) -> Iterator[Op]:
-    """What a worker does for one of its stages."""
+    """The operations of a worker for one of its stages."""
     layout = pipeline_layout.layouts[pipeline]
     replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
     depth = _depth(pipeline_layout, stage)
@@ -202,8 +202,8 @@ def _lane(
             versions[step] = version_of(pipeline_layout, stage, microbatch)
             yield Forward(stage, microbatch, versions[step])
         if step >= depth - 1:
-            own = len(range(replica, pipeline_layout.local(interval.total, pipeline), replicas))
-            if backwards >= own:
+            count = len(range(replica, pipeline_layout.local(interval.total, pipeline), replicas))
+            if backwards >= count:
                 break
             backward = Backward(stage, replica + backwards * replicas, versions.pop(backwards))
             yield backward
@@ -212,7 +212,7 @@ def _lane(
             if update is not None:
                 updates = update.version
                 yield update
-    # Replicas and pipelines with fewer microbatches take part in the last updates all the same.
+    # Replicas and pipelines with fewer microbatches still take part in the last updates.
     rounds = math.ceil(pipeline_layout.local(interval.total, 0) / replicas)
     while updates * every < rounds:
         updates += 1
@@ -220,9 +220,9 @@ def _lane(
 
 
 def update_behind(pipeline_layout: PipelineLayout, backward: Backward) -> Update | None:
-    """The update that a stage makes after `backward` and before anything else; None if it goes on.
+    """The update that directly follows `backward` in its stage, or None.
 
-    Under an asynchronous schedule. The last update of an interval may come behind another backward.
+    Under an asynchronous schedule. The last update of an interval may follow another backward.
     """
     replicas = pipeline_layout.layout.replicas(backward.stage)
     every = microbatches_per_update(pipeline_layout, backward.stage) // replicas
@@ -235,10 +235,10 @@ def _depth(pipeline_layout: PipelineLayout, stage: int) -> int:
 
 
 def version_of(pipeline_layout: PipelineLayout, stage: int, microbatch: int) -> int:
-    """The version that a microbatch meets in `stage` under an asynchronous schedule."""
+    """The weight version that a microbatch uses in `stage` under an asynchronous schedule."""
     layout = pipeline_layout.layout
     if pipeline_layout.schedule is Schedule.TWO_BUFFERED:
-        # One batch behind, in every stage alike: the batch before may still be on its way.
+        # One batch old in every stage, as the previous batch may still be in flight.
         return max(0, microbatch // microbatches_per_update(pipeline_layout, stage) - 1)
     updates = max(0, microbatch // layout.replicas(stage) - _depth(pipeline_layout, stage) + 1)
     if not pipeline_layout.vertical_sync:
@@ -249,13 +249,13 @@ def version_of(pipeline_layout: PipelineLayout, stage: int, microbatch: int) -> 
     if version > updates:
         raise PlanError(
             f"vertical_sync: stage {stage} would need version {version} for microbatch {microbatch} but has "
-            f"made {updates}; make the first stage deeper than those behind it"
+            f"made {updates}; give the first stage more microbatches in flight than later ones"
         )
     return version
 
 
 def oldest_needed(pipeline_layout: PipelineLayout, worker: int, update: Update) -> int:
-    """The version that a worker's next forward in the stage of `update` meets, once that is done."""
+    """The weight version that a worker's next forward in the stage uses after `update`."""
     stage = update.stage
     layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(worker)]
     replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)

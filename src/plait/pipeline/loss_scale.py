@@ -1,4 +1,4 @@
-"""The loss scale of a pipeline in fp16: one for all stages, which leave out the same updates."""
+"""Loss scaling of a pipeline in fp16: all stages share one scale and skip the same updates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class LossScale:
-    """What losses are multiplied by, so that small gradients live in fp16, on one worker of a pipeline.
+    """The loss scale on one worker of a pipeline; it keeps small gradients representable in fp16.
 
-    Its rule and its state are those of `scaler`, which checkpoints hold: an update whose gradients overflow
-    in any stage is left out in all, and the scale is backed off; after many good ones it grows.
+    Growth, backoff and state are those of `scaler`, which checkpoints store. If gradients overflow in any
+    stage, all stages skip the update.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
@@ -22,9 +22,9 @@ class LossScale:
         self._good_updates = int(scaler.state_dict().get("_growth_tracker", 0))
 
     def unscale(self, grads: Sequence[Tensor], device: torch.device) -> bool:
-        """Divide gradients by the scale, then change it; whether all stages have finite ones.
+        """Divide gradients by the scale, then update it; returns whether they are finite in all stages.
 
-        All workers call it together, once an update.
+        All workers call it together, once per update.
         """
         overflow = torch.zeros(1, device=device)
         if grads:

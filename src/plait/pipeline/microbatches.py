@@ -16,50 +16,51 @@ from plait.planner.schedules.operations import Update
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Its samples, and the step (counted over the whole run) and the place in it that it has."""
+    """Its samples, its step (counted over the whole run) and its index within the step."""
 
     step: int
-    place: int
+    index: int
     epoch: int
     samples: Sequence[int]
 
 
-def pieces_of(count: int, usual: int, pieces: int) -> int:
-    """How many microbatches `count` samples make, where the `usual` number of them makes `pieces`.
+def microbatch_count(count: int, usual: int, microbatches: int) -> int:
+    """The number of microbatches for `count` samples, if a batch of `usual` samples has `microbatches`.
 
-    The last batch of an epoch keeps the size of microbatches, not their number: none has a single sample
-    (of which batch normalisation makes nothing, and which under stash would be an update) unless all have.
+    A smaller last batch of an epoch keeps the size of microbatches, not their number: none has a single
+    sample (which batch normalisation cannot handle, and which under stash would be an update) unless all
+    have.
     """
-    pieces = min(pieces, usual)
+    microbatches = min(microbatches, usual)
     if count >= usual:
-        return pieces
-    fitting = math.ceil(count * pieces / usual)
-    return fitting if usual < 2 * pieces else max(1, min(fitting, count // 2))
+        return microbatches
+    fitting = math.ceil(count * microbatches / usual)
+    return fitting if usual < 2 * microbatches else max(1, min(fitting, count // 2))
 
 
-def cut_step(step: int, batch: GlobalBatch, pieces: int, usual: int) -> list[Microbatch]:
-    """A step's batch in microbatches whose sizes differ by one at most; `usual` samples make `pieces`."""
-    pieces = pieces_of(len(batch.samples), usual, pieces)
-    return [Microbatch(step, i, batch.epoch, share(batch.samples, i, pieces)) for i in range(pieces)]
+def cut_step(step: int, batch: GlobalBatch, microbatches: int, usual: int) -> list[Microbatch]:
+    """A step's batch in microbatches whose sizes differ by at most one; see `microbatch_count`."""
+    count = microbatch_count(len(batch.samples), usual, microbatches)
+    return [Microbatch(step, i, batch.epoch, share(batch.samples, i, count)) for i in range(count)]
 
 
 def loaded_by(
     pipeline_layout: PipelineLayout, rank: int, microbatches: Sequence[Microbatch]
 ) -> list[Microbatch]:
-    """Those that enter the pipeline through this worker, in order; none but in the first stage."""
+    """The microbatches that this worker loads, in order; none unless it holds the first stage."""
     pipeline = pipeline_layout.pipeline_of(rank)
     layout = pipeline_layout.layouts[pipeline]
-    own = enumerate(microbatches[pipeline :: pipeline_layout.pipelines])
-    return [microbatch for i, microbatch in own if layout.worker(0, i) == rank]
+    numbered = enumerate(microbatches[pipeline :: pipeline_layout.pipelines])
+    return [microbatch for i, microbatch in numbered if layout.worker(0, i) == rank]
 
 
 class MicrobatchSource:
-    """The microbatches of some steps, taken without draining, as the pipeline of `rank` sees them.
+    """The microbatches of an interval of steps, for the pipeline of `rank`; it does not drain between steps.
 
-    `fetch` gives the contents of this worker's microbatches, in order; only the first stage asks. `set_lr` is
-    called with the step that an update belongs to and the place of its last microbatch there, `stop_before`
-    before a step begins: whether the interval ends there, the same on all workers. Without `weights_losses`
-    losses have the weights of their microbatches already.
+    `fetch` yields the contents of this worker's microbatches, in order; only the first stage uses it.
+    `set_lr` is called with the step of an update and the index of the update's last microbatch in that step.
+    `stop_before` is called before each step and returns, equal on all workers, whether the interval ends.
+    Without `weights_losses` losses have the weights of their microbatches already.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class MicrobatchSource:
         self._contents = fetch(loaded_by(pipeline_layout, rank, microbatches))
 
     def microbatch(self, index: int, pipeline: int | None = None) -> Microbatch:
-        """Microbatch `index` of a pipeline, by default this worker's own."""
+        """Microbatch `index` of a pipeline, by default of this worker's pipeline."""
         first = self._pipeline if pipeline is None else pipeline
         return self._microbatches[index * self._pipeline_layout.pipelines + first]
 
     def samples_of(self, step: int) -> int:
-        """How many samples all microbatches of a step hold."""
+        """The number of samples in all microbatches of a step."""
         return self._samples[step]
 
     @property
@@ -105,7 +106,7 @@ class MicrobatchSource:
         return self._microbatches[self.total - 1].step + 1
 
     def admits(self, pipeline: int, microbatch: int) -> bool:
-        """Whether the interval still holds this microbatch; a stop ends it before a step begins."""
+        """Whether the interval still includes this microbatch; a stop ends it between two steps."""
         number = microbatch * self._pipeline_layout.pipelines + pipeline
         last = self._microbatches[min(number, self.total - 1)].step if self.total else self._begun
         while self._begun < last:
@@ -123,25 +124,25 @@ class MicrobatchSource:
         schedule = self._pipeline_layout.schedule
         if schedule is Schedule.STASH or not self._weights_losses:
             return 1.0
-        own = self.microbatch(microbatch)
+        current = self.microbatch(microbatch)
         if schedule is Schedule.TWO_BUFFERED:
             size = microbatches_per_update(self._pipeline_layout, 0)
             members = self._round(microbatch // size, size, len(self._microbatches))
-            return len(own.samples) / sum(len(m.samples) for m in members)
-        return len(own.samples) / self._samples[own.step]
+            return len(current.samples) / sum(len(m.samples) for m in members)
+        return len(current.samples) / self._samples[current.step]
 
     def samples(self, microbatch: int) -> int:
         return len(self.microbatch(microbatch).samples)
 
     def seed(self, microbatch: int, stage: int) -> int:
-        own = self.microbatch(microbatch)
-        return mix(self._seed, own.step, own.place, stage)
+        current = self.microbatch(microbatch)
+        return mix(self._seed, current.step, current.index, stage)
 
     def set_rate(self, update: Update) -> None:
         """Set the learning rate of the step that an update belongs to."""
         synchronous = self._pipeline_layout.schedule.synchronous
         members = self._microbatches if synchronous else self._members(update)
-        self._set_lr(members[-1].step, members[-1].place)
+        self._set_lr(members[-1].step, members[-1].index)
 
     def factor(self, update: Update) -> float:
         """What this worker's gradients are multiplied by before they are summed."""
@@ -150,7 +151,7 @@ class MicrobatchSource:
         size = microbatches_per_update(self._pipeline_layout, update.stage)
         whole = sum(len(m.samples) for m in self._members(update))
         if self._pipeline_layout.schedule is Schedule.TWO_BUFFERED:
-            # Where the interval ended early, the losses were weighted for a larger round.
+            # If the interval ended early, the losses were weighted for a larger round.
             planned = self._round(update.version - 1, size, len(self._microbatches))
             return sum(len(m.samples) for m in planned) / whole
         replica = self._layout.stages[update.stage].index(self._rank)
@@ -160,14 +161,14 @@ class MicrobatchSource:
         return len(self.microbatch(index).samples) / whole
 
     def _members(self, update: Update) -> Sequence[Microbatch]:
-        """The microbatches of all pipelines whose gradients an update takes."""
+        """The microbatches, of all pipelines, whose gradients an update uses."""
         size = microbatches_per_update(self._pipeline_layout, update.stage)
-        # All replicas must decide alike whether the round is cut short, also those that are not there yet.
+        # Decide now whether the round is shortened, so that replicas which get here later decide the same.
         last = min(update.version * size * self._pipeline_layout.pipelines, self.total) - 1
         self.admits(last % self._pipeline_layout.pipelines, last // self._pipeline_layout.pipelines)
         return self._round(update.version - 1, size, self.total)
 
     def _round(self, number: int, size: int, total: int) -> Sequence[Microbatch]:
-        """Those of the first `total` microbatches that all pipelines take between two updates."""
+        """The microbatches of all pipelines between two updates, among the first `total`."""
         together = size * self._pipeline_layout.pipelines
         return self._microbatches[number * together : min((number + 1) * together, total)]

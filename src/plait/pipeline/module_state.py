@@ -1,4 +1,4 @@
-"""What modules keep from one forward to the next: buffers, weights that forward writes, state in Python."""
+"""State that modules keep between forwards: buffers, weights written by forward, Python attributes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.nn import Parameter
 
 from plait.verification.python_state import TORCHS, PythonState
 
-# Up to this many numbers a buffer is copied whether or not it has ever been written.
+# Buffers of up to this many elements are always copied, whether or not forward ever wrote to them.
 COPIED_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
 class _AttributeSlot:
-    """A place in a module where a buffer, or a parameter that forward writes, hangs."""
+    """The module and name of a buffer, or of a parameter that forward writes."""
 
     owner: nn.Module
     name: str
@@ -29,10 +29,10 @@ class _AttributeSlot:
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """Attributes by module, and of each slot the tensor there, its version, and a copy where one was made.
+class ModuleSnapshot:
+    """Attributes by module; for each slot its tensor, the tensor's version, and a copy if one was made.
 
-    `deep` is what some modules keep in containers, objects and globals.
+    `deep` is the state that some modules keep in containers, objects and globals.
     """
 
     attributes: list[tuple[nn.Module, dict[str, Any]]]
@@ -41,11 +41,11 @@ class Remembered:
 
 
 class ModuleMemory:
-    """What a forward may change in `module` and its parts, taken down and put back.
+    """Captures and restores what a forward may change in `module` and its submodules.
 
-    Autograd counts no version for what batch normalisation writes, so every small buffer is copied; a large
-    one only once it was seen to be written, since most are masks and tables. `written` names parameters that
-    forward writes, and `keeping` the parts that keep more in Python than the values of attributes.
+    Batch normalisation does not increase the version of its buffers, so every small buffer is copied. A large
+    one is copied only after a write to it was seen, as most are masks and tables. `written` names parameters
+    that forward writes, `keeping` the submodules with Python state beyond the values of attributes.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ModuleMemory:
         self._slots += self._written
         self._keeping = {path: module.get_submodule(path) for path in keeping}
 
-    def capture(self, copies: bool = True) -> Remembered:
-        """What there is now; without `copies` the buffers themselves, which nobody may write to meanwhile."""
+    def capture(self, copies: bool = True) -> ModuleSnapshot:
+        """A snapshot; without `copies` it holds the buffers themselves, which must then not be written."""
         attributes = [
             (module, {name: value for name, value in module.__dict__.items() if name not in TORCHS})
             for module in self._modules
@@ -74,16 +74,16 @@ class ModuleMemory:
                 kept = _copy(tensor) if wanted else None
                 tensors.append((slot, tensor, tensor._version, kept))
         deep = PythonState(self._keeping) if self._keeping else None
-        return Remembered(attributes, tensors, deep)
+        return ModuleSnapshot(attributes, tensors, deep)
 
-    def note_written(self, before: Remembered) -> None:
-        """Find out which buffers a forward since `before` has written or replaced."""
+    def note_written(self, before: ModuleSnapshot) -> None:
+        """Record which buffers were written or replaced since `before`."""
         for slot, tensor, version, _ in before.tensors:
             if slot.holder.get(slot.name) is not tensor or tensor._version != version:
                 self._written.add(slot)
 
-    def put(self, remembered: Remembered) -> None:
-        """Let the modules hold what they held; a tensor that was copied is its copy, to be written freely."""
+    def put(self, remembered: ModuleSnapshot) -> None:
+        """Restore the modules to a snapshot; copied tensors are replaced by their copies."""
         if remembered.deep is not None:
             remembered.deep.restore()
         for module, attributes in remembered.attributes:

@@ -13,14 +13,14 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import CheckpointError, DataError, JobError
 from plait.data.trees import put_together, take_apart
-from plait.pipeline.cpu.linear import laid_out_as
+from plait.pipeline.cpu.linear import with_same_strides
 
 Tensors = dict[str, Tensor]
-# What an optimizer keeps in a parameter's group, or as attributes of its own, is kept with each parameter.
+# Prefixes of values from param groups and from attributes of the optimizer; stored with each parameter.
 _GROUP, _ATTRIBUTE = "group:", "self:"
-# Attributes that are no optimizer's own.
+# Attributes that Plait sets on optimizers.
 START, LR_FACTOR = "start_of_plait", "lr_factor_of_plait"
-# Marks a number of Python's, which comes back as one.
+# Suffix of Python numbers, which are restored as numbers.
 _NUMBER = ":number"
 _EXTRA_STATE = b"plait extra state\n"
 
@@ -30,8 +30,8 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def further_names(model: torch.nn.Module) -> dict[str, str]:
-    """The further names that its state has of tied parameters and buffers, with the first."""
+def tied_aliases(model: torch.nn.Module) -> dict[str, str]:
+    """Aliases of tied parameters and buffers in the state_dict, each mapped to the first name."""
     first: dict[int, str] = {}
     named = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     for name, tensor in named.items():
@@ -40,19 +40,19 @@ def further_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def is_known(optimizer: object) -> bool:
-    """Whether an optimizer is torch's or Plait's: these keep no gradients, and nothing in their groups."""
+    """Whether an optimizer is torch's or Plait's: these keep neither gradients nor state in their groups."""
     return type(optimizer).__module__.startswith(("torch.optim.", "plait."))
 
 
 def model_state(model: torch.nn.Module) -> Tensors:
     """The model's parameters and buffers by name; a tied one under each of its names.
 
-    What `get_extra_state` of a module returns is packed into a tensor; JobError where it cannot be.
+    The result of a module's `get_extra_state` is packed into a tensor. Raises JobError if that is impossible.
     """
-    found = {}
+    state = {}
     for name, value in model.state_dict().items():
-        found[name] = value.detach() if isinstance(value, Tensor) else _pack(name, value)
-    return found
+        state[name] = value.detach() if isinstance(value, Tensor) else _pack(name, value)
+    return state
 
 
 def has_extra_state(model: torch.nn.Module) -> bool:
@@ -77,7 +77,7 @@ def _pack(name: str, value: Any) -> Tensor:
 
 
 def is_packed(value: Tensor) -> bool:
-    """Whether a tensor of a state holds what `get_extra_state` returned."""
+    """Whether a tensor of a state is a packed result of `get_extra_state`."""
     head = len(_EXTRA_STATE)
     return (
         value.dtype is torch.uint8
@@ -87,21 +87,23 @@ def is_packed(value: Tensor) -> bool:
 
 
 def unpacked(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A state as `load_state_dict` takes it."""
+    """The state with packed extra state unpacked, for `load_state_dict`."""
     return {name: _unpack(value) if is_packed(value) else value for name, value in state.items()}
 
 
 def _unpack(value: Tensor) -> Any:
     raw = value.cpu().numpy().tobytes()[len(_EXTRA_STATE) :]
     length = int.from_bytes(raw[:8], "little")
-    place = 8 + length
+    offset = 8 + length
 
     def tensor(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        nonlocal place
+        nonlocal offset
         size = torch.Size(shape).numel() * dtype.itemsize
-        own = bytearray(raw[place : place + size])
-        place += size
-        return torch.frombuffer(own, dtype=dtype).view(*shape) if size else torch.empty(shape, dtype=dtype)
+        content = bytearray(raw[offset : offset + size])
+        offset += size
+        return (
+            torch.frombuffer(content, dtype=dtype).view(*shape) if size else torch.empty(shape, dtype=dtype)
+        )
 
     return put_together(json.loads(raw[8 : 8 + length]), tensor)
 
@@ -110,14 +112,14 @@ def _unpack(value: Tensor) -> Any:
 
 
 def remember_start(optimizer: torch.optim.Optimizer) -> None:
-    """Note what an optimizer holds besides its state, so that what it changes of it later is known."""
+    """Save an optimizer's groups and attributes, so that later changes to them can be detected."""
     if not is_known(optimizer):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         vars(optimizer)[START] = copy.deepcopy((groups, _attributes(optimizer)))
 
 
 def note_rate(optimizer: torch.optim.Optimizer) -> None:
-    """Take the rates of now for those that the optimizer has not changed itself."""
+    """Record the current learning rates as set from outside, not changed by the optimizer."""
     start = vars(optimizer).get(START)
     for group, before in zip(optimizer.param_groups, start[0] if start is not None else ()):
         before["lr"] = group["lr"]
@@ -129,7 +131,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _changed(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the optimizer has changed in each of its groups, and of its own attributes."""
+    """What the optimizer has changed in each of its groups, and among its attributes."""
     start = vars(optimizer).get(START)
     if start is None:
         return [], {}
@@ -141,15 +143,15 @@ def _changed(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], di
 
 
 def changes_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has changed anything besides the state that it keeps for each parameter."""
-    groups, own = _changed(optimizer)
-    return any(groups) or bool(own)
+    """Whether the optimizer has changed its groups or attributes, besides per-parameter state."""
+    groups, attributes = _changed(optimizer)
+    return any(groups) or bool(attributes)
 
 
 def _same(one: Any, other: Any) -> bool:
     try:
         return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
-    except (TypeError, ValueError, RuntimeError):  # of unlike kinds
+    except (TypeError, ValueError, RuntimeError):  # of different types
         return False
 
 
@@ -160,67 +162,69 @@ def _is_saved(value: Any) -> bool:
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Tensors:
     """The optimizer's state as `parameter name/key` -> tensor; numbers become scalars.
 
-    So do numbers and tensors that the optimizer has changed in a parameter's group, or of its own. Of
-    parameters without a name there is none: an optimizer of a stage without parameters has a dummy.
+    Includes numbers and tensors that the optimizer has changed in its groups or attributes. Parameters
+    without a name are skipped: the optimizer of a stage without parameters has a dummy.
     """
-    found: Tensors = {}
-    groups, own = _changed(optimizer)
+    named: Tensors = {}
+    groups, attributes = _changed(optimizer)
     state: Mapping[Any, Any] = optimizer.state
     for parameter, values in state.items():
         if isinstance(parameter, Tensor) and parameter in names:
-            found |= _named(names[parameter], "", values)
+            named |= _named(names[parameter], "", values)
     for changed, group in zip(groups, optimizer.param_groups if groups else ()):
-        for parameter in group["params"] if changed or own else ():
+        for parameter in group["params"] if changed or attributes else ():
             if parameter in names:
-                found |= _named(names[parameter], _GROUP, changed) | _named(names[parameter], _ATTRIBUTE, own)
-    return found
+                named |= _named(names[parameter], _GROUP, changed) | _named(
+                    names[parameter], _ATTRIBUTE, attributes
+                )
+    return named
 
 
 def _named(name: str, kind: str, values: Mapping[str, Any]) -> Tensors:
-    found = {}
+    state = {}
     for key, value in values.items():
         if isinstance(value, Tensor):
-            found[f"{name}/{kind}{key}"] = value.detach().to_dense()
+            state[f"{name}/{kind}{key}"] = value.detach().to_dense()
         elif _is_saved(value):
             exact = torch.float64 if isinstance(value, float) else None
-            found[f"{name}/{kind}{key}{_NUMBER}"] = torch.tensor(value, dtype=exact)
-    return found
+            state[f"{name}/{kind}{key}{_NUMBER}"] = torch.tensor(value, dtype=exact)
+    return state
 
 
 def unsaved_state(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What an optimizer keeps that no checkpoint holds, in words."""
-    groups, own = _changed(optimizer)
-    found = {f"self.{key} ({type(v).__name__})": v for key, v in own.items()}
-    found |= {f"a group's {key!r} ({type(v).__name__})": v for group in groups for key, v in group.items()}
+    """Descriptions of optimizer state that checkpoints do not contain."""
+    groups, attributes = _changed(optimizer)
+    kept = {f"self.{key} ({type(v).__name__})": v for key, v in attributes.items()}
+    kept |= {f"a group's {key!r} ({type(v).__name__})": v for group in groups for key, v in group.items()}
     state: Mapping[Any, Any] = optimizer.state
     for parameter, values in state.items():
         if isinstance(parameter, Tensor):
-            found |= {f"state[p][{k!r}] ({type(v).__name__})": v for k, v in values.items() if v is not None}
+            kept |= {f"state[p][{k!r}] ({type(v).__name__})": v for k, v in values.items() if v is not None}
         else:
-            found[f"state[{parameter!r}]"] = None
-    return [name for name, value in found.items() if not _is_saved(value)]
+            kept[f"state[{parameter!r}]"] = None
+    return [name for name, value in kept.items() if not _is_saved(value)]
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Tensors
 ) -> None:
-    """Put what `optimizer_state` returned back, each tensor where the optimizer keeps it."""
+    """Load what `optimizer_state` returned."""
     whole = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
     whole["state"] = {}
     for name, kind, key, value in _read(state):
         if name not in numbers:
-            raise CheckpointError(f"the optimizer's state is of another model: it has {name!r}")
+            raise CheckpointError(f"the optimizer's state belongs to another model: it has {name!r}")
         if not kind:
             number = numbers[name]
-            whole["state"].setdefault(number, {})[key] = laid_out_as(parameters[number], value)
+            whole["state"].setdefault(number, {})[key] = with_same_strides(parameters[number], value)
     optimizer.load_state_dict(whole)
     load_rest(optimizer, names, state)
 
 
 def load_rest(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Tensors) -> None:
-    """Of what `optimizer_state` returned, put back what is in groups and attributes."""
+    """Load the values of groups and attributes from what `optimizer_state` returned."""
     groups = {names[p]: group for group in optimizer.param_groups for p in group["params"] if p in names}
     for name, kind, key, value in _read(state):
         if kind == _GROUP and name in groups:
@@ -230,7 +234,7 @@ def load_rest(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], sta
 
 
 def _read(state: Tensors) -> Iterator[tuple[str, str, str, Any]]:
-    """The entries of an optimizer's state: parameter name, where it is kept, key, value."""
+    """The entries of an optimizer's state: parameter name, prefix, key, value."""
     for path, tensor in state.items():
         name, _, key = path.rpartition("/")
         kind = next((kind for kind in (_GROUP, _ATTRIBUTE) if key.startswith(kind)), "")

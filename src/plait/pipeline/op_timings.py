@@ -1,4 +1,4 @@
-"""Spans: when each operation of a pipeline began and ended, as it was carried out."""
+"""When each operation of a pipeline started and ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.planner.schedules.operations import Backward, BackwardInput, Backward
 
 @dataclass(frozen=True)
 class OpTiming:
-    """One operation as it was carried out, in seconds since the epoch by the first worker's clock."""
+    """Start and end of one operation, in seconds since the epoch by the first worker's clock."""
 
     op: Op
     start: float
@@ -27,14 +27,14 @@ _LETTERS: dict[type[Op], str] = {
 }
 
 
-def operations_event(step: int, spans: Sequence[OpTiming]) -> Operations:
-    """What a worker did up to `step`, as an event."""
-    ops = [span.op for span in spans]
+def operations_event(step: int, timings: Sequence[OpTiming]) -> Operations:
+    """The event that records a worker's operations up to `step`."""
+    ops = [timing.op for timing in timings]
     return Operations(
         step,
         "".join(_LETTERS[type(op)] for op in ops),
         tuple(op.stage for op in ops),
         tuple(op.version if isinstance(op, Update) else op.microbatch for op in ops),
-        tuple(round(span.start, 6) for span in spans),
-        tuple(round(span.end, 6) for span in spans),
+        tuple(round(timing.start, 6) for timing in timings),
+        tuple(round(timing.end, 6) for timing in timings),
     )

@@ -1,8 +1,8 @@
-"""Deferred weight gradients: a backward that computes what the stage before waits for, and the rest later.
+"""Split backward: input gradients first, which the previous stage needs; weight gradients are deferred.
 
-While `DeferWeights` is active in a forward pass, linear layers and convolutions are recorded such that
-their backward gives the gradient of the input only and leaves a job for the gradient of the weights. Other
-operations give both at once: nothing is computed twice.
+In a forward under `DeferWeights`, linear layers and convolutions are recorded such that their backward
+computes only the input gradient and adds a job for the weight gradient. Other operations compute both at
+once. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.pipeline.cpu.linear import add_product, add_sum, input_gradient, is_trained, laid_out_as
+from plait.pipeline.cpu.linear import add_product, add_sum, input_gradient, is_trained, with_same_strides
 
 Job = Callable[[], None]
 _active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
@@ -27,9 +27,9 @@ _CONVOLUTION_DEFAULTS = (None, 1, 0, 1, 1)
 
 
 class DeferWeights(TorchFunctionMode):
-    """Active around a forward pass; backward then appends to `jobs` what is left to do.
+    """Active around a forward pass; backward then appends the deferred work to `jobs`.
 
-    The jobs read `grads`, which nobody may write to before they are done.
+    The jobs read `grads`, which must not be written before the jobs have run.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,12 @@ class DeferWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def leave(self, job: Job, grad: Tensor) -> None:
-        """Keep a job, which reads `grad`, for later."""
+        """Defer a job that reads `grad`."""
         self.jobs.append(job)
         self.grads.append(grad)
 
     def catch_up(self) -> None:
-        """Do all jobs, and forget what they read: the graph, which they hold, holds them."""
+        """Run all jobs, then drop them and their inputs to break reference cycles with the graph."""
         for job in self.jobs:
             job()
         self.jobs.clear()
@@ -73,29 +73,29 @@ class DeferWeights(TorchFunctionMode):
 
 
 def jobs_of_this_forward() -> list[Job] | None:
-    """Where an autograd function, asked in its forward, may leave its weights' gradients; None: nowhere."""
+    """The list for deferred weight gradients of the current forward; None if backward is not split."""
     return _active.get()
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether weight and bias are trained parameters: what was computed needs its gradient at once."""
+    """Whether weight and bias are trained leaf parameters; computed tensors need their gradient at once."""
     if len(args) < 2 or "weight" in kwargs or "input" in kwargs:
         return False
     weight, bias = args[1], args[2] if len(args) > 2 else kwargs.get("bias")
     if not is_trained(weight) or not (bias is None or is_trained(bias)):
         return False
-    # Autocast leaves numbers of double precision as they are.
+    # Autocast does not cast float64.
     wide = torch.float64 in (args[0].dtype, weight.dtype)
     return torch.is_grad_enabled() and not (wide and _casts(weight))
 
 
 def _casts(tensor: Tensor) -> bool:
-    """Whether autocast computes with a copy of `tensor`."""
+    """Whether autocast casts `tensor`."""
     return torch.is_autocast_enabled(tensor.device.type)
 
 
 def _as_computed(x: Tensor) -> Tensor:
-    """A layer's input, as autocast would hand it over."""
+    """A layer's input, cast as autocast would cast it."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if _casts(x) else x
 
 
@@ -104,7 +104,7 @@ def _like(x: Tensor, parameter: Tensor | None) -> Tensor | None:
 
 
 def _settings(dims: int, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Bias, stride, padding, dilation, groups; None where the padding is a word."""
+    """Bias, stride, padding, dilation, groups; None if the padding is given as a string."""
     values: dict[str, Any] = dict(zip(_CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS))
     values |= dict(zip(_CONVOLUTION_ARGUMENTS, given)) | kwargs
     if isinstance(values["padding"], str):
@@ -121,8 +121,8 @@ def _spread(value: Any, dims: int) -> tuple[int, ...]:
 def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
     if parameter is not None and gradient is not None and parameter.requires_grad:
         if parameter.grad is None:
-            # Fused optimizers read both as they lie in memory.
-            parameter.grad = laid_out_as(parameter, gradient.to(parameter.dtype))
+            # Fused optimizers need parameter and gradient to have the same strides.
+            parameter.grad = with_same_strides(parameter, gradient.to(parameter.dtype))
         else:
             parameter.grad.add_(gradient)
 
@@ -154,8 +154,8 @@ class _Linear(torch.autograd.Function):
                 _accumulate(bias, rows.sum(0))
 
         ctx.defer.leave(job, grad)
-        own = input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        return own, None, None, None
+        grad_input = input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return grad_input, None, None, None
 
 
 class _Convolution(torch.autograd.Function):
@@ -179,10 +179,10 @@ class _Convolution(torch.autograd.Function):
 
         def gradients(mask: list[bool]) -> tuple[Tensor | None, ...]:
             sizes = None if bias is None else list(bias.shape)
-            found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+            computed: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
                 grad, x, weight, sizes, stride, padding, dilation, False, [0] * len(stride), groups, mask
             )
-            return found
+            return computed
 
         def job() -> None:
             _, weight_grad, bias_grad = gradients([False, True, bias is not None])
@@ -190,5 +190,5 @@ class _Convolution(torch.autograd.Function):
             _accumulate(bias, bias_grad)
 
         ctx.defer.leave(job, grad)
-        own = gradients([True, False, False])[0] if ctx.needs_input_grad[0] else None
-        return own, *[None] * (len(ctx.settings) + 3)
+        grad_input = gradients([True, False, False])[0] if ctx.needs_input_grad[0] else None
+        return grad_input, *[None] * (len(ctx.settings) + 3)

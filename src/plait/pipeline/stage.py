@@ -1,4 +1,4 @@
-"""One stage on one worker: forward and backward of a microbatch, whole or in two halves."""
+"""One stage on one worker: forward and backward of a microbatch; backward may be split in two."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.data.calling import explaining_type_errors
 from plait.data.loader import seed_all
 from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.module_state import ModuleMemory, Remembered
+from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot
 from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
@@ -29,12 +29,12 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
-class Flight:
+class InFlight:
     """A microbatch between its forward and its backward in one stage.
 
-    `versions` are those of the runner's weights that it uses. `inputs` are leaves of autograd, `outputs`
-    still have their graph, by the names of values; once they are sent, `edges` are their places in the
-    graph. `messages` lend the memory of the inputs and are given back when the flight is over.
+    `versions` are the weight versions that it uses. `inputs` are leaves of autograd; `outputs` have a graph
+    until they are sent, then `edges` keeps their gradient edges. All three are keyed by value name.
+    `messages` own the memory of the inputs and are released after the backward.
     """
 
     inputs: dict[str, Tensor]
@@ -46,21 +46,22 @@ class Flight:
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
     deferred: DeferWeights | None = None
-    # What the stage's modules held before a forward that is computed again.
-    before: Remembered | None = None
+    # The state of the stage's modules before the forward, if backward recomputes it.
+    before: ModuleSnapshot | None = None
     messages: list[Message] = field(default_factory=list)
-    # Where random numbers start instead of the seed, the stage that they come from, and where they end.
+    # The random state at the start (used instead of the seed), the stage it came from, and the state at the
+    # end.
     random_state: RandomState | None = None
     random_from: int = -1
     random_after: RandomState | None = None
 
-    def let_go_of_outputs(self) -> None:
-        """Keep the outputs' places in the graph, from which backward starts, but not their memory."""
+    def free_outputs(self) -> None:
+        """Replace the outputs by their gradient edges, from which backward starts, to free their memory."""
         self.edges = {name: get_gradient_edge(t) for name, t in self.outputs.items() if t.requires_grad}
         self.outputs = {}
 
-    def land(self) -> None:
-        """Give the memory of what was received back to the senders."""
+    def release(self) -> None:
+        """Return the memory of received messages to the senders."""
         self.inputs.clear()
         self.edges.clear()
         for message in self.messages:
@@ -69,7 +70,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class LossOf:
-    """The loss of what the model returns, from the values that its stages made."""
+    """Computes the loss from the output values of the stages."""
 
     traced: TracedModel
     loss: Loss
@@ -85,9 +86,9 @@ class LossOf:
 class StageRunner:
     """Runs one stage's module. `loss_of` turns the model's outputs and the target into the loss.
 
-    It is None but for the last stage. Without `versions` the module's own parameters are used; where there
-    are several, each has some of them. With `split` a backward leaves the weights' gradients for later.
-    Backward starts from `scale` times the loss, where there is one.
+    It is None except in the last stage. `versions` are sets of stashed weights, each for some of the
+    parameters; if empty, the module's parameters are used. With `split`, backward defers weight gradients.
+    The loss is multiplied by `scale` before backward.
     """
 
     stage: StageModule
@@ -97,15 +98,15 @@ class StageRunner:
     recompute: bool = False
     split: bool = False
     scale: LossScale | None = None
-    # Sets where random numbers start, from the number of a flight.
+    # Seeds the random number generators for a microbatch.
     seed: Callable[[int], None] = seed_all
 
     def __post_init__(self) -> None:
         stage = self.stage
         self._memory = ModuleMemory(stage.module, stage.written, stage.keeping)
 
-    def forward(self, flight: Flight) -> None:
-        """Fill the flight's outputs, and its loss where this is the last stage."""
+    def forward(self, flight: InFlight) -> None:
+        """Compute the outputs, and the loss in the last stage."""
         for weights, version in zip(self.versions, flight.versions):
             weights.use(version)
         if self.recompute:
@@ -116,13 +117,13 @@ class StageRunner:
         else:
             self._run(flight)
 
-    def evaluate(self, flight: Flight) -> None:
-        """As `forward` of a microbatch that never goes backward, with the module in evaluation mode."""
+    def evaluate(self, flight: InFlight) -> None:
+        """Compute the outputs without a graph; the module is in evaluation mode."""
         with torch.no_grad(), self.autocast():
             flight.outputs = self._call(flight, self.stage.evaluation_inputs, self.stage.evaluation_outputs)
 
-    def backward(self, flight: Flight, grads: Mapping[str, Tensor]) -> None:
-        """Leave gradients on the flight's inputs and on the weights; `grads` are those of the outputs."""
+    def backward(self, flight: InFlight, grads: Mapping[str, Tensor]) -> None:
+        """Accumulate gradients on the inputs and the weights; `grads` are the gradients of the outputs."""
         if self.recompute:
             self._run_again(flight)
         if flight.loss is not None:
@@ -135,37 +136,37 @@ class StageRunner:
         if not self.split:
             self._release(flight)
 
-    def backward_weight(self, flight: Flight) -> None:
-        """Do what a split backward has left."""
+    def backward_weight(self, flight: InFlight) -> None:
+        """Compute the weight gradients that a split backward deferred."""
         assert flight.deferred is not None
         with torch.no_grad():
             flight.deferred.catch_up()
         flight.deferred = None
         self._release(flight)
 
-    def own_gradients(self, flight: Flight, lent: Sequence[Message]) -> None:
-        """Copy the gradients that autograd left in memory which is given back with `lent`, or read later.
+    def own_gradients(self, flight: InFlight, lent: Sequence[Message]) -> None:
+        """Copy gradients whose memory belongs to the messages `lent`, or is still read by deferred jobs.
 
-        It takes a gradient, received or computed, or a view of it, for its own where it need not change it.
+        Autograd may store a received tensor, or a view of it, as `.grad` without copying.
         """
-        theirs = [t for message in lent for t in message.content.tensors if t is not None]
-        theirs += flight.deferred.grads if flight.deferred is not None else []
-        places = {tensor.untyped_storage().data_ptr() for tensor in theirs}
+        borrowed = [t for message in lent for t in message.content.tensors if t is not None]
+        borrowed += flight.deferred.grads if flight.deferred is not None else []
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in borrowed}
         used = [weights.leaves(version) for weights, version in zip(self.versions, flight.versions)]
         leaves = itertools.chain(*used) if used else self.stage.module.parameters()
         for leaf in itertools.chain(leaves, flight.inputs.values()):
             if leaf.grad is None:
                 continue
-            # The values of a sparse gradient may be a view of what came back.
-            if leaf.grad.is_sparse or leaf.grad.untyped_storage().data_ptr() in places:
+            # The values of a sparse gradient may be a view of a received tensor.
+            if leaf.grad.is_sparse or leaf.grad.untyped_storage().data_ptr() in addresses:
                 leaf.grad = leaf.grad.clone()
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: InFlight) -> None:
         for weights, version in zip(self.versions, flight.versions):
             weights.done(version)
 
-    def _run(self, flight: Flight) -> None:
-        # Dropout draws the same whenever, wherever and how often this microbatch runs.
+    def _run(self, flight: InFlight) -> None:
+        # Dropout of a microbatch is the same when it is recomputed, and on any worker.
         if flight.random_state is None:
             self.seed(flight.seed)
         else:
@@ -178,20 +179,20 @@ class StageRunner:
                 flight.loss = loss if flight.weight == 1.0 else loss * flight.weight
         flight.deferred = defer
 
-    def _call(self, flight: Flight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
+    def _call(self, flight: InFlight, taken: Sequence[Value], returned: Sequence[Value]) -> dict[str, Tensor]:
         inputs = tuple(flight.inputs[value.name] for value in taken)
         with explaining_type_errors(self.stage.module, inputs):
             given = self.stage.module(*inputs)
         return {value.name: tensor for value, tensor in zip(returned, given)}
 
-    def _run_again(self, flight: Flight) -> None:
-        """Forward with gradients this time, from the state that its first forward met; that of now stays."""
+    def _run_again(self, flight: InFlight) -> None:
+        """Recompute the forward with gradients, from the module state before the first forward."""
         for weights, version in zip(self.versions, flight.versions):
             weights.put(version)
         assert flight.before is not None
         now = self._memory.capture(copies=False)
         self._memory.put(flight.before)
         self._run(flight)
-        flight.let_go_of_outputs()
+        flight.free_outputs()
         self._memory.put(now)
         flight.before = None

@@ -1,4 +1,4 @@
-"""Updates of the stages that one worker holds: agree on the gradients, write the next weights."""
+"""Weight updates of the stages on one worker: sum the gradients, then step the optimizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plait.schema.topology_spec import TopologySpec
 
 
 class StageOptimizer:
-    """What one worker does at updates, and the versions of its weights under an asynchronous schedule.
+    """The updates of one worker, and its weight versions under an asynchronous schedule.
 
-    `modules` are its stages, `agreements` those that their updates need. The optimizer holds all of the
-    worker's parameters and steps those that have a gradient. `overlapped` are the stages whose gradients are
-    summed while backward goes on, where pipelines do not drain at updates.
+    `modules` are its stages and `agreements` their gradient reducers. The optimizer holds all parameters of
+    the worker and steps those that have a gradient. `overlapped` are the stages whose all-reduce overlaps
+    with backward when pipelines do not drain at updates.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class StageOptimizer:
         shared = {id(master) for each in tied for master in each.masters}
         for stage, module in modules.items():
             masters = dict.fromkeys(p for p in module.parameters() if p.requires_grad)
-            own = [master for master in masters if id(master) not in shared]
-            self._versions[stage] = WeightVersions(module, own)
+            untied = [master for master in masters if id(master) not in shared]
+            self._versions[stage] = WeightVersions(module, untied)
 
     def versions(self, stage: int) -> list[WeightVersions]:
-        """Those of a stage's own weights, and of what it shares with others; none if updates wait."""
-        own = [self._versions[stage]] if stage in self._versions else []
-        return own + [each.versions for each in self._tied[stage]]
+        """The versions of a stage's weights and of weights tied to other stages; none if pipelines drain."""
+        versions = [self._versions[stage]] if stage in self._versions else []
+        return versions + [each.versions for each in self._tied[stage]]
 
     def switch(self, topology: TopologySpec) -> None:
         """Sum the gradients of replicas over `topology`; all workers call it when nothing is in flight."""
@@ -61,27 +61,27 @@ class StageOptimizer:
             agreement.switch(topology)
 
     def frozen(self, stage: int) -> list[Parameter]:
-        """The parameters of a stage that were frozen in a version of its weights."""
+        """The parameters of a stage that were frozen in one of its weight versions."""
         return [parameter for versions in self.versions(stage) for parameter in versions.frozen()]
 
     def bring_tied(self, op: Forward, work: UpdateRounds) -> tuple[int, ...]:
-        """The versions that a forward uses of what its stage shares with others; they are there now."""
+        """Make the versions of tied weights that a forward uses available; returns their numbers."""
         return tuple(each.bring(op, work) for each in self._tied[op.stage])
 
     def keep_tied(self, stage: int, versions: Sequence[int]) -> None:
-        """Take the gradients of what a stage shares with others, after a backward with `versions`."""
+        """Collect the gradients of tied weights after a backward with `versions`."""
         for each, version in zip(self._tied[stage], versions[1:]):
             each.keep(stage, version)
 
     def before_last_backward(self) -> None:
-        """Let what the worker's last backward of a batch completes be summed while it goes on."""
+        """Overlap the all-reduce with the worker's last backward of a batch."""
         for agreement in set(self._agreements.values()):
             agreement.before_last_backward()
 
     def before_backward(self, op: Backward, work: UpdateRounds) -> bool:
-        """Let the gradients that `op` completes, if any, be summed while it goes on; whether it does.
+        """Overlap the all-reduce with `op` if it completes gradients; returns whether it does.
 
-        Then they are on their way until the next update of the stage.
+        The all-reduce then ends at the next update of the stage.
         """
         update = update_behind(self._pipeline_layout, op) if op.stage in self._overlapped else None
         if update is None:
@@ -91,7 +91,7 @@ class StageOptimizer:
         return True
 
     def agree(self, updates: Sequence[Update], work: UpdateRounds) -> None:
-        """Sum the gradients of the stages that `updates` are of over all holders."""
+        """Sum the gradients of the updated stages over all holders."""
         work.set_rate(updates[-1])
         factor = work.factor(updates[-1])
         for update in updates:
@@ -103,22 +103,22 @@ class StageOptimizer:
         try:
             agreement.agree(factor)
         except RuntimeError as failure:
-            words = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
+            names = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
             holders = self._pipeline_layout.holders(*(update.stage for update in updates))
             others = [worker for worker in holders if worker != self._rank]
             lost = failure if isinstance(failure, PeerError) else PeerError("", LostPeer.GONE)
             raise PeerError(
-                f"worker {self._rank} could not sum the gradients of {words} with workers {others}: "
+                f"worker {self._rank} could not sum the gradients of {names} with workers {others}: "
                 f"{failure}",
                 lost.kind,
                 lost.peer,
             ) from failure
 
     def clip(self, updates: Sequence[Update], most: float, device: torch.device) -> None:
-        """Scale gradients to a norm of `most` at most: of the whole model, or of a stage that updates alone.
+        """Clip gradients to the norm `most`: of the whole model, or of each stage if they update separately.
 
-        Where pipelines drain at updates, all workers call it together. Otherwise the gradient of the whole
-        model is never there at once, and each stage clips its own; all its holders have the same.
+        If pipelines drain at updates, all workers call it together. Otherwise the gradient of the whole model
+        never exists at one time, and each stage clips by its own norm, which is equal on all holders.
         """
         agreement = self._agreements[updates[-1].stage]
         if updates[-1].stage in self._versions:
@@ -127,7 +127,7 @@ class StageOptimizer:
             agreement.clip(most, device)
 
     def write(self, updates: Sequence[Update]) -> None:
-        """Let the optimizer write the next version, and forget the gradients."""
+        """Step the optimizer to write the next version, and clear the gradients."""
         stage = updates[-1].stage
         if stage in self._versions:
             needed_from = oldest_needed(self._pipeline_layout, self._rank, updates[-1])
@@ -137,30 +137,30 @@ class StageOptimizer:
         self._agreements[stage].clear()
 
     def leave_out(self, updates: Sequence[Update]) -> None:
-        """Forget the gradients, and leave the weights as they are; pipelines drain at updates."""
+        """Skip the updates: clear the gradients and keep the weights. Only if pipelines drain at updates."""
         assert not self._versions
         self._agreements[updates[-1].stage].clear()
 
     def finish(self, work: UpdateRounds) -> None:
-        """Let the modules hold the newest weights, as version 0; nothing is in flight."""
-        for each in {id(each): each for own in self._tied.values() for each in own}.values():
+        """Put the newest weights into the modules as version 0; nothing is in flight."""
+        for each in {id(each): each for tied in self._tied.values() for each in tied}.values():
             each.finish(work)
         for versions in self._versions.values():
             versions.restart()
 
     def restart(self) -> None:
-        """Begin anew from the weights that the modules hold; nothing is in flight."""
+        """Restart at version 0 with the weights in the modules; nothing is in flight."""
         for stage in self._tied:
             for versions in self.versions(stage):
                 versions.restart()
 
     def fail(self, failure: BaseException) -> None:
-        """Have whoever waits for gradients of other workers fail; from any thread."""
+        """Make waits for the gradients of other workers raise; may be called from any thread."""
         for agreement in set(self._agreements.values()):
             agreement.fail(failure)
 
     def close(self) -> None:
-        """End the threads that sum gradients; all workers call it after their last update."""
+        """Stop the reduce threads; all workers call it after their last update."""
         for agreement in set(self._agreements.values()):
             agreement.close()
 
@@ -168,10 +168,10 @@ class StageOptimizer:
 def summed_during_backward(
     rank: int, pipeline_layout: PipelineLayout, device: torch.device, hosts: Sequence[str], cores: int
 ) -> frozenset[int]:
-    """The stages of a worker whose gradients are better summed during backward, if pipelines never drain.
+    """The stages of a worker whose all-reduce should overlap with backward, if pipelines never drain.
 
-    Where the holders are on one host whose workers compute on all of its `cores`, sums that overlap with
-    backward take time and caches from it. `hosts` names the host of each worker.
+    If all holders are on one host and use all of its `cores`, an overlapped all-reduce slows backward down.
+    `hosts` names the host of each worker.
     """
     if pipeline_layout.schedule.synchronous:
         return frozenset()

@@ -1,9 +1,9 @@
 """Parameters that several stages share, under schedules that do not drain.
 
-Were they updated with each stage's own weights, the last stage would wait at every update for the first,
-and the pipeline with it. So they have versions of their own: a microbatch meets one version of them in all
-stages, that which the first of these stages has made by then. A stage gives the gradients of a round as
-soon as it has them, and the stage that needs the next version takes their sum.
+Updating them together with each stage's other weights would make the last stage wait for the first at every
+update. So tied weights have their own versions. A microbatch uses the same version in all stages: the newest
+that the first of these stages has when the microbatch enters it. Each stage contributes the gradients of a
+round as soon as it has them, and the stage that needs the next version waits for their sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plait.planner.schedules.operations import Forward, Update
 
 
 class UpdateRounds(Protocol):
-    """What is known of the microbatches between two updates."""
+    """The learning rate and gradient factor of an update."""
 
     def set_rate(self, update: Update) -> None:
         """Set the learning rate of an update."""
@@ -38,9 +38,9 @@ class UpdateRounds(Protocol):
 class TiedWeights:
     """The parameters that a set of stages shares, on one of the workers that hold them.
 
-    `modules` are the worker's stages among them. `group` sums over all holders; None where there is one.
-    `step` is the optimizer's, which writes only to parameters that have a gradient. Their gradients are
-    clipped to a norm of `clip_norm`, apart from those of the stages.
+    `modules` are the stages of this worker that share them. `group` contains all holders; None if there is
+    one. `step` is the optimizer's, which writes only to parameters that have a gradient. Gradients are
+    clipped to the norm `clip_norm`, separately from those of the stages.
     """
 
     def __init__(
@@ -63,37 +63,37 @@ class TiedWeights:
         self._group = group
         self._clip_norm = clip_norm
         self._left: dict[int, list[Tensor | None]] = {stage: [None] * len(masters) for stage in modules}
-        # The oldest version that forwards of each stage may still ask for.
+        # The oldest version that later forwards of each stage may use.
         self._oldest = dict.fromkeys(modules, 0)
         self._rounds: dict[int, _Round] = {}
 
     def bring(self, op: Forward, work: UpdateRounds) -> int:
-        """The version that `op` uses, which is there now; it may have to wait for the others."""
+        """Make the version that `op` uses available, and return it; may wait for other holders."""
         version = version_of(self._pipeline_layout, min(self._stages), op.microbatch)
         self._oldest[op.stage] = version
         self._advance(version, work)
         return version
 
     def keep(self, stage: int, version: int) -> None:
-        """Take the gradients that a backward in `stage` has left, before another one leaves its own."""
+        """Collect the gradients of a backward in `stage`; called before the next backward."""
         left = self._left[stage]
-        for place, leaf in enumerate(self.versions.leaves(version)):
-            left[place] = _sum(left[place], leaf.grad)
+        for index, leaf in enumerate(self.versions.leaves(version)):
+            left[index] = _sum(left[index], leaf.grad)
             leaf.grad = None
 
     def give(self, update: Update, factor: float) -> None:
-        """Hand in what a stage has for the round that ends with its `update`; nobody waits."""
+        """Contribute a stage's gradients to the round that ends with its `update`; does not block."""
         left, self._left[update.stage] = self._left[update.stage], [None] * len(self.masters)
         round_ = self._rounds.setdefault(update.version, _Round([None] * len(self.masters)))
-        for place, grad in enumerate(left):
+        for index, grad in enumerate(left):
             if grad is not None:
-                round_.grads[place] = _sum(round_.grads[place], grad.mul_(factor) if factor != 1.0 else grad)
+                round_.grads[index] = _sum(round_.grads[index], grad.mul_(factor) if factor != 1.0 else grad)
         round_.given += 1
         if round_.given == len(self._left) and self._group is not None:
             round_.send(self.masters, self._group)
 
     def finish(self, work: UpdateRounds) -> None:
-        """Take all rounds that were given, and call what comes out version 0; nothing is in flight."""
+        """Apply all contributed rounds, and call the result version 0; nothing is in flight."""
         self._advance(max(self._rounds, default=self.versions.newest), work)
         assert not self._rounds
         self.versions.restart()
@@ -115,7 +115,7 @@ class TiedWeights:
                 master.grad = grad
             if self._clip_norm is not None:
                 clip_alone(self.masters, self._clip_norm)
-            # Other stages of this worker have made other updates since: the rate is that of this one.
+            # Other stages of this worker may have set the rate of a different update.
             work.set_rate(Update(self._own, following))
             self.versions.update(self._step, min(self._oldest.values()))
             for master in self.masters:
@@ -123,7 +123,7 @@ class TiedWeights:
 
 
 class _Round:
-    """The gradients of one round: this worker's, until they are the sum over all holders."""
+    """The gradients of one round: this worker's, then the sum over all holders."""
 
     def __init__(self, grads: list[Tensor | None]) -> None:
         self.grads = grads
@@ -137,7 +137,7 @@ class _Round:
         self._sending = [dist.all_reduce(grad, group=group, async_op=True) for grad in whole]
 
     def wait(self) -> None:
-        """Return when the gradients are the sum."""
+        """Wait until the gradients are summed."""
         for work in self._sending:
             work.wait()
 
@@ -151,19 +151,19 @@ def make_tied(
     rendezvous: Rendezvous,
     clip_norm: float | None = None,
 ) -> list[TiedWeights]:
-    """Those that this worker holds; all workers call it together. None where pipelines drain at updates."""
-    found: list[TiedWeights] = []
+    """The tied weights that this worker holds; empty if pipelines drain. All workers call it together."""
+    tied: list[TiedWeights] = []
     if pipeline_layout.schedule.synchronous:
-        return found
+        return tied
     for stages in sorted({tuple(stages) for stages in stages_of.values() if len(stages) > 1}):
         holders = pipeline_layout.holders(*stages)
         group = new_group(rendezvous, holders) if len(holders) > 1 else None
         masters = [p for name, p in parameters.items() if tuple(stages_of[name]) == stages]
         masters = [master for master in masters if master.requires_grad]
-        own = {stage: modules[stage] for stage in stages if stage in modules}
-        if own and masters:
-            found.append(TiedWeights(pipeline_layout, stages, own, masters, step, group, clip_norm))
-    return found
+        held = {stage: modules[stage] for stage in stages if stage in modules}
+        if held and masters:
+            tied.append(TiedWeights(pipeline_layout, stages, held, masters, step, group, clip_norm))
+    return tied
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -7,7 +7,6 @@ from plait.core.errors import PlanError
 from plait.planner.as_run import with_memory_as_run
 from plait.planner.cluster import machines, measured_machines
 from plait.planner.explain import describe_plan, render_plan
-from plait.planner.memory import MemorySettings
 from plait.planner.partition.front import Settings
 from plait.planner.plan_file import load_plan, save_plan, summary
 from plait.planner.plans import (
@@ -20,6 +19,7 @@ from plait.planner.plans import (
 from plait.planner.predict import compare_schedules, predict
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.timeline import draw_plan
+from plait.planner.stage_memory import MemorySettings
 from plait.schema.plans.cluster import Cluster, Device, Level
 from plait.schema.plans.plan import Plan, Stage
 

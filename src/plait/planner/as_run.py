@@ -1,4 +1,4 @@
-"""A plan as a job runs it: what its stages hold under the job's own depths, recomputation and versions."""
+"""The memory of a plan's stages as a job runs them, with the job's depths, recomputation and versions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from plait.planner.memory import MemorySettings, held_by, versions
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.stage_memory import MemorySettings, held_by, versions
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
-# More microbatches than any pipeline holds.
+# More microbatches than any pipeline has in flight.
 _MANY = 1 << 40
 
 
 def with_memory_as_run(plan: Plan, chosen: PipelineOptions) -> Plan:
-    """`plan` with the microbatches and the bytes that its stages hold as it is run."""
+    """`plan` with the microbatches in flight and the bytes of its stages as it is run."""
     layout = plan.layout()
     given = {**dict(enumerate(plan.depths)), **chosen.depths}
     share = math.ceil(plan.microbatches / plan.pipelines)
@@ -43,19 +43,19 @@ def _all_depths(schedule: Schedule, layout: Layout, given: Mapping[int, int]) ->
 
 
 def versions_of_vertical_sync(layout: Layout, stage: int, depths: Mapping[int, int]) -> int:
-    """Copies of its weights that a stage holds at most where a microbatch meets one version in all stages.
+    """The maximum number of weight versions of a stage if a microbatch uses the same version in all stages.
 
-    It is the version that the first stage had when the microbatch entered, so a stage keeps all that came
-    since: as many as the first stage has in flight, where they have equal replicas.
+    That is the version of the first stage when the microbatch entered, so a stage keeps all later ones: as
+    many as the first stage has in flight, if they have equal replicas.
     """
-    first, own = layout.replicas(0), layout.replicas(stage)
+    first, replicas = layout.replicas(0), layout.replicas(stage)
     deep = in_flight(Schedule.STASH, layout, 0, _MANY, depths)
 
     def entered(step: int) -> int:
-        """The version of the microbatch that comes to the first replica in this step."""
-        return max(0, step * own // first - deep + 1) * first // own
+        """The version of the microbatch that reaches the first replica in this step."""
+        return max(0, step * replicas // first - deep + 1) * first // replicas
 
-    # After update v the microbatch of step v is the oldest that is in flight or still to come. What is held
-    # repeats once both stages have gone round their replicas.
-    begin, turn = 2 * deep * first, math.lcm(first, own)
-    return max(v + 1 - entered(v) for v in range(begin, begin + turn))
+    # After update v the microbatch of step v is the oldest that is in flight or still to come. The number of
+    # versions is periodic in the least common multiple of the replicas.
+    begin, period = 2 * deep * first, math.lcm(first, replicas)
+    return max(v + 1 - entered(v) for v in range(begin, begin + period))

@@ -1,4 +1,4 @@
-"""The machines of a plan, from what a user says or what was measured."""
+"""The machines of a plan, from the user's numbers or from measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def machines(
     devices: tuple[Device, ...] = (),
     latency_s: float = 0.0,
 ) -> Cluster:
-    """`machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))` with the innermost level first."""
+    """A cluster: `machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))`, innermost level first."""
     counts = (counts,) if isinstance(counts, int) else counts
     rates = (bytes_per_s,) if isinstance(bytes_per_s, (int, float)) else bytes_per_s
     if not (_are(counts, int) and _are(rates, (int, float))):
@@ -49,9 +49,9 @@ def measured_machines(
     devices: tuple[Device, ...] = (),
     overhead_s: float = 0.0,
 ) -> Cluster:
-    """Machines with one or two levels as fast as what was measured within and between hosts.
+    """A cluster with one or two levels, with the speeds measured within and between hosts.
 
-    Every level goes by its slowest link and sum, and one level alone by the slowest of all.
+    Every level has the speed of its slowest link and all-reduce; a single level that of the slowest of all.
     """
     local = _measured(counts[0], [x for x in links if x.same_host], [x for x in sums if x.same_host])
     remote = _measured(
@@ -61,14 +61,14 @@ def measured_machines(
         levels: tuple[Level | None, ...] = (_measured(counts[0], links, sums),)
     else:
         levels = (local, remote)
-    found = tuple(level for level in levels if level is not None)
-    if len(counts) > 2 or len(found) < len(counts):
+    known = tuple(level for level in levels if level is not None)
+    if len(counts) > 2 or len(known) < len(counts):
         kinds = sum(level is not None for level in (local, remote))
         raise PlanError(
             f"found {len(counts)} levels ({'x'.join(map(str, counts))}), but links of {kinds} were measured; "
             f"expected a bandwidth for each level, the innermost first"
         )
-    return Cluster(found, memory_bytes, devices, max(link.latency_s for link in links), overhead_s)
+    return Cluster(known, memory_bytes, devices, max(link.latency_s for link in links), overhead_s)
 
 
 def _measured(count: int, links: Sequence[Link], sums: Sequence[Sum]) -> Level | None:

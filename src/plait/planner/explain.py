@@ -1,4 +1,4 @@
-"""A plan in words and as a table."""
+"""Explains a plan as text and as a table."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from plait.schema.plans.plan import Plan, Stage
 
 
 def reasons(plan: Plan, graph: Graph, limits: Sequence[str] = ()) -> str:
-    """Why this plan won: what sets its pace, and what the plain ways would pay.
+    """Why this plan was chosen: its bottleneck, and the cost of data and model parallelism.
 
-    `limits` are what was asked for that faster plans may not fit, in words.
+    `limits` describe the user's restrictions that may exclude faster plans.
     """
     parts = [_pace(plan), _against_data_parallel(plan, graph), _against_model_parallel(plan)]
     if limits and min(plan.speedup_over.single, plan.speedup_over.data_parallel) < 1 - 1e-9:
@@ -32,29 +32,29 @@ def reasons(plan: Plan, graph: Graph, limits: Sequence[str] = ()) -> str:
 
 
 def why_not_best_cut(best: Plan, chosen: Plan) -> str:
-    """Why `chosen` was taken, though `best` has the lower bottleneck."""
+    """Why `chosen` was chosen, although `best` has the lower bottleneck."""
     cut = _replicas(best)
-    seconds, own = (show_seconds(plan.step_s / plan.microbatches) for plan in (best, chosen))
+    seconds, chosen_s = (show_seconds(plan.step_s / plan.microbatches) for plan in (best, chosen))
     return (
         f"The best cut ({cut}) has a bottleneck of {show_seconds(best.bottleneck_s)}, but with what workers "
-        f"wait for each other it takes {seconds} a microbatch, this plan {own}."
+        f"wait for each other it takes {seconds} a microbatch, this plan {chosen_s}."
     )
 
 
-# A difference that is worth a sentence.
+# The ratio from which a difference is mentioned.
 _NOTABLE = 1.02
 
 
 @dataclass(frozen=True)
 class Replays:
-    """Seconds a step with enough microbatches in flight to hide messages, and with no updates either."""
+    """Seconds per step with enough microbatches in flight to hide messages, and also without updates."""
 
     hidden_s: float
     without_updates_s: float
 
 
 def why_longer(best: Plan, replays: Replays, is_chosen: bool) -> str:
-    """Why a step of the best cut takes longer than its bottleneck says, and what would help."""
+    """Why a step of the best cut takes longer than its bottleneck, and what would help."""
     each = best.step_s / best.microbatches
     if each <= _NOTABLE * best.bottleneck_s:
         return ""
@@ -83,7 +83,7 @@ def why_longer(best: Plan, replays: Replays, is_chosen: bool) -> str:
 
 
 def _other_cause(best: Plan, replays: Replays) -> str:
-    """What keeps a step longer than the bottleneck, but for messages that can be hidden."""
+    """What makes a step longer than the bottleneck, besides messages that can be hidden."""
     if best.schedule.synchronous and len(best.stages) > 1:
         return "the pipeline fills and drains in every step"
     if replays.without_updates_s * _NOTABLE < replays.hidden_s:
@@ -92,7 +92,7 @@ def _other_cause(best: Plan, replays: Replays) -> str:
 
 
 def why_not_run(best: Plan) -> str:
-    """Why the best cut was not taken, though nothing is faster."""
+    """Why the best cut was not chosen, although nothing is faster."""
     return (
         f"The best cut ({_replicas(best)}) has weights in stages with other numbers of replicas, which stash "
         f"updates at other times; schedules 2bw and flush could run it."
@@ -100,19 +100,18 @@ def why_not_run(best: Plan) -> str:
 
 
 def why_faster(chosen: Plan, other: Plan, is_close: bool = False, measured_s: float | None = None) -> str:
-    """Why `chosen` was taken, and not `other`, which cuts the same batch in another way.
+    """Why `chosen` was chosen, and not `other`, which splits the same batch differently.
 
-    `is_close` says that the other is faster, but not by enough; `measured_s` is what a step of the simpler of
-    the two took.
+    `is_close`: the other is faster, but not by enough. `measured_s` is the measured step of the simpler one.
     """
-    pieces = count_of(other.microbatches, "microbatch", "microbatches")
-    words = (
-        f"The same batch as {pieces} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
+    count = count_of(other.microbatches, "microbatch", "microbatches")
+    text = (
+        f"The same batch as {count} under schedule {other.schedule.value} (replicas {_replicas(other)}) "
         f"would take {show_seconds(other.step_s)} a step, this plan takes {show_seconds(chosen.step_s)}."
     )
     if measured_s is not None:
-        words += f" Measured, a step of data parallelism took {show_seconds(measured_s)}."
-    return f"{words} A gain of less than a tenth is no reason to cut the model." if is_close else words
+        text += f" Measured, a step of data parallelism took {show_seconds(measured_s)}."
+    return f"{text} A gain of less than a tenth is no reason to cut the model." if is_close else text
 
 
 def _replicas(plan: Plan) -> str:
@@ -134,20 +133,20 @@ def _pace(plan: Plan) -> str:
     )
     text = f"{sets.format(names)} the pace at {show_seconds(busiest)} a microbatch{sync}."
     if busiest > plan.bottleneck_s * 1.001:
-        # PipeDream's count spreads a replicated host's synchronisation evenly over its devices.
+        # PipeDream's cost model distributes the synchronisation of a replicated host evenly over its devices.
         shared = show_seconds(plan.bottleneck_s)
         text += f" (Shared evenly by the devices of each host, it would be {shared}.)"
     return text
 
 
 def _compute_s(plan: Plan, stage: Stage) -> float:
-    """Seconds a microbatch that a stage computes, shared by its replicas."""
+    """The compute seconds per microbatch of a stage, divided by its replicas."""
     slowest = min(plan.machines.device(device).speed for device in stage.devices)
     return stage.compute_s / slowest / stage.replicas
 
 
 def _besides_compute(plan: Plan, stages: Sequence[Stage]) -> str:
-    """What the cost of these stages counts for every microbatch besides what they compute."""
+    """The cost per microbatch of these stages besides compute."""
     if plan.schedule is not Schedule.STASH:
         return "agree on gradients"
     agrees = any(stage.replicas > 1 for stage in stages)
@@ -155,7 +154,7 @@ def _besides_compute(plan: Plan, stages: Sequence[Stage]) -> str:
 
 
 def _device_s(plan: Plan, device: int) -> float:
-    """Seconds a microbatch that the stages of a device cost."""
+    """The cost per microbatch of the stages of a device, in seconds."""
     return sum(stage.cost_s for stage in plan.stages if device in stage.devices)
 
 
@@ -173,9 +172,9 @@ def _against_data_parallel(plan: Plan, graph: Graph) -> str:
 def _against_model_parallel(plan: Plan) -> str:
     if plan.machines.count == 1:
         return ""
-    taken = plan.speedup_over.model_parallel * plan.bottleneck_s
+    seconds = plan.speedup_over.model_parallel * plan.bottleneck_s
     alone = "with one device at work at a time"
-    return f"Model parallelism would take {show_seconds(taken)} a microbatch, {alone}."
+    return f"Model parallelism would take {show_seconds(seconds)} a microbatch, {alone}."
 
 
 def _how_near(plan: Plan) -> str:
@@ -187,7 +186,7 @@ def _how_near(plan: Plan) -> str:
 
 
 def render_plan(plan: Plan) -> str:
-    """The answer to `plait plan`: a line, the stages as a table, the gains and the reasons."""
+    """The output of `plait plan`: a summary, the stages as a table, the speedups and the reasons."""
     gains = plan.speedup_over
     predicted = (
         f"{show_seconds(plan.bottleneck_s)} a microbatch at best, {show_seconds(plan.step_s)} a step "
@@ -201,7 +200,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    """What a run under `plan` says of it first: its shape, the time of a step, and why it was chosen."""
+    """The description of `plan` at the start of a run: its shape, the step time, and why it was chosen."""
     return f"{_head(plan)}: {show_seconds(plan.step_s)} predicted\n{plan.why}"
 
 
@@ -214,7 +213,7 @@ def _head(plan: Plan) -> str:
 
 
 def stage_table(plan: Plan) -> str:
-    """One line a stage: layers, replicas, seconds, memory, traffic."""
+    """One line per stage: layers, replicas, seconds, memory, traffic."""
     header = ("stage", "layers", "replicas", "seconds", "memory", "traffic", "devices")
     rows = [header, *(_row(number, stage) for number, stage in enumerate(plan.stages))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -237,7 +236,7 @@ def _row(number: int, stage: Stage) -> tuple[str, ...]:
 
 
 def _ranges(devices: tuple[int, ...]) -> str:
-    """`0-3, 8`: runs of devices, shortened."""
+    """Devices as ranges, such as `0-3, 8`."""
     runs: list[list[int]] = []
     for device in sorted(devices):
         if runs and runs[-1][-1] == device - 1:

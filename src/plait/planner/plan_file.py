@@ -1,4 +1,4 @@
-"""A plan as a file, and whether one that was read can be run: somebody may have changed it by hand."""
+"""Saves, loads and validates plans; a file may have been edited by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan saved at `path`; one that no workers could run is refused."""
+    """Load the plan at `path`; raises if it cannot be run."""
     try:
         plan = artefact.load(Plan, path, KIND, VERSION)
         check_plan(plan)
@@ -33,7 +33,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse stages without layers, devices that are not there, and numbers that nothing can have."""
+    """Raise for stages without layers, unknown devices, and impossible numbers."""
     if not plan.stages:
         raise PlanError("found no stages, expected at least one")
     _check_counts(plan)
@@ -82,11 +82,11 @@ def _check_layers(plan: Plan) -> None:
 
 
 def _check_amounts(value: Any, where: str) -> None:
-    """Refuse seconds, bytes and shares that are negative or not finite."""
+    """Raise for seconds, bytes and shares that are negative or not finite."""
     for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        if isinstance(found, float) and not -1e-6 <= found <= MOST:
-            raise PlanError(f"{where}{field.name}: found {found:g}, expected a number from 0 to {MOST:g}")
+        amount = getattr(value, field.name)
+        if isinstance(amount, float) and not -1e-6 <= amount <= MOST:
+            raise PlanError(f"{where}{field.name}: found {amount:g}, expected a number from 0 to {MOST:g}")
 
 
 def _expect(found: int, where: str, low: int, high: int) -> None:
@@ -96,7 +96,7 @@ def _expect(found: int, where: str, low: int, high: int) -> None:
 
 
 def summary(plan: Plan) -> Mapping[str, Any]:
-    """What `plait plan --json` prints: the fields that other programs may rely on."""
+    """The output of `plait plan --json`: the fields that other programs may rely on."""
     return {
         "bottleneck_s": plan.bottleneck_s,
         "lower_bound_s": plan.lower_bound_s,

@@ -1,4 +1,4 @@
-"""Plans ready to run: the planner's own, and the plain ones it is compared with."""
+"""Complete plans: the planner's, and data and model parallelism for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from plait.planner.explain import (
     why_not_best_cut,
     why_not_run,
 )
-from plait.planner.memory import MemorySettings, held_by, kept_bytes, versions, working_bytes
 from plait.planner.partition.fits import check_memory, check_work, misfit
 from plait.planner.partition.front import (
     Partition,
@@ -44,19 +43,20 @@ from plait.planner.predict import (
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
+from plait.planner.stage_memory import MemorySettings, held_by, kept_bytes, versions, working_bytes
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage, Tied
 
 
 class HasGraph(Protocol):
-    """A profile: its graph counts what a worker of the first stage does besides its layers."""
+    """A profile: its graph includes the loading time of the first stage."""
 
     def loaded_graph(self) -> Graph: ...
 
 
 def make_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | None = None) -> Plan:
-    """The best plan for `graph` or a profile on `machines`, with what it should cost and why it won."""
+    """The best plan for `graph` or a profile on `machines`, with predicted costs and the reasons."""
     graph = _graph_of(graph, machines)
     settings = _with_microbatches(settings or Settings(), machines)
     graph = planning_graph(graph)
@@ -67,7 +67,7 @@ def make_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | N
 
 
 def _graph_of(graph: Graph | HasGraph, machines: Cluster) -> Graph:
-    """The graph to plan, which may come in a profile; refuses other things in the words of the Python API."""
+    """The graph to plan, given as a graph or a profile; raises for other arguments of the Python API."""
     if not isinstance(machines, Cluster):
         raise PlanError(f"plan: found {shown(machines)} as machines, expected plait.machines(4, 1e9)")
     if isinstance(graph, Graph):
@@ -80,10 +80,10 @@ def _graph_of(graph: Graph | HasGraph, machines: Cluster) -> Graph:
 
 
 def fastest_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | None = None) -> Plan:
-    """The plan whose replayed step is the shortest: the best cut, one replica a stage, or one stage for all.
+    """The plan with the shortest simulated step: the best cut, one replica per stage, or one stage for all.
 
-    The best cut has the lowest bottleneck, which knows nothing of pipelines that fill and drain, nor of
-    replicas that wait for each other; and stash cannot run it if stages with other numbers of replicas
+    The best cut has the lowest bottleneck, which does not include filling and draining of pipelines, nor
+    waiting of replicas for each other; and stash cannot run it if stages with different numbers of replicas
     share weights.
     """
     started = time.process_time()
@@ -93,15 +93,15 @@ def fastest_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings 
     chosen = _fastest(graph, machines, settings, best)
     if chosen is not best:
         cut = best.best_partition
-        # The bound is that of the problem, whichever plan was taken.
+        # The bound is that of the problem, whichever plan was chosen.
         is_best = best.exact and chosen.bottleneck_s <= best.bottleneck_s * (1 + 1e-9)
         chosen = replace(chosen, lower_bound_s=best.lower_bound_s, exact=is_best, other_cut=cut)
-    words = why_longer(best, _replays(best), is_chosen=chosen is best)
-    return replace(chosen, solve_s=time.process_time() - started, why=f"{chosen.why} {words}".strip())
+    longer = why_longer(best, _replays(best), is_chosen=chosen is best)
+    return replace(chosen, solve_s=time.process_time() - started, why=f"{chosen.why} {longer}".strip())
 
 
 def _replays(plan: Plan) -> Replays:
-    """What a step of `plan` would take without each thing that may make it long."""
+    """The simulated step of `plan` without each of the things that may make it long."""
     depths = plan.depths
     if plan.schedule in (Schedule.STASH, Schedule.FLUSH) and len(plan.stages) > 1 and not depths:
         depths = depths_that_hide_messages(plan.stages, plan.machines, plan.layout(), plan.bottleneck_s)
@@ -115,41 +115,41 @@ def _replays(plan: Plan) -> Replays:
 
 
 def _fastest(graph: Graph, machines: Cluster, settings: Settings, best: Plan) -> Plan:
-    """`best`, or a plain plan whose replayed step is shorter."""
+    """`best`, or a simple plan whose simulated step is shorter."""
     if settings.straight or settings.pipelines > 1 or settings.schedule is Schedule.INTERLEAVED:
         return best
     others = []
     for make, asked in ((data_parallel_plan, settings), (make_plan, replace(settings, straight=True))):
-        # What does not fit is no plan.
+        # Skip plans that do not fit.
         with contextlib.suppress(PlanError):
             others.append(make(graph, machines, asked))
     if not others:
         return best
     runs = settings.schedule is not Schedule.STASH or update_together(graph.ties, best.stages)
-    found = min(others, key=_replayed_s)
-    if runs and _replayed_s(found) > 0.99 * _replayed_s(best):
+    simple = min(others, key=_replayed_s)
+    if runs and _replayed_s(simple) > 0.99 * _replayed_s(best):
         return best
-    why = why_not_best_cut(best, found) if runs else why_not_run(best)
-    # Nobody asked for one replica a stage: it is just what came out best.
-    words = reasons(found, planning_graph(graph), _limits(machines, settings))
-    return replace(found, why=f"{words} {why}")
+    why = why_not_best_cut(best, simple) if runs else why_not_run(best)
+    # One replica per stage was not requested; it is only the best result.
+    why_chosen = reasons(simple, planning_graph(graph), _limits(machines, settings))
+    return replace(simple, why=f"{why_chosen} {why}")
 
 
-# What a plan must be predicted to gain over a simpler one: less is noise of the measurement.
+# The minimum predicted gain of a plan over a simpler one; less is measurement noise.
 LEAST_GAIN = 1.1
 
 
 def faster_plan(plan: Plan, simple: Plan, measured_s: float | None = None) -> Plan:
-    """`simple`, unless `plan` is predicted to be at least a tenth faster; with what the other would take.
+    """`simple`, unless `plan` is predicted to be at least a tenth faster; the reason mentions the other.
 
-    Both must be for the same batch; they may cut it into other numbers of microbatches. `measured_s` is what
-    a step of `simple` took, where that was tried out; what is predicted for it counts where that is less.
+    Both must be for the same batch; the numbers of microbatches may differ. `measured_s` is the measured step
+    of `simple`, if there is one; the prediction is used if it is shorter.
     """
     simple_s = simple.step_s if measured_s is None else min(simple.step_s, measured_s)
     is_faster = plan.step_s * LEAST_GAIN <= simple_s
     chosen, other = (plan, simple) if is_faster else (simple, plan)
-    words = why_faster(chosen, other, plan.step_s < simple_s and not is_faster, measured_s)
-    return replace(chosen, why=f"{chosen.why} {words}")
+    why = why_faster(chosen, other, plan.step_s < simple_s and not is_faster, measured_s)
+    return replace(chosen, why=f"{chosen.why} {why}")
 
 
 def _replayed_s(plan: Plan) -> float:
@@ -157,7 +157,7 @@ def _replayed_s(plan: Plan) -> float:
 
 
 def data_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | None = None) -> Plan:
-    """Every device holds the whole model; only gradients travel."""
+    """Every device holds the whole model, and only gradients are sent."""
     settings = replace(_with_microbatches(settings or Settings(), machines), pipelines=1)
     if settings.schedule is Schedule.INTERLEAVED:
         settings = replace(settings, schedule=Schedule.FLUSH)
@@ -170,7 +170,7 @@ def data_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | Non
 
 
 def model_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | None = None) -> Plan:
-    """One stage a device, no replicas, and one microbatch at a time."""
+    """One stage per device, no replicas, and one microbatch at a time."""
     settings = replace(settings or Settings(), schedule=Schedule.NONE, straight=True, pipelines=1)
     graph = planning_graph(graph)
     partition = make_partition(graph, machines, settings)
@@ -181,7 +181,7 @@ def model_parallel_plan(graph: Graph, machines: Cluster, settings: Settings | No
 
 
 def _with_microbatches(settings: Settings, machines: Cluster) -> Settings:
-    """Set the microbatches of GPipe before planning, because its memory depends on their number."""
+    """Set the microbatches of GPipe before planning, as its memory depends on their number."""
     if settings.schedule is Schedule.GPIPE and settings.microbatches is None:
         return replace(settings, microbatches=4 * machines.count)
     return settings
@@ -223,7 +223,7 @@ def _finish(graph: Graph, machines: Cluster, settings: Settings, partition: Part
 
 
 def _limits(machines: Cluster, settings: Settings) -> list[str]:
-    """What a person asked for that may stand in the way of a faster plan, in words."""
+    """Descriptions of the user's restrictions that may exclude a faster plan."""
     limits = ["the memory"] if math.isfinite(machines.smallest_memory_bytes) else []
     shaped = settings.schedule in (Schedule.INTERLEAVED, Schedule.NONE)
     if settings.straight or settings.pipelines > 1 or shaped:
@@ -232,7 +232,7 @@ def _limits(machines: Cluster, settings: Settings) -> list[str]:
 
 
 def _bare(stages: tuple[Stage, ...], machines: Cluster, settings: Settings, partition: Partition) -> Plan:
-    """A plan whose predictions are still to come."""
+    """A plan without predictions."""
     return Plan(
         stages=stages,
         machines=machines,
@@ -273,7 +273,7 @@ def _build_stages(
 def held_microbatches(
     schedule: Schedule, layout: Layout, microbatches: int, depths: tuple[int, ...] = ()
 ) -> list[int]:
-    """Microbatches in flight at most in each stage."""
+    """The maximum number of microbatches in flight in each stage."""
     stages = range(len(layout.stages))
     if not schedule.synchronous:
         # The stream of microbatches does not end with the step.
@@ -352,7 +352,7 @@ def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
 
 
 def _agree_s(machines: Cluster, devices: Sequence[int], parameter_bytes: float) -> float:
-    """Seconds in which the replicas agree, level by level; an inner level leaves each a share of the sum."""
+    """Seconds of the replicas' all-reduce, by level; after an inner level each has a share of the sum."""
     seconds, unit, shared = 0.0, 1, 1
     for level in machines.levels:
         units = len({device // unit for device in devices})
@@ -364,7 +364,7 @@ def _agree_s(machines: Cluster, devices: Sequence[int], parameter_bytes: float) 
 
 
 def _interleaved(partition: Partition, machines: Cluster) -> Partition:
-    """Deal the stages to the devices in turn; a device's stages add up."""
+    """Assign the stages to the devices round-robin; costs of a device's stages are added."""
     stages = tuple(
         replace(placed, devices=(s % machines.count,)) for s, placed in enumerate(partition.stages)
     )
@@ -381,7 +381,7 @@ def _speedups(graph: Graph, machines: Cluster, settings: Settings, partition: Pa
     straight = straight_partition(partition.ideals, machines)
     stages = _build_stages(graph, machines, settings, replace(partition, stages=straight), 1)
     seconds = partition.bottleneck_s
-    # Who updates after every microbatch is compared with who does so too; nobody else recomputes.
+    # Compare with plans that also update after every microbatch, but do not recompute.
     plain = as_run(graph, replace(settings, memory=MemorySettings()))
     return Speedups(
         single=single_s(plain, machines) / seconds,

@@ -1,4 +1,4 @@
-"""What a plan should do when it runs: schedules replayed on its stages, and plain ways for comparison."""
+"""Predictions of a plan: its schedule simulated, and data and model parallelism for comparison."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.planner.memory import MemorySettings, held_by
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
 from plait.planner.schedules.simulator import SimulatedLink, Simulation, StageCosts, simulate
+from plait.planner.stage_memory import MemorySettings, held_by
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Stage
@@ -17,7 +17,7 @@ from plait.schema.plans.plan import Layout, Plan, Stage
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds for one batch of microbatches, the idle share, and the fullest device's memory."""
+    """Seconds per batch, the idle share, and the peak memory of the fullest device."""
 
     step_s: float
     idle_share: float
@@ -26,7 +26,7 @@ class Prediction:
 
 
 def predict(plan: Plan, schedule: Schedule | None = None, microbatches: int | None = None) -> Prediction:
-    """Replay `plan` under its own schedule or another."""
+    """Simulate `plan` under its schedule or another."""
     return predict_stages(
         plan.stages,
         plan.machines,
@@ -49,10 +49,10 @@ def predict_stages(
     recompute: bool,
     depths: tuple[int, ...] = (),
 ) -> Prediction:
-    """Replay one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
+    """Simulate one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
     memory = MemorySettings(optimizer_copies, recompute)
     costs = [_costs(stage, schedule, memory, machines.overhead_s / 2) for stage in stages]
-    # What a step takes is a batch of 2bw, too.
+    # A step is also a batch of 2bw.
     batch = batch_of_two_buffers(layout, microbatches) if schedule is Schedule.TWO_BUFFERED else 1
     fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths, batch)
     drain = 0 if schedule.synchronous else fill
@@ -71,10 +71,10 @@ def predict_stages(
 
 
 def _steady_window(layout: Layout, depths: tuple[int, ...], batch: int) -> tuple[int, int]:
-    """Microbatches that fill the pipeline, and as many more as show its pace.
+    """Microbatches that fill the pipeline, and as many more as are needed to measure its throughput.
 
-    The pace repeats after every stage has gone round its replicas, and a batch is over; where the former
-    takes too long, a long interval stands for it.
+    The throughput is periodic in the replicas of all stages and in the batch; if that period is too long, a
+    long interval is used instead.
     """
     if batch > 1:
         return math.ceil(2 * layout.devices_from(0) / batch) * batch, batch
@@ -116,12 +116,12 @@ def _rate(machines: Cluster, sender: int, receiver: int) -> float:
 
 
 def single_s(graph: Graph, machines: Cluster) -> float:
-    """Seconds a microbatch on the fastest device alone."""
+    """Seconds per microbatch on only the fastest device."""
     return graph.compute_s() / max(machines.device(i).speed for i in range(machines.count))
 
 
 def data_parallel_s(graph: Graph, machines: Cluster) -> float:
-    """Seconds a microbatch when every device holds the whole model, level by level as the planner counts."""
+    """Seconds per microbatch if every device holds the whole model, with the planner's cost model."""
     seconds = graph.compute_s() / min(machines.device(i).speed for i in range(machines.count))
     below = 1
     for level in machines.levels:
@@ -132,7 +132,7 @@ def data_parallel_s(graph: Graph, machines: Cluster) -> float:
 
 
 def model_parallel_s(stages: Sequence[Stage], machines: Cluster) -> float:
-    """Seconds a microbatch when the stages take turns: one works, the others wait."""
+    """Seconds per microbatch if only one stage works at a time."""
     seconds = 0.0
     for stage, behind in zip(stages, [*stages[1:], None]):
         seconds += stage.compute_s / machines.device(stage.devices[0]).speed
@@ -147,9 +147,9 @@ def depths_that_hide_messages(
 ) -> tuple[int, ...]:
     """Microbatches in flight in each stage when messages take time.
 
-    The schedule's own depth keeps all devices busy if messages take none. From stage s a microbatch also
-    travels to the last stage and back; meanwhile a replica could take on one more for every
-    `bottleneck_s` times its stage's replicas.
+    The schedule's depth keeps all devices busy if messages take no time. From stage s a microbatch also
+    travels to the last stage and back; meanwhile a replica could process one more for every `bottleneck_s`
+    times its stage's replicas.
     """
     depths: list[int] = []
     travel = 0.0
@@ -157,8 +157,8 @@ def depths_that_hide_messages(
         if s + 1 < len(stages):
             rate = _rate(machines, layout.stages[s][0], layout.stages[s + 1][0])
             travel += 2 * SimulatedLink(rate, machines.latency_s).seconds(stages[s].output_bytes)
-        own = math.ceil(layout.devices_from(s) / layout.replicas(s))
-        wanted = own + math.ceil(travel / (bottleneck_s * stages[s].replicas))
+        usual = math.ceil(layout.devices_from(s) / layout.replicas(s))
+        wanted = usual + math.ceil(travel / (bottleneck_s * stages[s].replicas))
         if depths:
             wanted = max(wanted, least_depth(layout, s, depths[-1], updates=True))
         depths.append(wanted)
@@ -174,12 +174,12 @@ def choose_microbatches(
     recompute: bool,
     memory_bytes: float,
 ) -> int:
-    """The fewest microbatches a step that come within 5% of the best time for each, and fit.
+    """The fewest microbatches per step that fit and are within 5% of the best time per microbatch.
 
-    Few microbatches leave a synchronous pipeline idle while it fills and drains; many make the batch large.
-    Asynchronous pipelines stay full however many there are. Under stash an update takes one for each replica
-    of its stage: as many as the stage with the fewest has make it take a batch there. Under 2bw, whose update
-    takes many, as many as there are devices will do.
+    With few microbatches a synchronous pipeline idles while it fills and drains; many make the batch large.
+    Asynchronous pipelines stay full with any number. Under stash an update uses one microbatch per replica of
+    its stage: with as many as the smallest number of replicas, an update there is a batch. Under 2bw, whose
+    update uses many, the number of devices is enough.
     """
     depth = sum(len(workers) for workers in layout.stages)
     if schedule is Schedule.STASH:
@@ -189,8 +189,8 @@ def choose_microbatches(
     seconds: dict[int, float] = {}
     fewest = max(len(workers) for workers in layout.stages)
     for count in sorted({fewest, depth, 2 * depth, 4 * depth, 8 * depth}):
-        found = predict_stages(stages, machines, layout, schedule, count, optimizer_copies, recompute)
-        if found.peak_bytes <= memory_bytes or not seconds:
-            seconds[count] = found.step_s / count
+        prediction = predict_stages(stages, machines, layout, schedule, count, optimizer_copies, recompute)
+        if prediction.peak_bytes <= memory_bytes or not seconds:
+            seconds[count] = prediction.step_s / count
     best = min(seconds.values())
     return min(count for count, each in seconds.items() if each <= 1.05 * best)

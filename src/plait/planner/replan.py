@@ -1,4 +1,4 @@
-"""Planning again while a job runs: the same kind of plan for other devices, or for other speeds of them."""
+"""Replanning of a running job: the same kind of plan for other devices, or for other speeds."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plait.core.errors import PlanError
-from plait.planner.memory import MemorySettings
 from plait.planner.partition.front import Settings
 from plait.planner.plans import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import predict
 from plait.planner.schedules.kinds import Schedule
+from plait.planner.stage_memory import MemorySettings
 from plait.schema.plans.cluster import LEAST, Cluster, Device
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Plan
 
 
 def plan_for(plan: Plan, graph: Graph, speeds: Sequence[float]) -> Plan:
-    """`plan` anew for devices of these speeds (1 as profiled), with the same schedule and microbatches.
+    """A new plan for devices of these speeds (1 as profiled), with the schedule and microbatches of `plan`.
 
-    Each of the devices has a part in it. A plan without replicas stays one where that can be.
+    It uses all of the devices. A plan without replicas stays one if possible.
     """
     machines = on_devices(plan, speeds).machines
     memory = MemorySettings(plan.optimizer_copies, plan.recompute)
@@ -36,9 +36,9 @@ def plan_for(plan: Plan, graph: Graph, speeds: Sequence[float]) -> Plan:
         ways = [(fastest_plan, asked), (make_plan, straight), (data_parallel_plan, asked)]
     for make, settings in ways:
         with contextlib.suppress(PlanError):
-            found = make(graph, machines, settings)
-            if found.devices_used == machines.count:
-                return replace(found, microbatch_samples=plan.microbatch_samples)
+            made = make(graph, machines, settings)
+            if made.devices_used == machines.count:
+                return replace(made, microbatch_samples=plan.microbatch_samples)
     raise PlanError(
         f"no plan uses all of {len(speeds)} workers under schedule {plan.schedule.value}; use fewer workers "
         f"(parallel.max_workers), or another schedule"
@@ -46,7 +46,7 @@ def plan_for(plan: Plan, graph: Graph, speeds: Sequence[float]) -> Plan:
 
 
 def on_devices(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """`plan` as it is on devices of these speeds, in number as many as it uses or others."""
+    """`plan` on devices of these speeds, whose number may differ from the plan's."""
     known = plan.machines
     same = len(speeds) == known.count
     levels = known.levels if same else (known.flat(len(speeds)),)
@@ -58,23 +58,23 @@ def on_devices(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def seconds_of_devices(plan: Plan) -> tuple[float, ...]:
-    """What each device that a plan uses computes of one step, in seconds as profiled, whatever its speed is.
+    """The compute seconds of each device per step, as profiled, whatever its speed.
 
-    Where a plan leaves devices out, those that it uses come first.
+    If a plan does not use all devices, the used ones are first.
     """
-    found = [0.0] * plan.machines.count
+    seconds = [0.0] * plan.machines.count
     for stage in plan.stages:
         share = plan.microbatches / len(stage.devices)
         for device in stage.devices:
-            found[device] += share * (stage.compute_s + plan.machines.overhead_s)
+            seconds[device] += share * (stage.compute_s + plan.machines.overhead_s)
             if plan.schedule.synchronous:
-                found[device] += stage.update_s
-    return tuple(found[: plan.devices_used])
+                seconds[device] += stage.update_s
+    return tuple(seconds[: plan.devices_used])
 
 
 @dataclass(frozen=True)
 class Replanned:
-    """A plan for the speeds that were measured, what a step takes under it, and under the plan before."""
+    """A plan for the measured speeds, its predicted step time, and that of the current plan."""
 
     plan: Plan
     step_s: float
@@ -83,14 +83,14 @@ class Replanned:
 
 
 def replan(plan: Plan, graph: Graph, speeds: Sequence[float]) -> Replanned:
-    """The plan for devices of these speeds, beside the one that runs on them now."""
-    found = plan_for(plan, graph, speeds)
+    """The plan for devices of these speeds, compared with the current one."""
+    new = plan_for(plan, graph, speeds)
     before_s = predict(on_devices(plan, speeds)).step_s
-    return Replanned(found, predict(found).step_s, before_s, moved_bytes(plan, found, graph))
+    return Replanned(new, predict(new).step_s, before_s, moved_bytes(plan, new, graph))
 
 
 def moved_bytes(before: Plan, after: Plan, graph: Graph) -> float:
-    """The weights and the optimizer's state that devices lack which have other layers than before."""
+    """The bytes of weights and optimizer state that devices need for layers that they did not have before."""
     sizes = {node.id: node.parameter_bytes + node.buffer_bytes for node in graph.nodes}
     copies = 1 + before.optimizer_copies
     return copies * sum(

@@ -1,4 +1,4 @@
-"""Arguments of recorded calls: what is kept of a tensor, a size, a device, a number."""
+"""Arguments of recorded calls, with placeholders for tensors, sizes, devices and input values."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class SizeArgument:
-    """Stands in a call's arguments for a size that follows the inputs."""
+    """Placeholder for a size that depends on the inputs."""
 
     expression: Expr
 
 
 @dataclass(frozen=True)
 class DeviceArgument:
-    """Stands in a call's arguments for the device that the layer runs on."""
+    """Placeholder for the device that the layer runs on."""
 
 
 class InputValue(NamedTuple):
-    """Stands in a call's arguments for a number or text among the model's inputs: that of each batch."""
+    """Placeholder for a number or text among the model's inputs, which each batch provides."""
 
     node: fx.Node
 
 
 def packed_value(value: float | str) -> Tensor:
-    """A number or text as a tensor, which stages send each other."""
+    """A number or text as a tensor, to be sent between stages."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def read_value(packed: Tensor) -> Any:
-    """What `packed_value` was given."""
+    """The inverse of `packed_value`."""
     return json.loads(packed.cpu().numpy().tobytes())
 
 
 def can_be_lowered(item: Any) -> bool:
-    """Whether `lower` keeps all of `item`: tensors and plain values in tuples, lists and dicts."""
+    """Whether `lower` supports `item`: tensors and plain values in tuples, lists and dicts."""
     if type(item) in (tuple, list, torch.Size):
         return all(can_be_lowered(part) for part in item)
     if type(item) is dict:
@@ -71,9 +71,9 @@ def can_be_lowered(item: Any) -> bool:
 
 
 def lower(item: Any, node_of: Callable[[Tensor], fx.Node], meta: dict[str, Any]) -> Any:
-    """`item` with nodes for tensors and stand-ins for what is known only when the layer runs.
+    """`item` with nodes for tensors and placeholders for what is known only when the layer runs.
 
-    Notes in `meta` the `symbols` that its sizes are made of, and whether it names a `device`.
+    Records in `meta` the `symbols` of its sizes, and whether it uses a `device`.
     """
     if isinstance(item, Tensor):
         return node_of(item)
@@ -113,7 +113,7 @@ def _lower_size(size: torch.SymInt | torch.SymFloat, meta: dict[str, Any]) -> An
 
 
 def leaves(item: Any) -> Iterator[Any]:
-    """What `item` holds, through tuples, lists and dicts."""
+    """The leaves of `item`, within tuples, lists and dicts."""
     if isinstance(item, (tuple, list)):
         for part in item:
             yield from leaves(part)

@@ -1,4 +1,4 @@
-"""Building: layers of a traced model as a module that runs."""
+"""Builds a runnable module from layers of a traced model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from plait.profiler.traced import Boundary, Layer, TracedModel
 
 
 class LayersModule(nn.Module):
-    """Some layers of a model: takes the values that enter them, returns a tuple of those that leave.
+    """Some layers of a model: takes their input values, returns a tuple of their output values.
 
-    Its parameters, buffers and modules are the original's own objects, under their original names. In
-    evaluation mode it computes `evaluation`, where that is given; a text instead says why it cannot.
+    Its parameters, buffers and modules are the original objects, under their original names. In evaluation
+    mode it computes `evaluation`, if given; a text instead is the reason why it cannot.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LayersModule(nn.Module):
 def build(
     traced: TracedModel, layers: tuple[Layer, ...], boundary: Boundary, own_inputs: bool
 ) -> LayersModule:
-    """`layers` as one module over the model's own parameters; see `write_source` for `own_inputs`."""
+    """`layers` as one module over the model's parameters; see `write_source` for `own_inputs`."""
     attributes = all_attributes(traced, layers)
     modules = [path for path, item, _ in attributes if isinstance(item, nn.Module)]
     source = write_source(traced, layers, boundary, own_inputs, modules=modules)
@@ -67,7 +67,7 @@ def build(
     if traced.evaluation is not None:
         evaluation, _ = write_evaluation(traced, layers, source, own_inputs, modules)
     module = LayersModule(source, attributes, name, evaluation)
-    module.training = traced.model.training  # and of its parts, each keeps its own mode
+    module.training = traced.model.training  # submodules keep their modes
     return module
 
 
@@ -78,23 +78,23 @@ def write_evaluation(
     own_inputs: bool,
     modules: Collection[str] = (),
 ) -> tuple[Source, Boundary]:
-    """What the model computes in evaluation mode where `layers`, which `source` computes, are in training."""
+    """The source for evaluation mode that corresponds to `layers`, whose training mode is `source`."""
     assert traced.evaluation is not None
-    other, own = replace(traced.evaluation, model=traced.model), traced.evaluated_with(_ids(layers))
-    boundary = other.boundary(own)
-    return write_source(other, own, boundary, own_inputs, source.objects, modules), boundary
+    other, evaluated = replace(traced.evaluation, model=traced.model), traced.evaluated_with(_ids(layers))
+    boundary = other.boundary(evaluated)
+    return write_source(other, evaluated, boundary, own_inputs, source.objects, modules), boundary
 
 
 def all_attributes(traced: TracedModel, layers: Sequence[Layer]) -> list[tuple[str, Any, bool]]:
-    """As `attributes_of`, of what `layers` use in training and in evaluation mode."""
-    found = {path: (item, persistent) for path, item, persistent in attributes_of(traced, layers)}
+    """Same as `attributes_of`, for training and evaluation mode together."""
+    attributes = {path: (item, persistent) for path, item, persistent in attributes_of(traced, layers)}
     if traced.evaluation is not None:
         other = replace(traced.evaluation, model=traced.model)
         for path, item, persistent in attributes_of(other, traced.evaluated_with(_ids(layers))):
-            found.setdefault(path, (item, persistent))
-    # What is part of a module comes with it.
-    inside = tuple(f"{path}." for path, (item, _) in found.items() if isinstance(item, nn.Module))
-    return [(path, *item) for path, item in found.items() if not path.startswith(inside)]
+            attributes.setdefault(path, (item, persistent))
+    # Attributes of a listed module are included with it.
+    inside = tuple(f"{path}." for path, (item, _) in attributes.items() if isinstance(item, nn.Module))
+    return [(path, *item) for path, item in attributes.items() if not path.startswith(inside)]
 
 
 def _ids(layers: Iterable[Layer]) -> list[str]:
@@ -102,7 +102,7 @@ def _ids(layers: Iterable[Layer]) -> list[str]:
 
 
 def attributes_of(traced: TracedModel, layers: Iterable[Layer]) -> Iterator[tuple[str, Any, bool]]:
-    """The modules, then the parameters, buffers and constants that `layers` use by themselves.
+    """The modules, then the parameters, buffers and constants, that `layers` use directly.
 
     Each with its path, and whether it belongs to the model's state_dict.
     """
@@ -154,6 +154,6 @@ def _compile(source: Source, name: str) -> Any:
     file = f"<layers {name}>"
     names: dict[str, Any] = {"torch": torch, "F": F, **source.objects}
     exec(compile(text, file, "exec"), names)
-    # Tracebacks show the line of the stage that failed.
+    # So that tracebacks show the line of the stage.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     return names["compute"]

@@ -1,4 +1,4 @@
-"""Why a model could not be traced, by the line of its own source and what to change there."""
+"""Errors of tracing: the line of the model's source, and what to change there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from plait.core.errors import InputError
 
-# Frames of these folders are not the user's: torch, its symbolic algebra, and the tracer itself.
+# Folders whose frames are not the user's: torch, sympy, and the tracer itself.
 _FOREIGN = tuple(str(Path(module).parent) for module in (torch.__file__, sympy.__file__, __file__))
 
 USE_TENSORS = (
@@ -60,22 +60,22 @@ def failing_line(failure: BaseException) -> SourceLine | None:
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> SourceLine | None:
-    found = None
+    line = None
     for frame, number in frames:
         file = frame.f_code.co_filename
         if not file.startswith((*_FOREIGN, "<")):
-            found = SourceLine(file, number, linecache.getline(file, number).strip())
-    return found
+            line = SourceLine(file, number, linecache.getline(file, number).strip())
+    return line
 
 
 def refusal(what: str, change: str, line: SourceLine | None) -> TraceError:
-    """The error for a construct that a trace cannot hold; `line` is where it was met."""
-    place = f"{line}: " if line else ""
-    return TraceError(f"{place}{what}; to train this model in stages, {change}")
+    """The error for a construct that cannot be traced; `line` is where it is."""
+    location = f"{line}: " if line else ""
+    return TraceError(f"{location}{what}; to train this model in stages, {change}")
 
 
 def explain(failure: Exception) -> TraceError:
-    """The message about an exception that left the model's forward while it was traced."""
+    """The message about an exception in the model's forward during tracing."""
     if isinstance(failure, TraceError):
         return failure
     line = failing_line(failure)
@@ -91,7 +91,7 @@ def explain(failure: Exception) -> TraceError:
     summary = str(failure).strip().partition("\n")[0]
     what = f"the model's forward failed with {type(failure).__name__}: {summary}"
     change = (
-        "see that the inputs given fit the model, and that forward uses torch operations only (numpy, "
+        "check that the inputs fit the model, and that forward uses only torch operations (numpy, "
         "tolist() and C extensions see no values while a model is traced)"
     )
     return refusal(what, change, line)

@@ -1,7 +1,7 @@
-"""State that forwards keep in Python, and what stages, which have no such module or several, make of it.
+"""Detects Python state that forwards keep, which stages may not reproduce.
 
-A trace records one forward. What that leaves behind (a count, a list, an object's attribute, a global) the
-next one may go by. So there is a second forward, after another number of forwards than the first.
+A trace records one forward. The next one may depend on what it leaves behind (a count, a list, an attribute,
+a global). So a second forward is run, from the state after the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from plait.profiler.record import CallRecorder, python_random_state
+from plait.profiler.recorder import CallRecorder, python_random_state
 from plait.profiler.traced import Concern, KeptState
 from plait.profiler.watched import COUNTING, is_watched, plain, watch
 from plait.verification.python_state import Name, PythonState, changed, objects_behind, tensors_in
@@ -28,26 +28,26 @@ from plait.verification.python_state import Name, PythonState, changed, objects_
 def python_draws(before: tuple[Any, Any]) -> list[Concern]:
     now = python_random_state()
     same = now[0] == before[0] and all(np.array_equal(a, b) for a, b in zip(now[1], before[1]))
-    what = "draws random numbers of Python or numpy, which stages would repeat for ever"
-    words = f"the model's forward {what}; draw them with torch, as part of the computation"
-    return [] if same else [Concern("", words)]
+    what = "draws random numbers of Python or numpy, which stages would repeat each time"
+    message = f"the model's forward {what}; draw them with torch, as part of the computation"
+    return [] if same else [Concern("", message)]
 
 
 def changed_state(before: Mapping[Name, Any], state: PythonState) -> list[Name]:
-    """The names of what a forward has changed in Python; tensors also where others like them came instead."""
+    """The names of the Python state that a forward has changed; a replaced tensor counts as changed."""
     return changed(before, state.tokens(same_tensors=True))
 
 
-def _shown(path: str, module: nn.Module) -> str:
+def _describe_module(path: str, module: nn.Module) -> str:
     return f"{path} ({type(module).__name__})" if path else type(module).__name__
 
 
 @dataclass(frozen=True)
 class SecondForward:
-    """A second forward after the one that `first` has recorded: does it go by what that has left in Python?
+    """A second forward after the one recorded in `first`: does it depend on Python state left by that?
 
-    What an opened module keeps and stages would not is a concern. What whole modules keep is right on one
-    worker; which of them share it, the worker must hold together.
+    State of a traced module, which stages would not keep, is a concern. State of whole modules is correct on
+    one worker; modules that share it must be on the same worker.
     """
 
     model: nn.Module
@@ -58,49 +58,50 @@ class SecondForward:
     state: PythonState
 
     def find_kept(self, moved: Sequence[Name]) -> tuple[list[Concern], list[KeptState]]:
-        """Concerns about `moved`, what the first forward has changed, and what whole modules keep of it."""
+        """Concerns about `moved`, the state that the first forward changed; and state of whole modules."""
         after_one = self.state.tokens()
         reads = self._watch_counters(moved)
         using_left = self._run_again()
         for root in self.state.roots():
-            if (root.path, root.shown) in reads:
+            if (root.path, root.label) in reads:
                 root.set(plain(root.get()))
         opened = [name for name in moved if name[0] in self.first.opened]
         if using_left is None:
             return [self._concern(*(opened or moved)[0])], []
         unread = {name for name, read in reads.items() if not read}
         going_on = [name for name in changed(after_one, self.state.tokens()) if name not in unread]
-        for path, shown in going_on:
+        for path, label in going_on:
             if path in self.first.opened:
-                return [self._concern(path, shown)], []
+                return [self._concern(path, label)], []
         return [], [*self._together(going_on), *(KeptState((path,), _keeps(path)) for path in using_left)]
 
-    def _concern(self, path: str, shown: str) -> Concern:
+    def _concern(self, path: str, label: str) -> Concern:
         return Concern(
             path,
-            f"forward of {_shown(path, self.model.get_submodule(path))} changes {shown}, by which its next "
-            f"one goes, and stages would not; keep it in a buffer, or give it to forward and return it",
+            f"forward of {_describe_module(path, self.model.get_submodule(path))} changes {label}, "
+            f"on which its next one depends, and stages would not keep it; keep it in a buffer, or give it "
+            f"to forward and return it",
         )
 
     def _watch_counters(self, moved: Sequence[Name]) -> dict[Name, list[bool]]:
-        """Have the numbers of modules that have changed note where code does more than count them."""
+        """Replace changed numbers of modules by watched ones, to see whether code does more than count."""
         reads: dict[Name, list[bool]] = {}
         for root in list(self.state.roots()):
-            name, value = (root.path, root.shown), root.get()
+            name, value = (root.path, root.label), root.get()
             if name in moved and type(value) in (int, float):
                 read = reads[name] = list[bool]()
                 root.set(watch(value, functools.partial(read.append, True), COUNTING))
         return reads
 
     def _run_again(self) -> set[str] | None:
-        """The whole modules that use a tensor which the first forward left; None: it makes other calls."""
+        """The whole modules that use a tensor left by the first forward; None if the calls differ."""
         again = self.run({})
         if again is None or _written(again.graph) != _written(self.first.graph):
             return None
         return again.using_left
 
     def run(self, others: Mapping[str, Any]) -> CallRecorder | None:
-        """A further forward, with other numbers among the inputs, by name; None where it fails."""
+        """Another forward, with other numbers among the inputs, by name; None if it fails."""
         again = CallRecorder(self.model, None, self.first.whole)
         again.follow(self.first, tensors_in(root.get() for root in self.state.roots()))
 
@@ -119,31 +120,31 @@ class SecondForward:
             with torch.enable_grad(), self.mode, enable_python_dispatcher(), again.watching():
                 for leaf in pytree.tree_leaves(self.model(*args, **kwargs)):
                     if is_watched(leaf):
-                        leaf.note()
-        except Exception:  # such as a tensor of the first forward
+                        leaf.on_use()
+        except Exception:  # it may use a tensor of the first forward, for example
             return None
         return again
 
     def _together(self, names: Sequence[Name]) -> list[KeptState]:
-        """What whole modules go on changing, each with all modules that lead to it."""
-        found: list[tuple[set[str], set[Any], str]] = []
+        """The state that whole modules change again, each with all modules that refer to it."""
+        groups: list[tuple[set[str], set[Any], str]] = []
         for root in self.state.roots():
-            if (root.path, root.shown) not in names:
+            if (root.path, root.label) not in names:
                 continue
             paths, reached = {root.path}, objects_behind(root)
-            for other in [each for each in found if each[1] & reached]:
-                found.remove(other)
+            for other in [each for each in groups if each[1] & reached]:
+                groups.remove(other)
                 paths, reached = paths | other[0], reached | other[1]
-            found.append((paths, reached, root.shown))
-        return [KeptState(tuple(sorted(p)), _keeps(*sorted(p), shown=shown)) for p, _, shown in found]
+            groups.append((paths, reached, root.label))
+        return [KeptState(tuple(sorted(p)), _keeps(*sorted(p), label=label)) for p, _, label in groups]
 
 
-def _keeps(*paths: str, shown: str = "a tensor that it keeps") -> str:
-    return f"forward of {' and '.join(paths)} changes {shown}, by which its next one goes"
+def _keeps(*paths: str, label: str = "a tensor that it keeps") -> str:
+    return f"forward of {' and '.join(paths)} changes {label}, on which its next one depends"
 
 
 def note_numbers(forward: SecondForward) -> None:
-    """Note the numbers among the inputs that code goes by unseen, as where a function in C reads them.
+    """Find numbers among the inputs that code depends on unnoticed, because a C function reads them.
 
     With other numbers the model must make the same calls, with results of the same shapes.
     """
@@ -166,7 +167,7 @@ def _shapes(recorder: CallRecorder) -> list[Any]:
 
 
 class _TorchCalls(TorchFunctionMode):
-    """Counts calls of torch, but for those that freeze."""
+    """Counts torch calls, except those that freeze parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,13 +182,13 @@ class _TorchCalls(TorchFunctionMode):
 
 
 def mode_concerns(opened: Mapping[str, nn.Module], state: PythonState, mode: FakeTensorMode) -> list[Concern]:
-    """Opened modules whose `train` does more than set the mode: stages have no such module to call."""
+    """Traced modules whose `train` does more than set the mode: stages have no such module to call."""
     for path, module in opened.items():
         if type(module).train is nn.Module.train and type(module).eval is nn.Module.eval:
             continue
         before = state.tokens(same_tensors=True)
         for child in module.children():
-            # What the parts do is theirs.
+            # Ignore what submodules do in train().
             vars(child)["train"] = lambda mode=True, child=child: child
         with mode, enable_python_dispatcher(), _TorchCalls() as calls:
             module.train()
@@ -198,15 +199,15 @@ def mode_concerns(opened: Mapping[str, nn.Module], state: PythonState, mode: Fak
             return [
                 Concern(
                     path,
-                    f"train() of {_shown(path, module)} does more than set the mode, and stages would not; "
-                    f"move that into the modules whose weights it changes",
+                    f"train() of {_describe_module(path, module)} does more than set the mode, and "
+                    f"stages would not; move that into the modules whose weights it changes",
                 )
             ]
     return []
 
 
 def _written(graph: fx.Graph) -> list[str]:
-    """Each call of a graph as text, but for the names of values."""
+    """Each call of a graph as text, without the names of values."""
     number = {node: i for i, node in enumerate(n for n in graph.nodes if n.op != "get_attr")}
 
     def name(item: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Levels: how many bytes torch has handed out, at most, between two moments, from its profiler's record."""
+"""Peak allocated bytes between two moments, from the records of torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MARK = "plait.mark."
 
 
 class Levels:
-    """Marks moments, as a clock does, while torch's profiler records each allocation on `device`.
+    """Marks moments, like a clock, while torch's profiler records each allocation on `device`.
 
-    Bytes count from the start of the recording. Workspaces inside an operation are among them.
+    Bytes are relative to the start of the recording, and include workspaces inside operations.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class Levels:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what happens in the block; afterwards `between` answers."""
+        """Record allocations in the block; `between` can be called afterwards."""
         with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             yield
         results = record.profiler.kineto_results if record.profiler is not None else None
@@ -48,17 +48,17 @@ class Levels:
                 self._changes.append((event.start_ns(), level))
 
     def between(self, start: Any, end: Any) -> float:
-        """The most bytes that were handed out at once between two marks."""
+        """The peak of allocated bytes between two marks."""
         first = bisect.bisect_right(self._changes, (self._moments[start], 0))
         last = bisect.bisect_left(self._changes, (self._moments[end], 0))
-        # What was handed out before counts as long as nothing changes.
+        # Start from the level before the first change in the range.
         levels = [level for _, level in self._changes[max(0, first - 1) : last]]
         return float(max(levels, default=0))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the profiler's own messages from the terminal."""
+    """Suppress the profiler's messages on the terminal."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:

@@ -1,4 +1,4 @@
-"""Links: how fast tensors travel between each pair of workers, and how fast many of them sum."""
+"""Measures the bandwidth and latency between pairs of workers, and of all-reduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two ranks: seconds for an empty message, and bytes a second beyond that."""
+    """One direction between two ranks: the latency of an empty message, and the bandwidth."""
 
     source: int
     target: int
@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Sum:
-    """How `workers` workers sum: n bytes take (1 - 1/workers)(latency_s + 4 n / bytes_per_s) seconds."""
+    """All-reduce over `workers`: n bytes take (1 - 1/workers)(latency_s + 4 n / bytes_per_s) seconds."""
 
     workers: int
     bytes_per_s: float
@@ -41,10 +41,10 @@ class Sum:
 
 
 def sum_of_times(workers: int, same_host: bool, few: tuple[int, float], many: tuple[int, float]) -> Sum:
-    """The sum from what it took for a `few` bytes and for `many`, each as (bytes, seconds)."""
+    """Fit the model of an all-reduce to `few` and `many` bytes, each as (bytes, seconds)."""
     share = 1 - 1 / workers
     more_bytes, more_s = many[0] - few[0], many[1] - few[1]
-    # Where the clock cannot resolve the difference, all of the time counts for the bytes.
+    # If the clock cannot resolve the difference, attribute all of the time to the bytes.
     rate = 4 * share * (more_bytes / more_s if more_bytes > 0 and more_s > 0 else many[0] / many[1])
     return Sum(workers, rate, max(0.0, few[1] / share - 4 * few[0] / rate), same_host)
 
@@ -57,11 +57,11 @@ def measure_links(
     repeats: int = 5,
     device: torch.device | str = "cpu",
 ) -> tuple[Link, ...]:
-    """The links between all pairs of `ranks` (all ranks when None), both directions, equal on every rank.
+    """The links between all pairs of `ranks` (default: all ranks), both directions, equal on every rank.
 
-    All ranks of the default group call it together. Tensors of `device` go as those of a pipeline do: in
-    shared memory, of the GPU itself, over gloo or NCCL. Each pair is timed while the others wait, by round
-    trips: a rank has no clock but its own.
+    All ranks of the default group call it together. Tensors of `device` use the same transport as in a
+    pipeline: shared memory, CUDA IPC, gloo or NCCL. Each pair is timed while the others wait, by round trips,
+    as ranks have different clocks.
     """
     world = dist.get_world_size()
     chosen = list(range(world)) if ranks is None else sorted(ranks)
@@ -103,14 +103,14 @@ def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _link(source: int, target: int, trip_s: float, empty_s: float, count: int, same_host: bool) -> Link:
     """The link on which a round trip with `count` bytes one way took `trip_s`, an empty one `empty_s`."""
-    # Where the clock cannot resolve the two trips, all of the time counts for the bytes.
+    # If the clock cannot resolve the two trips, attribute all of the time to the bytes.
     transfer_s = trip_s - empty_s if trip_s > empty_s else trip_s
     return Link(source, target, count / transfer_s, empty_s / 2, same_host)
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """This rank and a peer; the first of the two keeps the time."""
+    """This rank and a peer; the first of the two measures the time."""
 
     channels: Channels
     peer: int
@@ -118,16 +118,16 @@ class _Pair:
     repeats: int
 
     def times(self, small: Tensor, large: Tensor) -> tuple[float, float, float]:
-        """Seconds of round trips: large there, large back, empty both ways."""
+        """Seconds of round trips: large message out, large message back, empty both ways."""
         numbers = itertools.count()
         there = self._round_trip(large, small, numbers)
         back = self._round_trip(small, large, numbers)
         return there, back, self._round_trip(small, small, numbers)
 
     def _round_trip(self, out: Tensor, home: Tensor, numbers: Iterator[int]) -> float:
-        """The least seconds from sending `out` to having received `home`, after two that warm up.
+        """The minimum time from sending `out` to receiving `home`, after two warm-up trips.
 
-        Whatever else the machines do only adds to a message's time; the least is what the link can do.
+        Other load on the machines only adds time, so the minimum is what the link can do.
         """
         samples = []
         for number in itertools.islice(numbers, self.repeats + 2):
@@ -155,5 +155,5 @@ class _Pair:
 
 
 def _channel(tensor: Tensor) -> int:
-    """Another one for each size: over gloo, all messages of a channel are as long as the longest."""
+    """A separate channel for each size, as over gloo all messages of a channel have the same size."""
     return int(tensor.numel() > 1)

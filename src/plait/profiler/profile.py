@@ -1,4 +1,4 @@
-"""Profiles: a model and example inputs in, a costed graph with the circumstances of its measurement out."""
+"""Profiles: a model and example inputs in, a costed graph with details of the measurement out."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from plait.core import artefact
 from plait.core.errors import ArtefactError, InputError
 from plait.core.shown import shown
 from plait.core.units import show_seconds
+from plait.profiler.layer_memory import Weights, weigh
 from plait.profiler.links import Link, Sum
-from plait.profiler.memory import Weights, weigh
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
 from plait.profiler.trace import Inputs, trace
 from plait.profiler.traced import TracedModel
 from plait.schema.plans.graph import MOST, Edge, Graph, GraphError, Node, Tie
 
 KIND, VERSION = "profile", 2
-# What the layers may add up to, as a share of the step, and how far steps may spread, in a measurement that
-# nothing has disturbed.
+# The plausible range of the sum over layers, as a share of the step, and the largest plausible spread of
+# steps.
 _PLAUSIBLE = (0.7, 1.5)
 _UNSTEADY = 0.5
 
 
 @dataclass(frozen=True)
 class LayerSpread:
-    """How far the middle half of a layer's measurements lies apart."""
+    """The interquartile range of a layer's measurements."""
 
     id: str
     forward_s: float
@@ -44,7 +44,7 @@ class LayerSpread:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that several layers use. Its bytes count for the first; a stage apart has a copy."""
+    """A parameter that several layers use. The first counts its bytes; other stages have a copy."""
 
     name: str
     bytes: int
@@ -53,13 +53,13 @@ class SharedParameter:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, on what. `step` is the unmodified model's whole step, measured in between.
+    """The measurements of a model. `step` is the whole step of the unmodified model, measured in between.
 
-    `sums` is how fast the workers sum gradients, where several were measured together. `loading_s` is what a
-    microbatch takes to be fetched, where the worker that computes does that too, and `overhead_s` what it
-    costs a worker of a pipeline besides its layers. `verified_s` is how long the layers were compared with
-    the model, 0 if they were not, and `notes` say which modules a run has to keep in one stage each, and why.
-    `data_parallel_s` is what a step of all workers on the job's batch took, where that was tried out.
+    `sums` is the speed of all-reduce, if several workers were measured together. `loading_s` is the time to
+    load a microbatch, if the computing worker does that, and `overhead_s` the time of a pipeline worker per
+    microbatch besides its layers. `verified_s` is the duration of the verification of the layers, 0 if there
+    was none, and `notes` say which modules must stay in one stage, and why. `data_parallel_s` is the measured
+    time of a data-parallel step of all workers on the job's batch, if it was measured.
     """
 
     model: str
@@ -83,11 +83,11 @@ class Profile:
 
     @property
     def coverage(self) -> float:
-        """The sum over the layers as a share of the whole step."""
+        """The sum over layers as a share of the whole step."""
         return self.graph.compute_s() / self.step.seconds
 
     def doubts(self) -> str:
-        """Why a plan that is made of this would be a guess, in words; nothing where the numbers agree."""
+        """Why the profile is unreliable, as text; empty if the numbers are consistent."""
         step, covered = self.step, self.coverage
         reasons = []
         if not _PLAUSIBLE[0] <= covered <= _PLAUSIBLE[1]:
@@ -99,12 +99,12 @@ class Profile:
         if not reasons:
             return ""
         return (
-            f"{' and '.join(reasons)}: the machine was busy with something else, so a plan made of this is a "
+            f"{' and '.join(reasons)}: the machine was busy with something else, so a plan from this is a "
             f"guess; measure again when it is quiet, with more repeats (--repeats 20)"
         )
 
     def loaded_graph(self) -> Graph:
-        """The graph whose first layer fetches the microbatch too: what a worker of the first stage does."""
+        """The graph with the loading time added to the first layer, as in the first stage."""
         first, *rest = self.graph.nodes
         first = replace(first, forward_s=first.forward_s + self.loading_s)
         return replace(self.graph, nodes=(first, *rest))
@@ -119,7 +119,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile saved at `path`; one with numbers that nobody can have measured is refused."""
+    """Load the profile at `path`; raises if it contains impossible numbers."""
     try:
         profile = artefact.load(Profile, path, KIND, VERSION)
     except GraphError as failure:
@@ -166,14 +166,13 @@ def profile_model(
     name: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Times and bytes of each layer of `model`, in the mode it is in, for the batch that `inputs` holds.
+    """Times and bytes of each layer of `model`, in its current mode, for the batch `inputs`.
 
     `inputs` are the arguments of the model's forward: a tuple, a dict for keywords, or one tensor. `loss`
-    takes what the model returns and gives a scalar; without one, the model's own `loss` or the mean of its
-    outputs serves. The model runs on `device` (where it is when None) and is left as it was: buffers,
-    gradients, device and random state. Steps by layers and whole steps take turns, so that a change of the
-    machine's speed meets both; they go on for `least_s` seconds at least, so that a short one does not count
-    for all.
+    maps the model's output to a scalar; the default is the output's `loss`, or the mean of its tensors. The
+    model runs on `device` (default: its current device), and its buffers, gradients, device and random state
+    are restored. Steps by layers and whole steps alternate, so that changes of the machine's speed affect
+    both. Measurements last at least `least_s` seconds.
     """
     if warmup < 0 or repeats < 1:
         raise InputError(f"found {warmup} warm-up steps and {repeats} repeats; expected at least 0 and 1")
@@ -189,13 +188,13 @@ def profile_model(
 
     arguments = _arguments(inputs)
     loss = _scalar_loss(loss) if loss is not None else default_loss
-    with _at_home(model, device) as place:
-        arguments = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), arguments)
+    with _at_home(model, device) as target:
+        arguments = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(target), arguments)
         traced = trace(model, arguments, evaluation=False)
-        session = _Session(traced, arguments, loss, place)
-        if place.type == "cuda":
-            session.measure()  # what libraries set aside once would count for the layer that asks first
-        weights = weigh(traced, session.layered, session.tensors, session.loss, place)
+        session = _Session(traced, arguments, loss, target)
+        if target.type == "cuda":
+            session.measure()  # one-time allocations of libraries would count for the first layer
+        weights = weigh(traced, session.layered, session.tensors, session.loss, target)
         progress()
         steps: list[tuple[StepTimes, float]] = []
         end = time.perf_counter() + least_s
@@ -219,14 +218,14 @@ def _arguments(inputs: Inputs | Tensor) -> Inputs:
 
 
 def _scalar_loss(loss: Loss) -> Loss:
-    """`loss`, which must take the model's output alone and give one number."""
+    """`loss`, checked to take only the model's output and to return a scalar."""
     expected = "expected a function of the model's output alone, such as lambda output: loss(output, target)"
     name = getattr(loss, "__name__", type(loss).__name__)
     if not callable(loss):
         raise InputError(f"profile: found {shown(loss)} as the loss, {expected}")
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError):  # some builtins have no signature to check against
+    except (TypeError, ValueError):  # some builtins have no signature
         signature = None
     try:
         if signature is not None:
@@ -235,28 +234,28 @@ def _scalar_loss(loss: Loss) -> Loss:
         raise InputError(f"profile: the loss {name} cannot be called: {failure}; {expected}") from None
 
     def checked(output: Any) -> Tensor:
-        found = loss(output)
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            shape = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else shown(found)
+        value = loss(output)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
             raise InputError(f"profile: the loss {name} gave {shape}, expected one number, such as its mean")
-        return found
+        return value
 
     return checked
 
 
 def default_loss(output: Any) -> Tensor:
-    """A scalar to go backward from: the output's own `loss`, or the mean of its tensors with a gradient."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
+    """A scalar for backward: the output's `loss`, or the mean of its tensors that require a gradient."""
+    model_loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(model_loss, Tensor):
+        return model_loss
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not tensors:
-        raise InputError("the model returned no tensor with a gradient; expected one to go backward from")
+        raise InputError("the model returned no tensor that requires a gradient; expected one for backward")
     return torch.stack([tensor.float().mean() for tensor in tensors]).sum()
 
 
 class _Session:
-    """One model with its inputs on one device, ready to be measured again and again."""
+    """One model with its inputs on one device, for repeated measurements."""
 
     def __init__(self, traced: TracedModel, inputs: Inputs, loss: Loss, device: torch.device) -> None:
         self.traced = traced
@@ -276,7 +275,7 @@ class _Session:
         whole_s, host_s = time_whole(self.traced.model, self._args, self._kwargs, self.loss, self._clock)
         self._drop_gradients()
         self._measured += 1
-        if self._measured == 2:  # the first is cold; later ones may have waited for a GPU that sleeps
+        if self._measured == 2:  # the first is cold; later ones may include waiting for a sleeping GPU
             self._head_start_s = max(0.0, layers.host_s - host_s)
         return layers, whole_s
 
@@ -287,20 +286,20 @@ class _Session:
 
 @contextmanager
 def _at_home(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
-    """The device to measure on, with the model there; afterwards the model is as it was before."""
+    """Context with the model on the device to measure on; afterwards the model is restored."""
     first = next(iter(model.parameters()), None)
     if first is None:
         raise InputError(f"{type(model).__name__} has no parameters; expected a model that can be trained")
     home = first.device
-    place = home if device is None else torch.device(device)
+    target = home if device is None else torch.device(device)
     gradients = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
-        parameter.grad = None  # it would not move with the parameter
+        parameter.grad = None  # it would not be moved with the parameter
     buffers = [buffer.detach().clone() for buffer in model.buffers()]
-    devices = [place] if place.type == "cuda" else []
+    devices = [target] if target.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
-            yield _moved(model, place)
+            yield _moved(model, target)
     finally:
         _moved(model, home)
         for buffer, before in zip(model.buffers(), buffers):
@@ -337,7 +336,7 @@ def _profile(
 
 
 def describe_device(device: torch.device) -> str:
-    """The device in words, such as `cuda: NVIDIA H200`."""
+    """A description of the device, such as `cuda: NVIDIA H200`."""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}"
     return f"{device.type}: {platform.processor() or platform.machine()}"
@@ -356,7 +355,7 @@ def _graph(traced: TracedModel, weights: Weights, forward: list[Timed], backward
                 forward_s=forward[i].seconds,
                 backward_s=backward[i].seconds,
                 output_bytes=sum(weights.value_bytes[value] for value in boundary.outputs),
-                # A tied parameter counts where it is met first.
+                # A tied parameter is attributed to the first layer that uses it.
                 parameter_bytes=sum(parameter_bytes.pop(key, 0) for key in layer.parameters),
                 buffer_bytes=sum(buffer_bytes.pop(key, 0) for key in layer.buffers),
                 activation_bytes=weights.kept_bytes[i],
@@ -375,7 +374,7 @@ def _graph(traced: TracedModel, weights: Weights, forward: list[Timed], backward
 
 
 def shared_parameters(traced: TracedModel) -> tuple[SharedParameter, ...]:
-    """The parameters that more than one layer uses: tied ones, and those of a module called twice."""
+    """The parameters that several layers use: tied ones, and those of a module called twice."""
     users: dict[str, list[str]] = {}
     for layer in traced.layers:
         for name in layer.parameters:

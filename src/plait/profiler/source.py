@@ -1,7 +1,7 @@
-"""Source: layers in, the Python body of a function that computes them out.
+"""Writes layers as Python source: the body of a function that computes them.
 
-The same text runs as a stage and is written by `--to-code`. A variable takes the name of its first
-argument where that ends, as people write it, so that tensors live no longer than in the model itself.
+The same text runs as a stage and is written by `--to-code`. A result reuses the name of its first argument if
+that is not needed any more, so that tensors are freed as early as in the model itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.overrides import resolve_name
 
 from plait.profiler.arguments import DeviceArgument, InputValue, SizeArgument
 from plait.profiler.failures import TraceError
-from plait.profiler.record import after, pick
+from plait.profiler.recorder import after, pick
 from plait.profiler.symbols import write_size
 from plait.profiler.traced import Boundary, Layer, TracedModel, is_tensor, size_source
 
@@ -40,7 +40,7 @@ class Source:
     """The body of a function: `lines`, unindented, that read `inputs` and return a tuple.
 
     `objects` are the names it uses besides torch, F and self: classes of the user's autograd functions.
-    `values` are the inputs, by their places, that are numbers or text, no tensors.
+    `values` are the inputs, by path, that are numbers or text, not tensors.
     """
 
     inputs: tuple[str, ...]
@@ -57,12 +57,13 @@ def write_source(
     objects: dict[str, Any] | None = None,
     modules: Collection[str] = (),
 ) -> Source:
-    """The source that computes `layers`; `objects` have names already that it may use.
+    """The source that computes `layers`; `objects` are named objects that it may use.
 
-    `modules` are the paths of modules that are the model's own, with whatever they hold.
+    `modules` are the paths of modules that are the model's objects, with all their attributes.
 
-    With `own_inputs` no input is written into and no output changes after it was made: an input that is
-    changed in place is copied first (a received tensor is a leaf of autograd, which forbids the write).
+    With `own_inputs` inputs are not written to, and outputs do not change after they were computed: an input
+    that is changed in place is copied first (a received tensor is a leaf of autograd, which forbids the
+    write).
     """
     return _Writer(traced, layers, boundary, own_inputs, modules).write(objects)
 
@@ -100,10 +101,10 @@ class _Writer:
         self._line(f"return ({returned}{',' if len(self._outputs) == 1 else ''})")
         return self._source
 
-    # Which value lives how long.
+    # Lifetimes of values.
 
     def _choose_size_givers(self) -> dict[tuple[fx.Node, Symbol | None], tuple[fx.Node, int, int]]:
-        """The tensor from which each node reads each size (or, for None, the device) it needs."""
+        """The tensor from which each node reads each size (or, for None, the device) that it needs."""
         chosen: dict[tuple[fx.Node, Symbol | None], tuple[fx.Node, int, int]] = {}
         known = list(self._inputs)
         for node in self._nodes:
@@ -162,7 +163,7 @@ class _Writer:
         return self._call(node)
 
     def _end_values(self, node: fx.Node) -> list[str]:
-        """Forget the values whose last use is `node`; the names that stand for nothing any more."""
+        """Drop the values whose last use is `node`; returns the names that are free again."""
         wanted = [*node.meta.get("symbols", ()), *([None] if node.meta.get("device") else [])]
         givers = [self._size_givers[node, symbol][0] for symbol in wanted]
         ended = [v for v in dict.fromkeys([*node.all_input_nodes, *givers]) if self._ends_at(v, node)]
@@ -177,14 +178,14 @@ class _Writer:
                 self._line(f"{self._names[node]} = {self._names[node]}.clone()")
 
     def _keep_outputs_that_change(self, node: fx.Node) -> None:
-        """Copy an output before a later operation of the same stage writes into it."""
+        """Copy an output before a later operation of the same stage writes to it."""
         if not self._own_inputs:
             return
         for output in self._outputs:
             made = output in self._names and output not in self._kept
             if made and output.meta["storage"] in node.meta.get("writes", ()):
                 self._kept[output] = self._free_name()
-                self._context = ""  # the copy has a gradient even where the write has none
+                self._context = ""  # the copy needs a gradient even if the write runs under no_grad
                 self._line(f"{self._kept[output]} = {self._names[output]}.clone()")
 
     def _enter_context(self, node: fx.Node) -> None:
@@ -199,12 +200,12 @@ class _Writer:
             self._context = context
 
     def _input_name(self, node: fx.Node) -> str:
-        """The value's own name, which the caller knows it by."""
+        """The value's name, which the caller uses."""
         name = self._names[node] = f"{node.name}_" if node.name in _RESERVED else node.name
         return name
 
     def _free_name(self) -> str:
-        """A short name that stands for nothing now."""
+        """A short name that is free."""
         live = {*self._names.values(), *self._kept.values()}
         numbered = (f"x{number}" for number in itertools.count(1))
         return next(name for name in itertools.chain(_SHORT, numbered) if name not in live)
@@ -284,9 +285,9 @@ class _Writer:
 
 
 def attribute_path(path: str, is_module: bool, modules: Collection[str] = ()) -> str:
-    """`features.0.conv` as `self.features["0"].conv`; the root has its parts as attributes only.
+    """`features.0.conv` as `self.features["0"].conv`; submodules of the root are attributes.
 
-    So have `modules`, by path, and all within them: they are no dicts but whatever the model has.
+    So are those of `modules`, by path, and of all within them, which are the model's own objects, not dicts.
     """
     text = "self"
     parts = path.split(".") if path else []
@@ -306,7 +307,7 @@ def _is_operator(node: fx.Node, name: str) -> bool:
 
 
 def _function_name(function: Any) -> str:
-    """The name by which Python source reaches `function`."""
+    """The name of `function` in Python source."""
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"torch.ops.{function}"
     short: str = getattr(function, "__name__", "")
@@ -341,7 +342,7 @@ def indent(lines: Iterable[str], by: int) -> str:
 
 
 def add_object(objects: dict[str, Any], name: str, item: Any) -> str:
-    """Add `item` to the objects that the source refers to; its name, with a number if another has that."""
+    """Add `item` to the objects of the source; returns its name, with a number if that is used already."""
     for number in itertools.count(1):
         candidate = name if number == 1 else f"{name}_{number}"
         if objects.setdefault(candidate, item) is item:

@@ -1,7 +1,7 @@
-"""Inputs without values: tensors whose batch (and sequence) sizes are symbols while a model is traced.
+"""Fake inputs for tracing, whose batch (and sequence) sizes are symbols.
 
-A size read from such a tensor is an expression of symbols, so a trace holds `4 * batch` where the model's
-own code computed it, and serves every batch size.
+A size read from such a tensor is an expression of symbols, so a trace contains `4 * batch` where the model
+computes it, and is valid for every batch size.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from torch.utils._sympy import functions as sizes
 
 from plait.profiler.failures import SourceLine, current_line
 
-# Sizes of dimensions as a trace knows them: a number, or an expression of symbols.
+# Sizes in a trace: numbers, or expressions of symbols.
 Shape = tuple[int | Expr, ...]
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A way that the user's code took, and `holds`, the comparison of sizes that made it do so."""
+    """A branch that the user's code took, and `holds`, the comparison of sizes that selected it."""
 
     holds: Any
     line: SourceLine | None
 
 
 class Sizes(ShapeEnv):
-    """The symbols of one trace; remembers the user's line that made a symbol a fixed number."""
+    """The symbols of one trace; records the user's line that fixed a symbol to a number."""
 
     def __init__(self) -> None:
-        # A value read from a tensor (`item()`) must fail at its own line rather than at a later use.
+        # Reading a value from a tensor (`item()`) must fail at that line, not at a later use.
         super().__init__(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
         self.fixed: dict[Symbol, tuple[int, SourceLine | None]] = {}
-        # Above 0 while a torch call or a whole module runs, whose branches will be its own when it runs.
+        # Above 0 inside a torch call or a whole module, whose branches are not part of the trace.
         self.silent = 1
         self.branches: list[Branch] = []
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """The value of a comparison of sizes; one that the user's own code asks for is noted."""
-        found = super().evaluate_expr(orig_expr, *args, **kwargs)
+        """The value of a comparison of sizes; comparisons by the user's code are recorded."""
+        value = super().evaluate_expr(orig_expr, *args, **kwargs)
         if self.silent == 0 and getattr(orig_expr, "free_symbols", None):
-            if found in (sympy.true, sympy.false):
-                holds = orig_expr if found == sympy.true else sympy.Not(orig_expr)
+            if value in (sympy.true, sympy.false):
+                holds = orig_expr if value == sympy.true else sympy.Not(orig_expr)
             else:
-                holds = sympy.Eq(orig_expr, found)
+                holds = sympy.Eq(orig_expr, value)
             if all(holds != branch.holds for branch in self.branches):
                 self.branches.append(Branch(holds, current_line()))
-        return found
+        return value
 
     def _set_replacement(self, a: Symbol, tgt: Expr, *args: Any, **kwargs: Any) -> None:
         if tgt.is_number and a not in self.fixed:
@@ -64,14 +64,14 @@ class Sizes(ShapeEnv):
 def fake_inputs(
     mode: FakeTensorMode, tensors: Sequence[Tensor], others: Sequence[Sequence[Tensor]] = ()
 ) -> list[Tensor]:
-    """A value-free copy of each tensor, symbols in its free dimensions; equal sizes share a symbol.
+    """A fake copy of each tensor, with symbols for its free dimensions; equal sizes share a symbol.
 
-    `others` are further examples of the same inputs: where their sizes differ, a dimension is free, too.
+    `others` are additional examples of the same inputs; dimensions in which they differ are free too.
     """
     batch = tensors[0].shape[0] if tensors and tensors[0].dim() else None
     stand_in = _unlike(size for tensor in tensors for size in tensor.shape)
     chosen: dict[tuple[int, ...], int] = {(): stand_in}
-    found = []
+    fakes = []
     for i, tensor in enumerate(tensors):
         alike = [other[i].shape for other in others if len(other) == len(tensors)]
         alike = [shape for shape in alike if len(shape) == tensor.dim()]
@@ -81,12 +81,12 @@ def fake_inputs(
             is_batch = dim == 0 and size == batch
             in_all = (size, *(shape[dim] for shape in alike))
             sizes.append(stand_in if is_batch else _own_size(in_all, chosen) if free[dim] else size)
-        found.append(_fake_input(mode, tensor, sizes, free, f"input{i}"))
-    return found
+        fakes.append(_fake_input(mode, tensor, sizes, free, f"input{i}"))
+    return fakes
 
 
 def _own_size(in_all: tuple[int, ...], chosen: dict[tuple[int, ...], int]) -> int:
-    """The size to trace with for one that is `in_all` examples: unlike others."""
+    """The size to trace with, for sizes `in_all` examples; different from other sizes."""
     if in_all not in chosen:
         near = [in_all[0], *range(in_all[0] - 1, 1, -1), *range(in_all[0] + 1, in_all[0] + 99)]
         chosen[in_all] = next(size for size in near if size not in chosen.values())
@@ -94,15 +94,15 @@ def _own_size(in_all: tuple[int, ...], chosen: dict[tuple[int, ...], int]) -> in
 
 
 def _unlike(sizes: Iterable[int]) -> int:
-    """A batch size for tracing that no other size equals, so that no size is taken for another."""
-    taken = set(sizes)
-    return next(prime for prime in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41) if prime not in taken)
+    """A batch size for tracing that differs from all other sizes, so that they are not confused."""
+    used = set(sizes)
+    return next(prime for prime in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41) if prime not in used)
 
 
 def _fake_input(
     mode: FakeTensorMode, tensor: Tensor, sizes: list[int], free: list[bool], name: str
 ) -> Tensor:
-    from torch._dynamo.source import ConstantSource  # slow to import, and only a trace needs it
+    from torch._dynamo.source import ConstantSource  # slow to import, and needed only for tracing
 
     example = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
     example.requires_grad_(tensor.requires_grad)
@@ -117,28 +117,28 @@ def _fake_input(
 
 
 def _is_free(tensor: Tensor, dim: int, others: Sequence[torch.Size]) -> bool:
-    """Whether a size may change from batch to batch: the first, and of token or mask tensors the second."""
+    """Whether a size may change between batches: the first, and the second of token or mask tensors."""
     if dim == 0 or (dim == 1 and not tensor.is_floating_point()):
         return True
     return any(shape[dim] != tensor.shape[dim] for shape in others)
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    sizes: list[Any] = list(tensor.shape)  # a SymInt is declared as no int, which it stands for
+    sizes: list[Any] = list(tensor.shape)  # a SymInt is not declared as an int
     return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
 def recurrent_shapes(module: nn.RNNBase | nn.RNNCellBase, input: Tensor, hx: object = None) -> Any:
-    """What `module` returns for tensors without values: torch's fused kernels take no symbolic sizes."""
+    """The output of a recurrent `module` for fake tensors: torch's fused kernels take no symbolic sizes."""
     if isinstance(module, nn.RNNCellBase):
         anchor = module.weight_hh.flatten()[0]
         states = [input.new_zeros((*input.shape[:-1], module.hidden_size)) + anchor for _ in range(2)]
         return tuple(states) if isinstance(module, nn.LSTMCell) else states[0]
     directions = 2 if module.bidirectional else 1
-    # Batch and time keep their places; a single sequence has no batch.
+    # Batch and time axes keep their order; a single sequence has no batch.
     batch = () if input.dim() == 2 else (input.shape[0 if module.batch_first else 1],)
     hidden = module.proj_size or module.hidden_size
-    # Ties the result to the parameters for autograd.
+    # Makes the result depend on the parameters for autograd.
     anchor = cast("Tensor", module.weight_hh_l0).flatten()[0]
     stack = (directions * module.num_layers, *batch)
     output = input.new_zeros((*input.shape[:-1], directions * hidden)) + anchor
@@ -149,14 +149,14 @@ def recurrent_shapes(module: nn.RNNBase | nn.RNNCellBase, input: Tensor, hx: obj
 
 
 def is_lstm(function: object, args: Sequence[Any]) -> bool:
-    """Whether a call is `torch.lstm` of a plain tensor, as a module with weights of its own calls it."""
+    """Whether a call is `torch.lstm` on a plain tensor, as in custom modules."""
     return function is torch.lstm and len(args) == 9 and not isinstance(args[1], Tensor)
 
 
 def lstm_shapes(
     input: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `torch.lstm` returns for tensors without values, whatever their sizes; see `recurrent_shapes`."""
+    """The output of `torch.lstm` for fake tensors; see `recurrent_shapes`."""
     both_ways = options[-2]
     anchor = sum(tensor.flatten()[0] for tensor in weights)
     output = input.new_zeros((*input.shape[:-1], hx[0].shape[-1] * (2 if both_ways else 1))) + anchor
@@ -165,7 +165,7 @@ def lstm_shapes(
 
 
 def write_size(expression: Expr, symbol: Callable[[Symbol], str]) -> str | None:
-    """`expression` as Python source; `symbol` writes each symbol. None for what cannot be written."""
+    """`expression` as Python source; `symbol` writes each symbol. None if it cannot be written."""
     if isinstance(expression, sympy.Integer):
         return str(int(expression))
     if isinstance(expression, (sympy.Float, sympy.Rational)):

@@ -1,9 +1,9 @@
-"""Timing: the seconds that each layer takes forward and backward, inside real training steps.
+"""Times the forward and backward of each layer inside real training steps.
 
-A step runs layer by layer over one autograd graph, so each layer meets the tensors, the caches and the
-memory that it meets in training; nothing is detached, copied or run alone. Backward, a hook on each node of
-the graph notes when the engine comes to another layer's nodes. On a GPU the host has more to do for such a
-step than for a plain one; the GPU sleeps for as long beforehand, so that it waits for no more than it would.
+A step runs layer by layer over one autograd graph, so each layer has the same tensors, caches and memory as
+in training; nothing is detached, copied or run separately. In backward, a hook on each node of the graph
+records when the engine reaches another layer's nodes. On a GPU the host needs more time for such a step than
+for a plain one; the GPU sleeps that long before the step, so that it does not wait for the host.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from plait.profiler.build import build
 from plait.profiler.traced import Boundary, TracedModel
 
 Loss = Callable[[Any], Tensor]
-# What surrounds the call of layer i, and who sees the values between layers.
+# The context of the call of layer i, and the callback for values between layers.
 Surrounding = Callable[[int], AbstractContextManager[Any]]
 Watcher = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The median of repeated measurements, and the width of the middle half of them."""
+    """The median of repeated measurements, and their interquartile range."""
 
     seconds: float
     spread_s: float
@@ -44,21 +44,21 @@ class Timed:
 
 
 class Marks(Protocol):
-    """Puts marks between layers and measures the time between two of them."""
+    """Sets marks between layers and measures the time between two of them."""
 
     def mark(self) -> Any: ...
     def between(self, start: Any, end: Any) -> float: ...
 
 
 class Clock:
-    """Marks moments of a device's work; reads the seconds between them once all is done."""
+    """Marks moments on a device; the seconds between them can be read after synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Now: by the host's clock, or, on CUDA, when the stream comes to this place."""
+        """A mark: the host's time, or on CUDA an event on the current stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -66,12 +66,12 @@ class Clock:
         return event
 
     def synchronize(self) -> None:
-        """Wait until all work is done, so that marks can be compared."""
+        """Wait until all work is done, so that marks can be read."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
     def sleep(self, seconds: float) -> None:
-        """Keep a GPU busy for `seconds`, so that the host gets ahead of it."""
+        """Keep a GPU busy for `seconds`, so that the host can queue work."""
         if self._is_cuda and seconds > 0:
             with torch.cuda.device(self._device):
                 torch.cuda._sleep(int(seconds * self._cycles_per_s))
@@ -93,9 +93,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step, by layer; the loss counts for the last layer, with which it runs.
+    """Seconds of one step, by layer; the loss is attributed to the last layer.
 
-    `host_s` is how long the host took to start it all.
+    `host_s` is how long the host took to launch it.
     """
 
     forward_s: list[float]
@@ -121,16 +121,16 @@ class LayeredModel:
         around: Surrounding,
         on_value: Watcher | None = None,
     ) -> tuple[Any, list[list[Any]]]:
-        """What the model returns, and of each layer the autograd nodes that end it.
+        """The model's output, and the autograd nodes of each layer's outputs.
 
-        `around` gives the context in which each layer runs; `on_value` sees each value between layers.
+        `around` returns the context of each layer; `on_value` is called with each value between layers.
         """
         values: dict[str, Tensor] = dict(zip(self._traced.inputs, inputs))
         ends: list[list[Any]] = []
         for i, (module, boundary) in enumerate(zip(self._modules, self._boundaries)):
             arguments = [values[name] for name in boundary.inputs]
             with around(i):
-                # Past nn.Module.__call__, which would cost each layer what the whole model pays once.
+                # Not by nn.Module.__call__, whose overhead the whole model has only once.
                 results = module.forward(*arguments)
             del arguments
             for name, tensor in zip(boundary.outputs, results):
@@ -145,7 +145,7 @@ class LayeredModel:
 
 
 def _last_uses(boundaries: Sequence[Boundary], outputs: Sequence[str]) -> list[list[str]]:
-    """The values that nobody needs after each layer."""
+    """The values that are no longer needed after each layer."""
     last: dict[str, int] = {}
     for i, boundary in enumerate(boundaries):
         last |= dict.fromkeys((*boundary.inputs, *boundary.outputs), i)
@@ -159,9 +159,9 @@ def _last_uses(boundaries: Sequence[Boundary], outputs: Sequence[str]) -> list[l
 def time_layers(
     model: LayeredModel, inputs: Sequence[Tensor], loss: Loss, clock: Clock, head_start_s: float = 0.0
 ) -> StepTimes:
-    """One step, timed layer by layer. Gradients are left in the parameters.
+    """One step, timed layer by layer. Gradients are accumulated on the parameters.
 
-    `head_start_s` is what the host needs for the timing itself: for so long a GPU sleeps at first.
+    `head_start_s` is the host's overhead of the timing itself; a GPU first sleeps that long.
     """
     clock.synchronize()
     began = time.perf_counter()
@@ -212,16 +212,16 @@ class BackwardTimer:
         self._count = len(ends)
         self._current = self._count - 1
         self.switches: list[tuple[int, Any]] = []
-        # Holding the nodes keeps their Python identity, by which they are distinguished.
+        # Kept alive, as nodes are distinguished by identity.
         self._nodes: set[Any] = set()
         for layer, nodes in enumerate(ends):
-            self._claim(layer, nodes)
+            self._assign(layer, nodes)
 
-    def _claim(self, layer: int, nodes: list[Any]) -> None:
-        """Watch the nodes that lead to `nodes` and belong to no layer yet.
+    def _assign(self, layer: int, nodes: list[Any]) -> None:
+        """Hook the nodes that lead to `nodes` and belong to no layer yet.
 
-        A node that adds up the gradient of a parameter runs right after the one that made it, and counts
-        for that one's layer.
+        A node that accumulates the gradient of a parameter runs directly after the node that computed it, and
+        is attributed to the same layer.
         """
         waiting = [node for node in nodes if node is not None]
         while waiting:
@@ -253,7 +253,7 @@ class BackwardTimer:
 def time_whole(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss, clock: Clock
 ) -> tuple[float, float]:
-    """Seconds of one step of the unmodified model (forward, loss, backward), and of the host to start it."""
+    """Seconds of one step of the unmodified model (forward, loss, backward), and of the host to launch it."""
     clock.synchronize()
     began = time.perf_counter()
     start = clock.mark()

@@ -1,4 +1,4 @@
-"""Tracing: an unmodified model and example inputs in, its layers out."""
+"""Traces an unmodified model on example inputs into layers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from plait.profiler.kept_state import (
     note_numbers,
     python_draws,
 )
-from plait.profiler.record import (
+from plait.profiler.recorder import (
     CallRecorder,
     MustOpen,
     operation_name,
-    own_random_numbers,
     python_random_state,
+    unchanged_python_random,
 )
 from plait.profiler.symbols import Sizes, fake_inputs
 from plait.profiler.traced import (
@@ -42,16 +42,16 @@ from plait.profiler.traced import (
     KeptState,
     Layer,
     TracedModel,
-    place_inputs,
-    place_tensors,
+    inputs_by_path,
     same_value,
+    tensors_by_path,
 )
 from plait.profiler.watched import can_watch, is_watched, plain
 from plait.verification.python_state import PythonState, state_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
-# Functions that only rearrange; a layer is named for another of its functions where it has one.
+# Functions that only rearrange; a layer is named after another function if it has one.
 _MINOR = frozenset(
     (
         *("getitem", "pick", "after", "get_attr", "to", "type_as", "contiguous", "expand"),
@@ -69,23 +69,22 @@ def trace(
     evaluation: bool = True,
     before: TracedModel | None = None,
 ) -> TracedModel:
-    """The layers of `model`, as it computes on `inputs` in the mode (train or eval) it is in.
+    """The layers of `model` on `inputs`, in its current mode (train or eval).
 
-    `inputs` are the arguments of its forward: a sequence, or a mapping for keywords. Their first sizes
-    (and the second of integer and boolean tensors) stay free, so the trace serves any batch, and so do those
-    in which `others`, further inputs, differ. The modules named by `whole` become one layer each, which runs
-    the module itself, where its arguments and results allow that. A model in training mode is traced in
-    evaluation mode, too, unless `evaluation` says otherwise. `before` is an earlier trace of the same model
-    on the same inputs, which saves time. The model is run on tensors without values; nothing of it changes.
-    Trace under the autocast you train under.
-    Raises TraceError with the line of the model's source that stands in the way.
+    `inputs` are the arguments of its forward: a sequence, or a mapping for keywords. The first size of each
+    tensor (and the second of integer and boolean tensors) is free, so the trace is valid for any batch; so
+    are sizes in which `others`, additional inputs, differ. The modules in `whole` become one layer each,
+    which calls the module itself, if its arguments and results allow it. A model in training mode is also
+    traced in evaluation mode, unless `evaluation` is False. `before` is an earlier trace of the same model on
+    the same inputs, which saves time. The model is run on fake tensors and not changed. Trace under the same
+    autocast as in training. Raises TraceError with the line of the model's source that cannot be traced.
     """
     examples = _Examples(inputs, others)
     traced = _trace_once(model, examples, frozenset(whole), {}, _reusable(before))
     if not model.training or not evaluation:
         return traced
     try:
-        # The same modules stay whole, and tensors that are neither parameters nor buffers keep their names.
+        # The same modules stay whole, and constants keep their names.
         evaluated = replace(examples, evaluating=True)
         other = _trace_once(model, evaluated, traced.whole, traced.constants, _reusable(traced))
         traced = replace(traced, evaluation=other)
@@ -96,7 +95,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Examples:
-    """The inputs to trace with, others that show which sizes change, and whether that is an evaluation."""
+    """The inputs to trace with, others that show which sizes change, and whether to trace evaluation mode."""
 
     inputs: Inputs
     others: Sequence[Inputs]
@@ -104,7 +103,7 @@ class _Examples:
 
 
 def _reusable(before: TracedModel | None) -> FakeTensorMode | None:
-    """The mode of an earlier trace, which knows the results of most calls, unless sizes were fixed in it."""
+    """The fake tensor mode of an earlier trace, which caches most calls, unless sizes were fixed in it."""
     return before.mode if before is not None and not before.guards.fixed else None
 
 
@@ -115,12 +114,12 @@ def _trace_once(
     constants: Mapping[str, Tensor],
     mode: FakeTensorMode | None = None,
 ) -> TracedModel:
-    """The model as layers, in its present mode; modules of `whole` that cannot be one are opened."""
+    """The model as layers, in its current mode; modules of `whole` that cannot be one layer are traced."""
     while True:
         try:
             return _trace_whole(model, examples, whole, constants, mode)
-        except MustOpen as found:
-            whole -= found.paths
+        except MustOpen as refused:
+            whole -= refused.paths
 
 
 def _trace_whole(
@@ -147,21 +146,21 @@ def _trace_whole(
     nodes = [recorder.add_input(n, f) for n, f in zip(_input_names(model, args, kwargs), fakes)]
     shapes = tuple(node.meta["shape"] for node in nodes)
     remaining = iter(fakes)
-    # Numbers and text that calls take as they are follow the batch; the trace sees where code goes by them.
+    # Numbers and text may differ between batches, unless the model's code depends on them, which is recorded.
     stand_ins = [
         next(remaining)
         if isinstance(leaf, Tensor)
-        else recorder.add_value(_as_name(place), leaf)
+        else recorder.add_value(_as_name(path), leaf)
         if can_watch(leaf)
         else leaf
-        for place, leaf in place_inputs(inputs).items()
+        for path, leaf in inputs_by_path(inputs).items()
     ]
     args, kwargs = pytree.tree_unflatten(stand_ins, spec)
     run = _run(model, args, kwargs, mode, recorder, sizes, examples.evaluating)
     output_leaves, output_spec = run.leaves, run.spec
     _check_batch_is_free(fakes[0], sizes)
     outputs = tuple(dict.fromkeys(leaf.name for leaf in output_leaves if isinstance(leaf, fx.Node)))
-    fixed_values, taken = _values(recorder, inputs, stand_ins)
+    fixed_values, variable_values = _values(recorder, inputs, stand_ins)
     _prune(recorder.graph, set(outputs))
     _resolve_sizes(recorder.graph, sizes)
     fixed = tuple((symbol, number, line) for symbol, (number, line) in sizes.fixed.items())
@@ -169,12 +168,12 @@ def _trace_whole(
         model,
         recorder.graph,
         _layers(model, recorder),
-        (*(node.name for node in nodes), *taken),
+        (*(node.name for node in nodes), *variable_values),
         outputs,
         tuple(output_leaves),
         output_spec,
         recorder.constants,
-        (*place_tensors(inputs), *taken.values()),
+        (*tensors_by_path(inputs), *variable_values.values()),
         fixed_values,
         whole,
         Guards(shapes, recorder.size_read, fixed, tuple(sizes.branches)),
@@ -185,39 +184,39 @@ def _trace_whole(
     )
 
 
-def _as_name(place: str) -> str:
-    """A name for the value at a place among the inputs."""
-    name = "_".join(re.findall(r"\w+", place))
+def _as_name(path: str) -> str:
+    """A name for the input value at `path`."""
+    name = "_".join(re.findall(r"\w+", path))
     return name if name.isidentifier() else f"value_{name}"
 
 
 def _values(
     recorder: CallRecorder, inputs: Inputs, stand_ins: Sequence[Any]
 ) -> tuple[dict[str, FixedValue], dict[str, str]]:
-    """By place the values that must not change, and by name the places of those that calls take as such."""
-    fixed, taken = {}, {}
+    """The values that must not change, by path; and the paths of those that calls take, by name."""
+    fixed, variable_values = {}, {}
     known = recorder.opened
-    for (place, leaf), stand_in in zip(place_inputs(inputs).items(), stand_ins):
+    for (input_path, leaf), stand_in in zip(inputs_by_path(inputs).items(), stand_ins):
         if isinstance(leaf, Tensor):
             continue
         if not is_watched(stand_in):
-            fixed[place] = FixedValue(leaf, "", type(known[""]).__name__)
+            fixed[input_path] = FixedValue(leaf, "", type(known[""]).__name__)
         elif (path := recorder.looked_at.get(stand_in.node.name)) is not None:
-            fixed[place] = FixedValue(leaf, path, type(known[path]).__name__)
+            fixed[input_path] = FixedValue(leaf, path, type(known[path]).__name__)
         if is_watched(stand_in) and stand_in.node.users:
-            taken[stand_in.node.name] = place
+            variable_values[stand_in.node.name] = input_path
         elif is_watched(stand_in):
             recorder.graph.erase_node(stand_in.node)
-    return fixed, taken
+    return fixed, variable_values
 
 
 def _value_concerns(fixed: Mapping[str, FixedValue], others: Sequence[Inputs]) -> Iterator[Concern]:
-    """What is said where further inputs show that a value changes by which opened modules go."""
+    """Concerns if other inputs differ in a value that traced modules depend on."""
     for other in others:
-        found = place_inputs(other)
-        for place, value in fixed.items():
-            if not same_value(found.get(place), value.value):
-                yield Concern(value.path, value.describe(place, found.get(place)))
+        values = inputs_by_path(other)
+        for path, value in fixed.items():
+            if not same_value(values.get(path), value.value):
+                yield Concern(value.path, value.describe(path, values.get(path)))
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,16 +228,16 @@ def _tensors(inputs: Inputs) -> list[Tensor]:
 
 
 def _tensors_like(inputs: Inputs, others: Inputs) -> list[Tensor]:
-    """The tensors of `others` in the order of `inputs`, if they are at the same places."""
-    found, places = place_tensors(others), list(place_tensors(inputs))
-    return [found[place] for place in places] if found.keys() == set(places) else _tensors(others)
+    """The tensors of `others` in the order of `inputs`, if they have the same paths."""
+    tensors, paths = tensors_by_path(others), list(tensors_by_path(inputs))
+    return [tensors[path] for path in paths] if tensors.keys() == set(paths) else _tensors(others)
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """What a recorded forward returned, nodes in place of tensors, and what a trace cannot repeat of it.
+    """The output of a recorded forward, with nodes for tensors, and its concerns.
 
-    `written` are the tensors of the model that it wrote; `kept` is what whole modules have kept.
+    `written` are the tensors of the model that it wrote; `kept` is the kept state of whole modules.
     """
 
     leaves: list[Any]
@@ -257,25 +256,25 @@ def _run(
     sizes: Sizes,
     evaluating: bool = False,
 ) -> _Forward:
-    """Record one forward pass, in the mode that the model is in or, with `evaluating`, in evaluation mode."""
+    """Record one forward pass, in the model's current mode or, with `evaluating`, in evaluation mode."""
     try:
         with _unchanged(model) as state, _quiet():
             recorder.replace_tensors(model, mode)
             if evaluating:
-                # What models do then, such as merging weights, they do to tensors without values.
+                # What models do in eval(), such as merging weights, is done to fake tensors.
                 with mode, enable_python_dispatcher():
                     model.eval()
             before = state.tokens(same_tensors=True)
             tensors = [(name, tensor, tensor._version) for name, tensor in _named_tensors(model)]
             random_before = python_random_state()
-            # The dispatcher in Python knows symbolic sizes where the one in C++ would fix them.
+            # The Python dispatcher supports symbolic sizes, which C++ would fix.
             with torch.enable_grad(), mode, enable_python_dispatcher(), recorder.watching():
                 sizes.silent = 0
                 result = model(*args, **kwargs)
                 sizes.silent = 1
                 leaves, spec = pytree.tree_flatten(result)
-                found = [_output_leaf(recorder, leaf) for leaf in leaves]
-                _require_tensors(result, found)
+                outputs = [_output_leaf(recorder, leaf) for leaf in leaves]
+                _require_tensors(result, outputs)
             written = _written_tensors(model, recorder, tensors)
             concerns, kept = python_draws(random_before), list[KeptState]()
             if not concerns and (moved := changed_state(before, state)):
@@ -285,10 +284,10 @@ def _run(
                 note_numbers(SecondForward(model, args, kwargs, mode, recorder, state))
             if evaluating and not concerns:
                 concerns = mode_concerns(recorder.opened, state, mode)
-            return _Forward(found, spec, tuple(concerns), written, tuple(kept))
+            return _Forward(outputs, spec, tuple(concerns), written, tuple(kept))
     except MustOpen:
         raise
-    except Exception as failure:  # a user's forward may fail in any way
+    except Exception as failure:  # a user's forward can raise anything
         raise explain(failure) from failure
 
 
@@ -299,7 +298,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _written_tensors(
     model: nn.Module, recorder: CallRecorder, before: list[tuple[str, Tensor, int]]
 ) -> frozenset[str]:
-    """The tensors that forward wrote or replaced; of normalisations, those they write past autograd."""
+    """The tensors that forward wrote or replaced, including buffers of norms (no version counter)."""
     now = dict(_named_tensors(model))
     written = {
         name
@@ -317,7 +316,7 @@ def _output_leaf(recorder: CallRecorder, leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return recorder.node_of(leaf)
     if is_watched(leaf):
-        leaf.note()
+        leaf.on_use()
         return plain(leaf)
     return leaf if isinstance(leaf, PLAIN) else None
 
@@ -325,7 +324,7 @@ def _output_leaf(recorder: CallRecorder, leaf: Any) -> Any:
 def _require_tensors(result: Any, leaves: Sequence[Any]) -> None:
     if not any(isinstance(leaf, fx.Node) for leaf in leaves):
         raise refusal(
-            f"forward returns a {type(result).__name__}, in which no tensors are seen",
+            f"forward returns a {type(result).__name__}, in which torch sees no tensors",
             "return a tensor, a tuple, a dict or a named tuple of tensors, or register the class with "
             "torch.utils._pytree",
             None,
@@ -334,7 +333,7 @@ def _require_tensors(result: Any, leaves: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging a failure that TraceError describes better."""
+    """Suppress torch's logs of failures, which TraceError describes."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -345,7 +344,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[PythonState]:
-    """Put back what the forward pass changes in its modules and what they lead to, and the random state."""
+    """Context after which the state of the modules, Python state, and the random state are restored."""
     state = state_of(model)
     holders = [
         holder
@@ -354,8 +353,8 @@ def _unchanged(model: nn.Module) -> Iterator[PythonState]:
     ]
     before = [dict(holder) for holder in holders]
     try:
-        # Tensors without values draw nothing on other devices.
-        with torch.random.fork_rng(devices=[]), own_random_numbers():
+        # Fake tensors draw nothing on other devices.
+        with torch.random.fork_rng(devices=[]), unchanged_python_random():
             yield state
     finally:
         state.restore()
@@ -365,7 +364,7 @@ def _unchanged(model: nn.Module) -> Iterator[PythonState]:
 
 
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for each input tensor: that of the parameter of forward that it comes in by."""
+    """A name for each input tensor: that of its parameter of forward."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     positional += [f"input_{i}" for i in range(len(positional), len(args))]
@@ -390,7 +389,7 @@ def _check_batch_is_free(first: Tensor, sizes: Sizes) -> None:
 
 
 def _prune(graph: fx.Graph, outputs: set[str]) -> None:
-    """Drop what nobody uses; a module's call and a write in place stay for what they do besides."""
+    """Remove unused nodes, except module calls and in-place writes, which have side effects."""
     for node in reversed(list(graph.nodes)):
         has_effect = node.op in ("placeholder", "call_module") or "writes" in node.meta
         if not node.users and not has_effect and node.name not in outputs:
@@ -398,7 +397,7 @@ def _prune(graph: fx.Graph, outputs: set[str]) -> None:
 
 
 def _resolve_sizes(graph: fx.Graph, sizes: Sizes) -> None:
-    """Replace all sizes by expressions in the symbols that remain after the trace."""
+    """Replace all sizes by expressions of the symbols that remain after the trace."""
 
     def resolved(size: Any) -> Any:
         if isinstance(size, int):
@@ -434,8 +433,8 @@ def _layers(model: nn.Module, recorder: CallRecorder) -> tuple[Layer, ...]:
     for nodes in groups.values():
         name = _layer_name(nodes)
         seen[name] += 1
-        own = [node for node in nodes if node.target not in recorder.constants]
-        used = {id(tensor) for node in own for tensor in _tensors_of(model, node)}
+        uses = [node for node in nodes if node.target not in recorder.constants]
+        used = {id(tensor) for node in uses for tensor in _tensors_of(model, node)}
         layers.append(
             Layer(
                 name if seen[name] == 1 else f"{name}@{seen[name]}",
@@ -443,7 +442,7 @@ def _layers(model: nn.Module, recorder: CallRecorder) -> tuple[Layer, ...]:
                 tuple(nodes),
                 tuple(name for key, name in parameters.items() if key in used),
                 tuple(name for key, name in buffers.items() if key in used),
-                recorder.places[nodes[0].meta["group"]],
+                recorder.locations[nodes[0].meta["group"]],
             )
         )
     return tuple(layers)

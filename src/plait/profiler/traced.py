@@ -1,4 +1,4 @@
-"""A traced model: its operations in order, grouped into layers, and the values that pass between them."""
+"""A traced model: its operations in order, grouped into layers, and the values between them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.profiler.arguments import packed_value
 from plait.profiler.failures import FIXED_SHAPES, SourceLine, TraceError
-from plait.profiler.record import Place
+from plait.profiler.recorder import CodeLocation
 from plait.profiler.symbols import Branch, Shape
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that passes between layers. A size that follows the batch is an expression of symbols."""
+    """A tensor between layers. A size that depends on the batch is an expression of symbols."""
 
     name: str
     shape: Shape
@@ -35,11 +35,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Layer:
-    """Operations that stay together: one call of a torch.nn module, or the run of functions between two.
+    """Operations that stay together: one call of a torch.nn module, or the functions between two such calls.
 
-    `id` is the module's path; a second call of the same module is `path@2`. `parameters` and `buffers`
-    are the names of the original model; of a tied parameter, the name that comes first there. `place` is the
-    same in every trace of the model.
+    `id` is the module's path; a second call of the same module is `path@2`. `parameters` and `buffers` are
+    the names in the original model; for a tied parameter, its first name. `location` is equal in every trace
+    of the model.
     """
 
     id: str
@@ -47,52 +47,52 @@ class Layer:
     nodes: tuple[fx.Node, ...]
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
-    place: Place = field(default_factory=lambda: Place("", 1, 0, ()))
+    location: CodeLocation = field(default_factory=lambda: CodeLocation("", 1, 0, ()))
 
 
 @dataclass(frozen=True)
 class Concern:
-    """Something that a module's own code does and a trace cannot repeat."""
+    """Something in a module's code that a trace cannot reproduce."""
 
     path: str
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class KeptState:
-    """Something in Python that forwards of whole modules change, of the modules at `paths` together.
+    """Python state that forwards of the whole modules at `paths` change together.
 
-    It is right as long as one worker runs all of them, and all microbatches.
+    It is correct if one worker runs all of them, and all microbatches.
     """
 
     paths: tuple[str, ...]
-    words: str
+    message: str
 
 
 @dataclass(frozen=True)
 class FixedValue:
-    """A value among the inputs that the code of the opened module at `path`, of that kind, goes by."""
+    """An input value that the code of the traced module at `path`, of that class, depends on."""
 
     value: Any
     path: str
     kind: str
 
-    def describe(self, place: str, found: Any) -> str:
-        """Why the value at `place` must not be another one."""
+    def describe(self, where: str, found: Any) -> str:
+        """Why the input at `where` must not have another value."""
         owner = f"{self.path} ({self.kind})" if self.path else self.kind
         return (
-            f"found {found!r} at {place} of a batch's inputs, where the trace had {self.value!r}, and the "
-            f"code of {owner} goes by it; give it as a tensor, or let a module that no cut divides go by it"
+            f"found {found!r} at {where} of a batch's inputs, where the trace had {self.value!r}, and the "
+            f"code of {owner} depends on it; give it as a tensor, or use it in a module that no cut divides"
         )
 
 
 @dataclass(frozen=True)
 class Guards:
-    """What of the sizes of the inputs the trace has fixed.
+    """What the trace has fixed about the sizes of the inputs.
 
-    `shapes` are those of the inputs, symbols in the free dimensions. `size_read` is a line of the model that
-    read a size which is a number in them; where there is none, such sizes may change. `fixed` are sizes that
-    the model's operations made numbers, and `branches` the ways that its code took.
+    `shapes` are those of the inputs, with symbols in free dimensions. `size_read` is a line of the model that
+    reads a size which is a number in them; without it, such sizes may change. `fixed` are sizes that the
+    model's operations fixed to numbers, and `branches` those that its code took.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -101,12 +101,12 @@ class Guards:
     branches: tuple[Branch, ...] = ()
 
     def broken_by(self, shapes: Sequence[Sequence[int]]) -> str | None:
-        """Why the trace does not hold for inputs of these shapes; None where it does."""
+        """Why the trace is not valid for inputs of these shapes; None if it is."""
         sizes: dict[Symbol, int] = {}
-        for traced, found in zip(self.shapes, shapes):
-            if len(traced) != len(found):
-                return f"found an input of {len(found)} dimensions, where the trace had {len(traced)}"
-            for dim, (known, size) in enumerate(zip(traced, found)):
+        for traced, shape in zip(self.shapes, shapes):
+            if len(traced) != len(shape):
+                return f"found an input of {len(shape)} dimensions, where the trace had {len(traced)}"
+            for dim, (known, size) in enumerate(zip(traced, shape)):
                 if isinstance(known, Symbol) and sizes.setdefault(known, size) != size:
                     return f"found sizes {sizes[known]} and {size}, which were equal in the trace"
                 if isinstance(known, int) and size != known and self.size_read is not None:
@@ -127,7 +127,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What enters and what leaves a set of layers, by the names of values, in the order they are made."""
+    """The inputs and outputs of a set of layers: names of values in the order of computation."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -137,9 +137,9 @@ class Boundary:
 class TracedModel:
     """Layers in the order of execution, over the parameters of `model`.
 
-    The nodes name modules, parameters and buffers of `model` by their path; `constants` holds the
-    tensors that are neither. `inputs` and `outputs` are names of values; `output_spec` rebuilds what the
-    model returns from its outputs (what is neither a tensor nor a plain value comes back as None).
+    Nodes refer to modules, parameters and buffers of `model` by path; `constants` are tensors that are
+    neither. `inputs` and `outputs` are names of values; `output_spec` rebuilds the model's output from the
+    latter (what is neither a tensor nor a plain value becomes None).
     """
 
     model: nn.Module
@@ -150,32 +150,32 @@ class TracedModel:
     output_leaves: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
-    # Where each of `inputs` was among the arguments of the model, as `place_inputs` names it: the tensors
-    # first, then numbers and text that calls take as they are. By place also the values that must not change.
-    input_places: tuple[str, ...] = ()
+    # The path of each of `inputs` in the arguments of the model, see `inputs_by_path`: tensors first, then
+    # numbers and text that calls take. `fixed_values` are values that must not change, by path.
+    input_paths: tuple[str, ...] = ()
     fixed_values: Mapping[str, FixedValue] = field(default_factory=dict)
-    # Which modules are one layer each, besides torch's own.
+    # Modules that are one layer each, besides torch's.
     whole: frozenset[str] = frozenset()
     guards: Guards = field(default_factory=Guards)
-    # What the code of opened modules does that a trace cannot repeat.
+    # What traced modules do that a trace cannot reproduce.
     concerns: tuple[Concern, ...] = ()
-    # Buffers, parameters and constants that forward writes, by their first names.
+    # Buffers, parameters and constants that forward writes, by first name.
     written: frozenset[str] = frozenset()
-    # What modules that were not opened keep from one forward to the next.
+    # State that whole modules keep between forwards.
     kept: tuple[KeptState, ...] = ()
-    # The same model in evaluation mode; where that cannot be traced, why. Neither where it was traced so.
+    # The same model in evaluation mode, or the reason why it cannot be traced; neither if this is that trace.
     evaluation: TracedModel | None = None
     no_evaluation: str | None = None
-    # The tensors without values that it was traced with, which make a further trace faster.
+    # The fake tensor mode of the trace, which makes another trace faster.
     mode: FakeTensorMode | None = None
 
     @cached_property
     def homes(self) -> dict[str, str]:
-        """The layer in whose stage each layer of `evaluation` runs, which is mostly the same one."""
+        """The layer in whose stage each layer of `evaluation` runs, usually the same layer."""
         return {} if self.evaluation is None else find_homes(self, self.evaluation)
 
     def evaluated_with(self, ids: Iterable[str]) -> tuple[Layer, ...]:
-        """The layers of `evaluation` that run where the layers `ids` do, in the order of execution."""
+        """The layers of `evaluation` in the stage of the layers `ids`, in the order of execution."""
         chosen = set(ids)
         layers = () if self.evaluation is None else self.evaluation.layers
         return tuple(layer for layer in layers if self.homes[layer.id] in chosen)
@@ -185,10 +185,10 @@ class TracedModel:
         return {layer.id: layer for layer in self.layers}
 
     def inside(self, paths: Collection[str]) -> tuple[Layer, ...]:
-        """The layers whose code the modules at `paths`, or their parts, run; the model itself runs all."""
+        """The layers inside of the modules at `paths`; the path of the model itself selects all."""
         if "" in paths:
             return self.layers
-        return tuple(layer for layer in self.layers if any(p in paths for p, _ in layer.place.within))
+        return tuple(layer for layer in self.layers if any(p in paths for p, _ in layer.location.within))
 
     @cached_property
     def node_by_name(self) -> dict[str, fx.Node]:
@@ -196,12 +196,12 @@ class TracedModel:
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
-        """The place of each node in the order of execution."""
+        """The index of each node in the order of execution."""
         return {node: i for i, node in enumerate(self.graph.nodes)}
 
     @cached_property
     def layer_of(self) -> dict[str, str]:
-        """The layer that makes each value; the model's inputs have none."""
+        """The layer that computes each value; the model's inputs have none."""
         return {node.name: layer.id for layer in self.layers for node in layer.nodes}
 
     def value(self, name: str) -> Value:
@@ -209,50 +209,50 @@ class TracedModel:
         return Value(name, meta["shape"], meta["dtype"], meta["requires_grad"])
 
     def order_inputs(self, arguments: Sequence[Any] | Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a model's arguments in the order of `inputs`, also where a dict has another one.
+        """The tensors of a model's arguments in the order of `inputs`, whatever the order of dicts.
 
         Numbers and text among them are packed into tensors.
         """
-        found = place_inputs(arguments)
-        tensors = {place for place, leaf in found.items() if isinstance(leaf, torch.Tensor)}
-        if tensors != {place for place in self.input_places if place not in self.value_places}:
+        values = inputs_by_path(arguments)
+        tensors = {path for path, leaf in values.items() if isinstance(leaf, torch.Tensor)}
+        if tensors != {path for path in self.input_paths if path not in self.value_paths}:
             raise InputError(
-                f"found tensors at {', '.join(sorted(tensors)) or 'no place'} of a batch's inputs, where the "
-                f"trace had {', '.join(self.input_places)}; give every batch the same ones"
+                f"found tensors at {', '.join(sorted(tensors)) or 'no path'} of a batch's inputs, where the "
+                f"trace had {', '.join(self.input_paths)}; give every batch the same ones"
             )
-        self._check_values(found)
+        self._check_values(values)
         return [
-            packed_value(found[place]) if place in self.value_places else found[place]
-            for place in self.input_places
+            packed_value(values[path]) if path in self.value_paths else values[path]
+            for path in self.input_paths
         ]
 
     @cached_property
-    def value_places(self) -> frozenset[str]:
-        """Those of `input_places` at which there are numbers or text."""
-        pairs = zip(self.inputs, self.input_places)
-        return frozenset(place for name, place in pairs if not is_tensor(self.node_by_name[name]))
+    def value_paths(self) -> frozenset[str]:
+        """The `input_paths` of numbers and text."""
+        pairs = zip(self.inputs, self.input_paths)
+        return frozenset(path for name, path in pairs if not is_tensor(self.node_by_name[name]))
 
-    def _check_values(self, found: Mapping[str, Any]) -> None:
-        for place in self.value_places:
-            if not isinstance(found.get(place), (int, float, str)):
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        for path in self.value_paths:
+            if not isinstance(values.get(path), (int, float, str)):
                 raise InputError(
-                    f"found {found.get(place)!r} at {place} of a batch's inputs, where the trace had a "
+                    f"found {values.get(path)!r} at {path} of a batch's inputs, where the trace had a "
                     f"number or text; give every batch one"
                 )
-        for place, fixed in self.fixed_values.items():
-            if not same_value(found.get(place), fixed.value):
-                raise InputError(fixed.describe(place, found.get(place)))
+        for path, fixed in self.fixed_values.items():
+            if not same_value(values.get(path), fixed.value):
+                raise InputError(fixed.describe(path, values.get(path)))
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Refuse inputs for whose sizes the model would do something else than it did in the trace."""
+        """Raise InputError for inputs whose sizes the trace does not support."""
         shapes = tuple(tuple(tensor.shape) for tensor in inputs)
         if shapes in self._good_shapes:
             return
         why = self.guards.broken_by(shapes)
         if why is not None:
             raise InputError(
-                f"{why}; give every batch such sizes (pad inputs to one length, drop the last batch), or let "
-                f"no cut pass through the module whose code this is"
+                f"{why}; give every batch such sizes (pad inputs to one length, drop the last batch), or do "
+                f"not cut through the module with this code"
             )
         self._good_shapes.add(shapes)
 
@@ -261,7 +261,7 @@ class TracedModel:
         return set()
 
     def select(self, ids: Iterable[str]) -> tuple[Layer, ...]:
-        """The layers named, in the order of execution."""
+        """The layers `ids`, in the order of execution."""
         chosen = set(ids)
         unknown = chosen - self.layer_by_id.keys()
         if unknown:
@@ -270,7 +270,7 @@ class TracedModel:
         return tuple(layer for layer in self.layers if layer.id in chosen)
 
     def boundary(self, layers: Sequence[Layer]) -> Boundary:
-        """The values that `layers`, run together, need from outside and give to the outside."""
+        """The values that `layers` need from other layers, and those that other layers need from them."""
         inside = {node: None for layer in layers for node in layer.nodes}
         needed = {arg: None for node in inside for arg in node.all_input_nodes if arg not in inside}
         for extra in self._size_givers(inside, needed):
@@ -283,7 +283,7 @@ class TracedModel:
         )
 
     def _size_givers(self, inside: dict[fx.Node, None], needed: dict[fx.Node, None]) -> list[fx.Node]:
-        """Inputs of the model that are needed only because a size, or the device, is read from them."""
+        """Inputs of the model that are needed only to read a size or the device from them."""
         extra: list[fx.Node] = []
         known = list(needed)
         for node in inside:
@@ -307,50 +307,50 @@ class TracedModel:
         return source[0]
 
     def rebuild_output(self, values: Sequence[Any]) -> Any:
-        """What the model would return, from the values named by `outputs`."""
+        """The model's output, from the values of `outputs`."""
         given = dict(zip(self.outputs, values, strict=True))
         leaves = [given[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether a node stands for a tensor, and not for a number or text among the inputs."""
+    """Whether a node is a tensor, and not a number or text among the inputs."""
     return "shape" in node.meta and not node.meta.get("python")
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two values that are no tensors are the same; of what cannot be compared, the same object."""
+    """Whether two values other than tensors are equal; by identity if they cannot be compared."""
     try:
         return one is other or (type(one) is type(other) and bool(np.all(one == other)))
     except (TypeError, ValueError):
         return False
 
 
-def place_inputs(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments of a model hold, tensors and other values, by their keys and numbers there."""
+def inputs_by_path(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors and other values in the arguments of a model, by path (keys and indices)."""
     given = dict(arguments) if isinstance(arguments, Mapping) else tuple(arguments)
     try:
         return {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(given)[0]}
-    except ValueError:  # containers of a user that were registered without names for what they hold
+    except ValueError:  # user containers that were registered without keys
         return {f"[{number}]": leaf for number, leaf in enumerate(pytree.tree_leaves(given))}
 
 
-def place_tensors(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among the arguments of a model, as `place_inputs` has them."""
-    found = place_inputs(arguments).items()
-    return {place: leaf for place, leaf in found if isinstance(leaf, torch.Tensor)}
+def tensors_by_path(arguments: Sequence[Any] | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments of a model, by path."""
+    values = inputs_by_path(arguments).items()
+    return {path: leaf for path, leaf in values if isinstance(leaf, torch.Tensor)}
 
 
 def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:
-    """For each layer of `other`, a further trace of the same model, the layer of `traced` it belongs to.
+    """For each layer of `other`, another trace of the same model, the layer of `traced` that it belongs to.
 
-    That is the one at the same place in the code. Code that `traced` has not run goes with the layer whose
-    parameters it uses; code without parameters not before the layers that make the values it takes.
+    That is the one at the same location in the code. Code that `traced` has not run belongs to the layer
+    whose parameters it uses; code without parameters, to a layer not before those that compute its inputs.
     """
     calls: dict[tuple[str, int], list[Layer]] = {}
     users: dict[str, Layer] = {}
     for layer in traced.layers:
-        calls.setdefault((layer.place.path, layer.place.call), []).append(layer)
+        calls.setdefault((layer.location.path, layer.location.call), []).append(layer)
         for name in (*layer.parameters, *layer.buffers):
             users.setdefault(name, layer)
     order = {layer.id: i for i, layer in enumerate(traced.layers)}
@@ -358,22 +358,22 @@ def find_homes(traced: TracedModel, other: TracedModel) -> dict[str, str]:
     for layer in other.layers:
         same = [
             candidate
-            for candidate in calls.get((layer.place.path, layer.place.call), ())
-            if candidate.place.index <= layer.place.index
+            for candidate in calls.get((layer.location.path, layer.location.call), ())
+            if candidate.location.index <= layer.location.index
         ]
-        own = [users[name] for name in (*layer.parameters, *layer.buffers) if name in users]
+        users_of = [users[name] for name in (*layer.parameters, *layer.buffers) if name in users]
         made = [other.layer_of.get(name) for name in other.boundary([layer]).inputs]
         before = [traced.layer_by_id[homes[name]] for name in made if name is not None]
-        if not own:
-            # Where other modules were called before, the same place may be an earlier one.
+        if not users_of:
+            # If other modules were called before, the same location may be an earlier layer.
             same = sorted([*same[-1:], *before], key=lambda each: order[each.id])
-        found = same[-1:] or own[:1]
-        homes[layer.id] = found[0].id if found else traced.layers[0].id
+        matching = same[-1:] or users_of[:1]
+        homes[layer.id] = matching[0].id if matching else traced.layers[0].id
     return homes
 
 
 def size_source(symbol: Symbol, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int, int] | None:
-    """The first node that has `symbol`, or a whole multiple of it, among its sizes: node, dim, multiple."""
+    """The first node with `symbol`, or an integer multiple of it, among its sizes: node, dim, multiple."""
     for node in nodes:
         for dim, size in enumerate(node.meta.get("shape", ())):
             if isinstance(size, Expr) and symbol in size.free_symbols:

@@ -1,4 +1,4 @@
-"""Watched values: numbers and text that behave as ever, and note when code looks at them."""
+"""Watched values: numbers and text that behave as usual, and report when code uses their value."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
-# What Python does with every object, whatever code does with its value.
-_UNNOTED = frozenset(
+# Methods that Python calls on every object.
+_UNREPORTED = frozenset(
     (
         *("__new__", "__init__", "__class__", "__getattribute__", "__setattr__", "__delattr__", "__doc__"),
         *("__dir__", "__init_subclass__", "__subclasshook__", "__sizeof__", "__getnewargs__", "__getstate__"),
@@ -18,28 +18,28 @@ COUNTING = ("__add__", "__radd__", "__sub__")
 
 
 def can_watch(value: Any) -> bool:
-    """Whether there can be another value of this kind that notes who looks at it."""
+    """Whether values of this type can be watched."""
     return type(value) in (int, float, str)
 
 
-def watch(value: Any, note: Callable[[], None], counts: Collection[str] = ()) -> Any:
-    """`value`, which calls `note` when code looks at it: compares, computes, formats, looks up by it.
+def watch(value: Any, on_use: Callable[[], None], counts: Collection[str] = ()) -> Any:
+    """`value`, which calls `on_use` when code uses it: compares, computes, formats, looks up by it.
 
-    The methods named by `counts` are no looks; what they return is watched, too. Code in C that takes the
-    value as it is, such as `range`, is not noticed.
+    The methods named by `counts` are not reported; their results are watched too. C code that reads the value
+    directly, such as `range`, is not noticed.
     """
     kind: Any = type(value)
-    found = _watched_class(kind, frozenset(counts))(value)
-    found.note = note
-    return found
+    watched = _watched_class(kind, frozenset(counts))(value)
+    watched.on_use = on_use
+    return watched
 
 
 def is_watched(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) and hasattr(value, "note")
+    return isinstance(value, (int, float, str)) and hasattr(value, "on_use")
 
 
 def plain(value: Any) -> Any:
-    """The value itself, of which nobody notes anything."""
+    """The value itself, not watched."""
     if not is_watched(value):
         return value
     if isinstance(value, str):
@@ -51,32 +51,32 @@ def plain(value: Any) -> Any:
 def _watched_class(kind: type, counts: frozenset[str]) -> type:
     methods: dict[str, Any] = {}
     for name in dir(kind):
-        if name in _UNNOTED or not callable(getattr(kind, name)):
+        if name in _UNREPORTED or not callable(getattr(kind, name)):
             continue
-        methods[name] = _counting(kind, name) if name in counts else _noting(kind, name)
+        methods[name] = _counting(kind, name) if name in counts else _reporting(kind, name)
     return type(f"Watched{kind.__name__.title()}", (kind,), methods)
 
 
-def _noting(kind: type, name: str) -> Any:
+def _reporting(kind: type, name: str) -> Any:
     method = getattr(kind, name)
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = method(self, *args, **kwargs)
-        if found is not NotImplemented:  # as where the other side is a tensor, which knows what to do
-            self.note()
-        return found
+    def reported(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        if result is not NotImplemented:  # otherwise Python asks the other operand, such as a tensor
+            self.on_use()
+        return result
 
-    return noted
+    return reported
 
 
 def _counting(kind: type, name: str) -> Any:
     method = getattr(kind, name)
 
     def counted(self: Any, other: Any) -> Any:
-        found = method(self, other)
-        if type(other) not in (int, float) or type(found) not in (int, float):
-            self.note()
-            return found
-        return watch(found, self.note, COUNTING)
+        result = method(self, other)
+        if type(other) not in (int, float) or type(result) not in (int, float):
+            self.on_use()
+            return result
+        return watch(result, self.on_use, COUNTING)
 
     return counted

@@ -1,1 +1,1 @@
-"""Reports: a run's events in, tables, pictures and pages out. Nothing here runs a model."""
+"""Reports: a run's events in, tables, plots and pages out. Nothing here runs a model."""

@@ -1,4 +1,4 @@
-"""A sweep as files: trials.csv, curves.png, and sweep.html, which needs no other file."""
+"""The report of a sweep: trials.csv, curves.png, and a self-contained sweep.html."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plait.core.files import write_atomic
 from plait.core.units import count_of, show_rate
 from plait.schema.results import SweepResult, TrialResult, show_value
 
-# Curves that stand out by colour; the rest is grey.
+# The number of coloured curves; the rest is grey.
 COLOURED = 8
 
 
 @dataclass
 class Curve:
-    """What one trial showed over its steps; a resumed trial's steps count once."""
+    """The loss and metrics of one trial by step; repeated steps of a resumed trial are merged."""
 
     losses: dict[int, float | None] = field(default_factory=dict)
     metrics: dict[str, dict[int, float | None]] = field(default_factory=dict)
@@ -37,14 +37,14 @@ def read_curves(path: Path) -> dict[int, Curve]:
         if isinstance(event, run_events.TrialStep):
             curves.setdefault(event.trial, Curve()).losses[event.step] = event.loss
         elif isinstance(event, run_events.TrialEvaluated):
-            own = curves.setdefault(event.trial, Curve()).metrics
+            metrics = curves.setdefault(event.trial, Curve()).metrics
             for name, value in event.metrics.items():
-                own.setdefault(name, {})[event.step] = value
+                metrics.setdefault(name, {})[event.step] = value
     return curves
 
 
 def write_sweep(folder: Path, result: SweepResult) -> None:
-    """Write the table and the curves of the sweep in `folder`, of which `result` is what it came to."""
+    """Write the table and the curves of the sweep in `folder`; `result` is its final result."""
     curves = read_curves(folder / "events" / "rank0.jsonl")
     write_atomic(folder / "trials.csv", as_csv(result.trials))
     picture = draw(result.trials, curves)
@@ -76,7 +76,7 @@ def as_csv(rows: Sequence[TrialResult]) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """A text that a spreadsheet would take for a formula as one that it does not; the rest as it is."""
+    """The value, with text escaped that a spreadsheet would interpret as a formula."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value
 
@@ -87,7 +87,7 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def draw(rows: Sequence[TrialResult], curves: Mapping[int, Curve]) -> bytes:
     """The learning curves as a PNG: the training loss and each metric, the best trials in colour."""
-    import matplotlib  # loaded only where a picture is asked for
+    import matplotlib  # slow to import, so only if needed
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -95,10 +95,10 @@ def draw(rows: Sequence[TrialResult], curves: Mapping[int, Curve]) -> bytes:
     metrics = list(dict.fromkeys(name for curve in curves.values() for name in curve.metrics))
     size = (4.6 * (1 + len(metrics)) + 2.5, 3.6)
     figure, axes = plt.subplots(1, 1 + len(metrics), figsize=size, squeeze=False, layout="constrained")
-    # The best last, so that they lie above the others.
-    for place, row in reversed(list(enumerate(rows))):
+    # The best last, so that they are drawn above the others.
+    for rank, row in reversed(list(enumerate(rows))):
         curve = curves.get(row.trial, Curve())
-        look = _look(place, row)
+        look = _look(rank, row)
         _plot(axes[0][0], curve.losses, look)
         for axis, name in zip(axes[0][1:], metrics):
             _plot(axis, curve.metrics.get(name, {}), look)
@@ -115,11 +115,11 @@ def draw(rows: Sequence[TrialResult], curves: Mapping[int, Curve]) -> bytes:
     return target.getvalue()
 
 
-def _look(place: int, row: TrialResult) -> dict[str, Any]:
-    if place >= COLOURED:
+def _look(rank: int, row: TrialResult) -> dict[str, Any]:
+    if rank >= COLOURED:
         return {"color": "0.8", "linewidth": 0.7}
-    words = ", ".join(f"{key.rpartition('.')[2]} {show_value(value)}" for key, value in row.values.items())
-    return {"color": f"C{place}", "linewidth": 1.3, "label": f"{row.trial}: {words}"[:60]}
+    label = ", ".join(f"{key.rpartition('.')[2]} {show_value(value)}" for key, value in row.values.items())
+    return {"color": f"C{rank}", "linewidth": 1.3, "label": f"{row.trial}: {label}"[:60]}
 
 
 def _plot(axis: Any, points: Mapping[int, float | None], look: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ document.querySelectorAll("th").forEach((head, column) => head.onclick = () => {
 
 
 def page(title: str, result: SweepResult, picture: bytes) -> str:
-    """The sweep as one HTML file: curves and a table that sorts by the column one clicks."""
+    """The sweep as one HTML file: curves and a table that can be sorted by clicking on a column."""
     records = [flat(row) for row in result.trials]
     columns = _columns(records)
     cells = [[show_value(record.get(column, "")) for column in columns] for record in records]

@@ -15,7 +15,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.data.requirements import streams_of
 from plait.fusion.errors import FusionError
-from plait.fusion.verify import Verdict, log_verdict
+from plait.fusion.verify import FusionReport, log_report
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
@@ -81,7 +81,7 @@ class ArrayBuilder:
         self._fresh = fresh
         # How many trials an array of a group holds, and, where that is one, why.
         self._widths: dict[str, tuple[int, str]] = {}
-        self._verdicts: dict[str, Verdict] = {}
+        self._verdicts: dict[str, FusionReport] = {}
         # The trials that were compared with themselves alone, by number; and what was said once.
         self._verified: set[int] = set()
         self._said: set[str] = set()
@@ -145,7 +145,7 @@ class ArrayBuilder:
             return 1, str(failure)
 
     def _try_width(
-        self, settings: TrainSettings, sets: DataPair, trials: int, verdict: Verdict | None
+        self, settings: TrainSettings, sets: DataPair, trials: int, verdict: FusionReport | None
     ) -> tuple[int, str]:
         def measure() -> tuple[int, str]:
             width, replicas = self._settings.width, self._settings.replicas
@@ -223,7 +223,7 @@ class ArrayBuilder:
         if self.width(group) == 1 or not self._is_verification_due(self._verdicts.get(group), numbers):
             return
         both = [self._new_entry(first, entries[0]), *entries]
-        known = self._verdicts.get(group, Verdict())
+        known = self._verdicts.get(group, FusionReport())
         if self.is_pipelined:
             _, verdict = self._verify_in_stages(group, both, numbers)
         else:
@@ -242,7 +242,7 @@ class ArrayBuilder:
 
     def _verify_in_stages(
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
-    ) -> tuple[StagesOfTrials, Verdict]:
+    ) -> tuple[StagesOfTrials, FusionReport]:
         """The stages of these trials, and how they are fused rightly; see `_verify`.
 
         Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
@@ -263,7 +263,7 @@ class ArrayBuilder:
         for note in stages.checked.notes:
             log.warning("verify: %s", note)
         if not is_due:
-            return stages, known or Verdict()
+            return stages, known or FusionReport()
         verdict = self._found_by_first(lambda: verify_stages(entries, stages, known))
         if verdict.refused is not None and len(entries) == 1:
             raise FusionError(
@@ -275,29 +275,31 @@ class ArrayBuilder:
         self._keep(group, timed, known, numbers, len(entries))
         return stages, verdict
 
-    def _is_verification_due(self, known: Verdict | None, numbers: Sequence[int]) -> bool:
+    def _is_verification_due(self, known: FusionReport | None, numbers: Sequence[int]) -> bool:
         """Whether one of the trials `numbers` is to be compared now: each once, or whenever it enters."""
         mode = self._settings.train.verify.start
         is_new = known is None or not self._verified.issuperset(numbers)
         return mode != "off" and (is_new or mode == "every_run")
 
-    def _verify(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> Verdict:
+    def _verify(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> FusionReport:
         """How these trials are fused rightly: what the group's first array showed, where all are known.
 
         Raises NotFusedError where they are not fused at all.
         """
         known = self._verdicts.get(group)
         if not self._is_verification_due(known, numbers):
-            return known or Verdict()
+            return known or FusionReport()
         verdict = self._found_by_first(lambda: verify_entries(entries, self.workers.share, known))
         self._keep(group, verdict, known, numbers, len(entries))
         return verdict
 
-    def _found_by_first(self, verify: Callable[[], Verdict]) -> Verdict:
+    def _found_by_first(self, verify: Callable[[], FusionReport]) -> FusionReport:
         """What a verification on the group's first worker shows, on all of them."""
         if self.workers.is_alone:
             return verify()
-        verdict: Verdict = decode(Verdict, self.workers.from_first(lambda: encode(verify())), "verdict")
+        verdict: FusionReport = decode(
+            FusionReport, self.workers.from_first(lambda: encode(verify())), "verdict"
+        )
         return verdict
 
     def note_audit(
@@ -336,11 +338,16 @@ class ArrayBuilder:
         return self._settings.train.verify.audit == "doubling"
 
     def _keep(
-        self, group: str, verdict: Verdict, known: Verdict | None, numbers: Sequence[int], trials: int
+        self,
+        group: str,
+        verdict: FusionReport,
+        known: FusionReport | None,
+        numbers: Sequence[int],
+        trials: int,
     ) -> None:
         """Report a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
         if self.workers.is_first:
-            log_verdict(verdict, known.unfused if known is not None else {})
+            log_report(verdict, known.unfused if known is not None else {})
             log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
         self._coordinator.ask(
             ask="verified",

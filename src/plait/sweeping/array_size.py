@@ -20,7 +20,7 @@ from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
 from plait.fusion.trials.array_size import MemoryNeed, measure_need
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
@@ -53,7 +53,7 @@ def choose_width(
     sets: DataPair,
     trials: int,
     replicas: int = 1,
-    verdict: Verdict | None = None,
+    verdict: FusionReport | None = None,
 ) -> tuple[int, str]:
     """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
 
@@ -76,7 +76,7 @@ def try_two(
     device: torch.device,
     sets: DataPair,
     replicas: int = 1,
-    verdict: Verdict | None = None,
+    verdict: FusionReport | None = None,
 ) -> None:
     """Take a step with two fused trials, in a process of its own; NotFusedError where it fails."""
     _measured(fresh, _Asked(settings, str(device), replicas, verdict), sets)
@@ -89,7 +89,7 @@ class _Asked:
     settings: TrainSettings
     device: str
     replicas: int
-    verdict: Verdict | None
+    verdict: FusionReport | None
     trials: int | None = None
 
 

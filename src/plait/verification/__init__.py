@@ -1,4 +1,4 @@
-"""Whether what was built computes what the plain model computes, and where they differ."""
+"""Verifies that what was built computes the same as the plain model, and locates differences."""
 
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import (

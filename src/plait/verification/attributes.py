@@ -1,8 +1,8 @@
-"""What objects keep in Python: read as plain values, compared, and given to a twin of the object.
+"""Python state of objects: read as plain values, compared, and loaded into a copy of the object.
 
-That is their attributes, and the globals and class attributes that their code names. Parameters, buffers and
-submodules are state that torch knows of, and are not looked at here. An attribute that has no plain form is
-named, so that nobody takes it for equal.
+This covers their attributes, and the globals and class attributes that their code refers to. Parameters,
+buffers and submodules are torch's state and are skipped. Attributes without a plain form are listed by name,
+so that they are not assumed to be equal.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from plait.verification.python_state import TORCHS, Root, roots_of_code
 
-# Larger containers and tensors are not read: masks, tables, caches.
+# Larger containers and tensors (masks, tables, caches) are not read.
 MOST_ITEMS = 4096
 _DEEPEST = 8
 _ROUNDING = 1e-4
 _SCALARS = (bool, int, float, str, type(None))
-# They refer to code, which twins have in common.
+# They refer to code, which copies share.
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device)
-# Attributes that torch's own code gives to optimizers.
+# Attributes that torch sets on optimizers.
 _OF_OPTIMIZERS = frozenset(
     [
         "defaults", "state", "param_groups", "_zero_grad_profile_name", "_step_count", "_opt_called",
@@ -46,14 +46,14 @@ class UnseenError(Exception):
 
 @dataclass(frozen=True)
 class Attributes:
-    """By path and name, what objects keep, in plain form; `unseen` names what has no such form."""
+    """The attributes of objects in plain form, by path and name; `unseen` lists those without one."""
 
     values: Mapping[str, Any]
     unseen: tuple[str, ...] = ()
 
 
 def read_attributes(objects: Mapping[str, Any]) -> Attributes:
-    """What `objects` keep, by their paths: the modules of a model, a loss, an optimizer."""
+    """Read the attributes of `objects` by path: the modules of a model, a loss, an optimizer."""
     values, unseen = dict[str, Any](), list[str]()
     for path, each in objects.items():
         for name, value in sorted(getattr(each, "__dict__", {}).items()):
@@ -69,7 +69,7 @@ def read_attributes(objects: Mapping[str, Any]) -> Attributes:
 
 
 def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Give `objects`, twins of those that were read, what the others kept."""
+    """Load attributes into `objects`, copies of those that were read."""
     shared = _named_by_code(objects)
     for key in shared.keys() & values.keys():
         _load_shared(shared[key], values[key])
@@ -78,19 +78,19 @@ def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> No
             continue
         owner, _, name = key.rpartition(".")
         held = getattr(objects.get(owner), "__dict__", {})
-        # Code and objects of a class stay the twin's own, where it has them.
+        # Keep the copy's own code and objects, if it has them.
         is_held = name in held or not isinstance(plain, list) or plain[0] not in ("code", "object")
         if owner in objects and is_held and _is_own(objects[owner], name, held.get(name)):
             held[name] = from_plain(plain, held.get(name))
 
 
 def _named_by_code(objects: Mapping[str, Any]) -> dict[str, Root]:
-    """Globals, closures and class attributes, under names that no attribute of an object has."""
-    return {f"{root.shown} in {root.path or 'the model'}": root for root in roots_of_code(objects)}
+    """Globals, closures and class attributes, under names that cannot clash with attributes."""
+    return {f"{root.label} in {root.path or 'the model'}": root for root in roots_of_code(objects)}
 
 
 def _load_shared(root: Root, plain: Any) -> None:
-    """Set what twins have in common, if it has changed."""
+    """Set shared state, such as a global, if it has changed."""
     with contextlib.suppress(UnseenError):
         if to_plain(now := root.get()) != plain:
             root.set(from_plain(plain, now))
@@ -110,9 +110,9 @@ def _is_own(owner: Any, name: str, value: Any) -> bool:
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
-    """Numbers and text as they are, anything else as a pair of its kind and its content.
+    """Numbers and text unchanged, anything else as a pair of its kind and its content.
 
-    Raises UnseenError where a value has no such form.
+    Raises UnseenError for a value without a plain form.
     """
     if isinstance(value, _SCALARS):
         return value
@@ -126,7 +126,7 @@ def to_plain(value: Any, depth: int = 0) -> Any:
 
     match value:
         case nn.Parameter():
-            # Also in a list of them: its values are followed where it hangs in a module.
+            # Also within lists: the values of parameters are compared elsewhere.
             return ["code", "parameter"]
         case Tensor() if not (value.is_sparse or value.is_quantized or value.is_complex()):
             dtype = str(value.dtype).removeprefix("torch.")
@@ -151,13 +151,13 @@ def to_plain(value: Any, depth: int = 0) -> Any:
         case contextvars.ContextVar():
             return ["variable", to_plain(value.get(None), depth + 1)]
         case _ if _is_plain_object(value) or isinstance(value, threading.local):
-            own = {name: each for name, each in vars(value).items() if not isinstance(each, nn.Module)}
-            return ["object", [type(value).__qualname__, to_plain(own, depth + 1)]]
+            attributes = {name: each for name, each in vars(value).items() if not isinstance(each, nn.Module)}
+            return ["object", [type(value).__qualname__, to_plain(attributes, depth + 1)]]
     raise UnseenError
 
 
 def from_plain(plain: Any, now: Any = None) -> Any:
-    """The value of a plain form; `now` is what its place holds, which keeps its class and its code."""
+    """The value of a plain form; `now` is the current value, whose class and code are kept."""
     if not isinstance(plain, list):
         return plain
     kind, content = plain
@@ -205,7 +205,7 @@ def same_plain(one: Any, other: Any) -> bool:
 
 
 def shifted(plain: Any, offset: int) -> Any:
-    """A plain form with all numbers in it larger by `offset`."""
+    """A plain form with `offset` added to all numbers in it."""
     match plain:
         case bool():
             return plain
@@ -226,7 +226,7 @@ def _mapping(content: list[Any], now: Any) -> Any:
     before = now if isinstance(now, Mapping) else {}
     pairs = [(from_plain(key), value) for key, value in content]
     values = {key: from_plain(value, before.get(key)) for key, value in pairs}
-    if isinstance(now, MutableMapping):  # it may be a defaultdict, and others may hold it, too
+    if isinstance(now, MutableMapping):  # keep the object: it may be a defaultdict, or be shared
         now.clear()
         now.update(values)
         return now
@@ -247,13 +247,13 @@ def _sequence(kind: str, content: list[Any], now: Any) -> Any:
 
 
 def _closes_over_code(function: types.FunctionType) -> bool:
-    """Whether a function holds no data of its own beside code, modules and tensors."""
+    """Whether a function closes over nothing but code, modules and tensors."""
     held = [cell.cell_contents for cell in function.__closure__ or () if is_full(cell)]
     return all(callable(each) or isinstance(each, (*_CODE, nn.Module, Tensor)) for each in held)
 
 
 def is_full(cell: types.CellType) -> bool:
-    """Whether the variable of a closure has a value yet."""
+    """Whether a closure cell has a value."""
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -262,7 +262,7 @@ def is_full(cell: types.CellType) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value is of a class written in Python whose instances are their attributes and no more."""
+    """Whether a value is an instance of a Python class with no state beyond its attributes."""
     kinds = type(value).__mro__[:-1]
     in_python = all(kind.__flags__ & (1 << 9) for kind in kinds)  # Py_TPFLAGS_HEAPTYPE
     return in_python and hasattr(value, "__dict__") and not any("__slots__" in vars(kind) for kind in kinds)

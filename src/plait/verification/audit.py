@@ -1,8 +1,8 @@
-"""The audit of a step: what a run has just done, against the same step taken by plain PyTorch.
+"""The audit of a training step: compares it with the same step of plain PyTorch.
 
-Two comparisons, each from the state that the run had: forward and backward of the whole model, which give the
-gradients, and the optimizer's update by these gradients (`twin.py`). A difference counts beyond rounding,
-which is measured where there is one.
+Two comparisons are made from the run's state: forward and backward of the whole model, which give the
+gradients, and the optimizer's update with these gradients (`twin.py`). Only differences beyond rounding are
+reported; if there are any, the rounding error is measured.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from plait.verification.compare import (
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
 
-# Gradients are summed in pieces of this many elements.
+# Gradients are summed in chunks of this many elements.
 _SUMMED = 1 << 22
 _LEARNT = 1e-3
-# What forward keeps matters if one of these, added to its numbers, changes the loss, or if the losses of so
-# many forwards, one after the other, go by it.
+# An attribute matters if adding one of these to its numbers changes the loss, or if it affects the losses of
+# as many consecutive forwards.
 _PROBES = (*range(-12, 13), 1000)
 _FORWARDS = 8
 
-# Makes of a worker's loss and gradients those of the step, which the optimizer takes: sums them over workers,
-# takes a loss scale out, clips.
+# Turns a worker's loss and gradients into those that the optimizer uses: sums them over workers, unscales,
+# clips.
 Finish = Callable[[Tensor, Sequence[Parameter]], Tensor]
 
 
 @dataclass
 class ObservedStep:
-    """What a step did: its loss, the gradients that the optimizer takes, and what forward left behind.
+    """The result of a step: loss, the gradients for the optimizer, buffers and attributes after forward.
 
-    `written` are parameters that forward wrote.
+    `written` are the parameters that forward wrote.
     """
 
     loss: Tensor
@@ -56,30 +56,32 @@ class ObservedStep:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> Observation:
-        # Losses are summed in float64, whatever they were computed in.
+        # Losses are summed in float64, whatever their dtype.
         wide = any(grad is not None and grad.dtype == torch.float64 for grad in self.gradients.values())
         loss = self.loss if wide else self.loss.to(torch.float32)
-        found: dict[str, Tensor | None] = {"the loss": loss}
-        found |= {f"the gradient of {name}": grad for name, grad in self.gradients.items()}
-        found |= {f"the buffer {name}": buffer for name, buffer in self.buffers.items()}
-        return found | {f"the parameter {name}, written by forward": w for name, w in self.written.items()}
+        observation: dict[str, Tensor | None] = {"the loss": loss}
+        observation |= {f"the gradient of {name}": grad for name, grad in self.gradients.items()}
+        observation |= {f"the buffer {name}": buffer for name, buffer in self.buffers.items()}
+        return observation | {
+            f"the parameter {name}, written by forward": w for name, w in self.written.items()
+        }
 
 
 @dataclass
 class Rounding:
-    """How far rounding took the steps of a run so far, by name, relative to the largest value of its kind."""
+    """Rounding errors of a run's steps so far, by name, relative to the largest value of the same kind."""
 
     known: dict[str, float] = field(default_factory=dict)
 
     def of(self, expected: Observation) -> Noise:
-        """What rounding explains in a step that is like those measured."""
+        """The tolerance of a step, estimated from those measured."""
         scales = _scales(expected) if self.known else {}
         return Noise(
             {name: self.known[name] * scales[_kind(name)] for name in expected if name in self.known}
         )
 
     def learn(self, expected: Observation, noise: Noise) -> None:
-        """Take down what was measured, but for what rounding changes a lot, which is measured each time."""
+        """Record measured rounding errors, except large ones, which are measured each time."""
         scales = _scales(expected)
         for name, allowed in noise.allowed.items():
             scale = scales.get(_kind(name), 0.0)
@@ -88,10 +90,10 @@ class Rounding:
 
 
 class Replay:
-    """The step of plain PyTorch, taken from the state `before` as often as needed.
+    """The step of plain PyTorch, which can be repeated from the state `before`.
 
-    Before the first step of a run (`is_first`), that state must be the one that `plain` was made with. Where
-    several workers sum in `finish`, all of them call each method together.
+    Before the first step of a run (`is_first`), that state must equal the initial one of `plain`. If several
+    workers sum in `finish`, all of them call each method together.
     """
 
     def __init__(
@@ -111,33 +113,33 @@ class Replay:
 
     def compare(
         self,
-        found: ObservedStep,
+        step: ObservedStep,
         rounding: Rounding,
         harmless: set[str],
         any_differs: Callable[[bool], bool] = bool,
     ) -> tuple[float, list[Difference]]:
-        """The largest difference of what the run did, and where it did something else than rounding explains.
+        """The largest difference to the run's step, and the differences beyond rounding.
 
-        What rounding explains is measured, from weights rounded otherwise, where what is known of it does not
-        suffice for one of the workers, which `any_differs` asks. What the run leaves in Python counts where
-        forward goes by it; the names of what it does not go by are added to `harmless`.
+        The rounding error is measured, from perturbed weights, if the known one is not enough on any worker,
+        which `any_differs` determines. Differing Python attributes are reported only if forward depends on
+        them; the names of others are added to `harmless`.
         """
-        # What forward writes may be equal to what was there, or a rounding away from it.
-        kept = {name: self._before.tensors[name] for name in {**found.written, **self._expected.written}}
+        # A parameter that forward wrote may be unchanged, or changed only by rounding.
+        kept = {name: self._before.tensors[name] for name in {**step.written, **self._expected.written}}
         expected = replace(self._expected, written={**kept, **self._expected.written}).tensors()
-        own = replace(found, written={**kept, **found.written}).tensors()
-        differences = find_differences(expected, own, rounding.of(expected))
+        observation = replace(step, written={**kept, **step.written}).tensors()
+        differences = find_differences(expected, observation, rounding.of(expected))
         if any_differs(bool(differences)):
             noise = measure_noise(expected, lambda seed: self._take(seed).tensors())
             rounding.learn(expected, noise)
-            differences = find_differences(expected, own, noise)
-        return largest_difference(expected, own), [*differences, *self._attributes(found, harmless)]
+            differences = find_differences(expected, observation, noise)
+        return largest_difference(expected, observation), [*differences, *self._attributes(step, harmless)]
 
-    def _attributes(self, found: ObservedStep, harmless: set[str]) -> list[Difference]:
-        """What the run leaves in Python other than plain PyTorch does, and by which forward goes."""
-        differences = self._unlike(found.attributes, self._expected.attributes, harmless, "in plain PyTorch")
+    def _attributes(self, step: ObservedStep, harmless: set[str]) -> list[Difference]:
+        """Python attributes that differ from those of plain PyTorch, and on which forward depends."""
+        differences = self._unlike(step.attributes, self._expected.attributes, harmless, "in plain PyTorch")
         here = self._before.attributes.values
-        return differences + self._unlike(here, self._made, harmless, "in a model made anew")
+        return differences + self._unlike(here, self._made, harmless, "in a newly built model")
 
     def _unlike(
         self, here: Mapping[str, Any], expected: Mapping[str, Any], harmless: set[str], where: str
@@ -149,13 +151,13 @@ class Replay:
             if not self._matters(name, here[name], plainly):
                 harmless.add(name)
                 continue
-            shown = name if " in " in name else f"the attribute {name}"
+            label = name if " in " in name else f"the attribute {name}"
             why = f"{_shown(here[name])}, but {_shown(plainly)} {where}"
-            differences.append(Difference(f"{shown}, which forward changes", math.inf, 0.0, why))
+            differences.append(Difference(f"{label}, which forward changes", math.inf, 0.0, why))
         return differences
 
     def _take(self, seed: int | None = None) -> ObservedStep:
-        """Take the step; with a `seed` from weights that are rounded otherwise."""
+        """Take the step; with a `seed`, from perturbed weights."""
         self._plain.load(self._before)
         parameters = self._plain.parameters()
         if seed is not None:
@@ -175,7 +177,7 @@ class Replay:
         )
 
     def _matters(self, name: str, here: Any, plainly: Any) -> bool:
-        """Whether the loss goes by an attribute: by what it is here or in plain PyTorch, or will become."""
+        """Whether the loss depends on an attribute: on its two values, or on shifted ones."""
         if self._losses_with(name, here, _FORWARDS) != self._losses_with(name, plainly, _FORWARDS):
             return True
         values = [shifted(plainly, offset) for offset in _PROBES]
@@ -187,12 +189,12 @@ class Replay:
         try:
             with unchanged_random_numbers():
                 return repr([float(self._plain.step(self._parts[:1])) for _ in range(forwards)])
-        except Exception as failure:  # a user's code may fail in any way
+        except Exception as failure:  # the user's code can raise anything
             return repr(failure)
 
 
 def changed_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Named:
-    """Copies of the tensors that are not what they were."""
+    """Copies of the tensors that have changed."""
     return {name: t.detach().clone() for name, t in now.items() if not _equal(before[name], t.detach())}
 
 
@@ -203,7 +205,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def largest_difference(expected: Observation, found: Observation) -> float:
-    """The largest difference of losses, of gradients, ..., relative to the largest value of its kind."""
+    """The largest difference, relative to the largest value of the same kind (losses, gradients, ...)."""
     apart: dict[str, float] = {}
     for name, value in expected.items():
         other = found.get(name)
@@ -216,12 +218,12 @@ def largest_difference(expected: Observation, found: Observation) -> float:
 
 
 def _scales(observed: Observation) -> dict[str, float]:
-    """The largest value of each kind: of gradients, of buffers, ..."""
-    found: dict[str, float] = {}
+    """The largest value of each kind (gradients, buffers, ...)."""
+    scales: dict[str, float] = {}
     for name, value in observed.items():
         if value is not None and value.is_floating_point():
-            found[_kind(name)] = max(found.get(_kind(name), 0.0), _largest(value))
-    return found
+            scales[_kind(name)] = max(scales.get(_kind(name), 0.0), _largest(value))
+    return scales
 
 
 def _kind(name: str) -> str:
@@ -238,7 +240,7 @@ def _shown(plain: Any) -> str:
 
 
 def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
-    """The sum of the loss; gradients are summed in place, and one that no worker has stays None."""
+    """The loss summed over workers; gradients are summed in place, and stay None if no worker has one."""
     has = [float(parameter.grad is not None) for parameter in parameters]
     counts = torch.cat([loss.reshape(1), torch.tensor(has, dtype=torch.float64)])
     dist.all_reduce(counts)
@@ -248,23 +250,23 @@ def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
             parameter.grad = torch.zeros_like(parameter)
         else:
             parameter.grad = dense(parameter.grad)
-    for piece in _pieces([p.grad for p in used if p.grad is not None]):
-        flat = torch.cat([grad.reshape(-1) for grad in piece])
+    for chunk in _chunks([p.grad for p in used if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in chunk])
         dist.all_reduce(flat)
-        for grad, summed in zip(piece, flat.split([grad.numel() for grad in piece])):
+        for grad, summed in zip(chunk, flat.split([grad.numel() for grad in chunk])):
             grad.copy_(summed.view_as(grad))
     return counts[0]
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type in a row, of which few are copied at a time."""
-    piece: list[Tensor] = []
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive tensors of one dtype, in chunks of limited size."""
+    chunk: list[Tensor] = []
     elements = 0
     for tensor in tensors:
-        if piece and (piece[0].dtype != tensor.dtype or elements > _SUMMED):
-            yield piece
-            piece, elements = [], 0
-        piece.append(tensor)
+        if chunk and (chunk[0].dtype != tensor.dtype or elements > _SUMMED):
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append(tensor)
         elements += tensor.numel()
-    if piece:
-        yield piece
+    if chunk:
+        yield chunk

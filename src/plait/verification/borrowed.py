@@ -1,7 +1,8 @@
-"""A model that runs and is then as it was: its own code on its own modules, with nothing left of it.
+"""Runs a model itself, not a copy, and restores all of its state afterwards.
 
-A copy would do for most models. But functions that hold a part of the model, and objects that Python cannot
-copy, make a copy do something else than the model, and then both sides of a comparison are wrong alike.
+For most models a copy would be enough. But functions that refer to a part of the model, and objects that
+Python cannot copy, make a copy behave differently, and then both sides of a comparison would be equally
+wrong.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from torch import Tensor
 
 from plait.verification.python_state import restoring_numbers, slots_of_class
 
-# A model that refers to more objects than this keeps those that are further away as they become.
+# If a model refers to more objects than this, the more distant ones are not restored.
 _MOST = 200_000
 _LEFT_ALONE = (type, types.ModuleType, logging.Logger, logging.Handler, str, bytes, int, float, complex)
 
 
 @contextmanager
 def borrowed(*items: Any) -> Iterator[None]:
-    """Within, a model and its loss may run and change: their tensors are copies; afterwards all is as before.
+    """Context in which a model and its loss may change: their tensors are copies; then all is restored.
 
-    That is tensors, their gradients, and what attributes hold, as far as Python objects lead.
+    This covers tensors, gradients, and attributes, as far as Python objects refer to them.
     """
-    taken = _Taken()
-    taken.take(items)
+    snapshot = _Snapshot()
+    snapshot.take(items)
     try:
         yield
     finally:
-        taken.put_back()
+        snapshot.put_back()
 
 
-class _Taken:
-    """What has to be put back, the last first."""
+class _Snapshot:
+    """The actions that restore the state, last first."""
 
     def __init__(self) -> None:
         self._back: list[Callable[[], Any]] = []
@@ -57,14 +58,14 @@ class _Taken:
         while waiting and len(self._seen) < _MOST:
             value = waiting.pop()
             if id(value) not in self._seen and not isinstance(value, _LEFT_ALONE):
-                # Kept, so that no other object gets its id.
+                # Kept alive so that its id is not reused.
                 self._seen[id(value)] = value
                 waiting += self._take(value)
 
     def _take(self, value: Any) -> list[Any]:
-        """Note how `value` is put back; what it refers to."""
+        """Record how to restore `value`; returns what it refers to."""
         if isinstance(value, Tensor):
-            if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # one around others
+            if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a wrapper subclass
                 return [held for held in vars(value).values() if isinstance(held, Tensor)]
             self._take_tensor(value)
             return []
@@ -82,16 +83,16 @@ class _Taken:
         return self._take_attributes(value)
 
     def _take_tensor(self, tensor: Tensor) -> None:
-        if not tensor.is_leaf:  # left by an earlier forward: nobody writes into it
+        if not tensor.is_leaf:  # result of an earlier forward, which is not written
             return
-        own, gradient, trained = tensor.data, tensor.grad, tensor.requires_grad
+        data, gradient, trained = tensor.data, tensor.grad, tensor.requires_grad
         try:
-            tensor.data = own.clone()
-        except RuntimeError:  # a kind of tensor that takes no other data
+            tensor.data = data.clone()
+        except RuntimeError:  # a tensor type whose data cannot be set
             return
 
         def back() -> None:
-            tensor.data = own
+            tensor.data = data
             tensor.grad = gradient
             if tensor.requires_grad != trained:
                 tensor.requires_grad_(trained)
@@ -100,7 +101,7 @@ class _Taken:
         self._back.append(back)
 
     def _take_container(self, value: Any) -> list[Any] | None:
-        """Note how a container is put back; what it holds, or None where it is none."""
+        """Record how to restore a container; returns its items, or None if it is not a container."""
         if isinstance(value, (tuple, frozenset)):
             return list(value)
         if isinstance(value, dict):
@@ -119,23 +120,23 @@ class _Taken:
         return [] if isinstance(value, numpy.ndarray) else None
 
     def _take_function(self, function: types.FunctionType) -> list[Any]:
-        found: list[Any] = [function.__defaults__, function.__kwdefaults__, function.__dict__]
+        referents: list[Any] = [function.__defaults__, function.__kwdefaults__, function.__dict__]
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
-            except ValueError:  # nothing in it yet
+            except ValueError:  # an empty cell
                 continue
             self._back.append(functools.partial(setattr, cell, "cell_contents", content))
-            found.append(content)
-        return found
+            referents.append(content)
+        return referents
 
     def _take_attributes(self, value: Any) -> list[Any]:
-        found: list[Any] = []
+        referents: list[Any] = []
         if hasattr(value, "__dict__") and isinstance(value.__dict__, dict):
-            found.append(value.__dict__)
+            referents.append(value.__dict__)
         for name in slots_of_class(type(value)):
             if hasattr(value, name):
                 content = getattr(value, name)
                 self._back.append(functools.partial(object.__setattr__, value, name, content))
-                found.append(content)
-        return found
+                referents.append(content)
+        return referents

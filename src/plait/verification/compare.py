@@ -1,4 +1,4 @@
-"""How far two observations are apart, against how far rounding takes the plain model from itself."""
+"""Compares two observations, with tolerances from the measured rounding error of the plain model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 
 from plait.verification.observe import Observation
 
-# This many times as far as the plain model moves when its input is rounded otherwise.
+# The tolerance as a multiple of the plain model's change under perturbed inputs.
 FACTOR = 64.0
-# At least this many steps of rounding of the largest value: sums in another order.
+# The minimum tolerance in rounding steps of the largest value, for sums in another order.
 STEPS = 64.0
 
 
 @dataclass(frozen=True)
 class Noise:
-    """By name, how far apart two right computations may be."""
+    """The tolerance for each name."""
 
     allowed: dict[str, float]
 
@@ -31,7 +31,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two observations part; `amount` is infinite where one has no such value, or another shape."""
+    """A difference of two observations; `amount` is infinite if a value is missing or has another shape."""
 
     name: str
     amount: float
@@ -43,7 +43,7 @@ class Difference:
 
 
 def perturb(batch: Any, seed: int = 0, step: float = 0.0) -> Any:
-    """The batch with every floating-point number moved by about one step of rounding, or a larger `step`."""
+    """The batch with every float perturbed by about one rounding step, or a larger `step`."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(leaf: Any) -> Any:
@@ -56,7 +56,7 @@ def perturb(batch: Any, seed: int = 0, step: float = 0.0) -> Any:
 
 
 def perturb_in_place(tensors: Iterable[Tensor], seed: int, step: float = 0.0) -> None:
-    """Round weights otherwise; see `perturb`."""
+    """Perturb weights; see `perturb`."""
     with torch.no_grad():
         for number, tensor in enumerate(tensors):
             tensor.copy_(perturb(tensor.data, 1000 * seed + number, step))
@@ -65,7 +65,7 @@ def perturb_in_place(tensors: Iterable[Tensor], seed: int, step: float = 0.0) ->
 def measure_noise(
     expected: Observation, again: Callable[[int], Observation], times: int = 2, factor: float = FACTOR
 ) -> Noise:
-    """How far rounding takes the plain model: `again(seed)` observes it on a perturbed batch or weights."""
+    """Measure the rounding error; `again(seed)` observes the plain model, perturbed."""
     moved = [again(seed) for seed in range(times)]
     allowed = {}
     for name, value in expected.items():
@@ -79,18 +79,19 @@ def measure_noise(
     return Noise(allowed)
 
 
-def find_differences(expected: Observation, found: Observation, noise: Noise) -> Sequence[Difference]:
-    """Where `found` is further from `expected` than rounding takes it, in the order of the names."""
+def find_differences(expected: Observation, actual: Observation, noise: Noise) -> Sequence[Difference]:
+    """The differences of `actual` to `expected` beyond `noise`, in the order of the names."""
     differences = []
     for name, value in expected.items():
-        if name not in found:
+        if name not in actual:
             differences.append(Difference(name, torch.inf, 0.0, "missing"))
             continue
-        other = found[name]
+        other = actual[name]
         if value is None or other is None:
             if value is not None or other is not None:
                 why = "there is one, but the plain model has none" if value is None else "none"
-                # Also a gradient of zeros where there should be none: weight decay and momentum act on it.
+                # A gradient of zeros instead of None also matters: weight decay and momentum are applied to
+                # it.
                 differences.append(Difference(name, torch.inf, 0.0, why))
             continue
         if value.shape != other.shape or value.dtype != other.dtype:
@@ -104,17 +105,17 @@ def find_differences(expected: Observation, found: Observation, noise: Noise) ->
         if not amount <= allowed:
             why = f"off by {amount:.3g}, where rounding explains {allowed:.1g}"
             differences.append(Difference(name, amount, allowed, why))
-    extra = [name for name in found if name not in expected]
+    extra = [name for name in actual if name not in expected]
     return differences + [Difference(n, torch.inf, 0.0, "the plain model has none") for n in extra]
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """The largest difference; values that are both NaN, or the same infinity, are equal."""
+    """The largest difference; NaNs, and infinities of the same sign, are equal."""
     one, other = dense(one), dense(other)
     if one.numel() == 0:
         return 0.0
     if one.device == other.device:
-        # The common cases cost little: equal bit by bit, or apart by rounding.
+        # Fast paths: bitwise equal, or finite differences.
         if torch.equal(one, other):
             return 0.0
         if one.is_floating_point():
@@ -128,7 +129,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """With its zeros written out: a gradient may be sparse on one side only."""
+    """The tensor as a dense one, as a gradient may be sparse on one side only."""
     return tensor if tensor.layout == torch.strided else tensor.detach().to_dense()
 
 

@@ -1,4 +1,4 @@
-"""What a model does with a batch: outputs, loss, gradients and buffers, each under a name."""
+"""Observations of a model on a batch: outputs, loss, gradients and buffers, by name."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-# By name, in the order in which a model comes to them; None is a gradient that there is not.
+# By name, in the order of computation; None is a missing gradient.
 Observation = Mapping[str, Tensor | None]
-# What the names of an observation begin with.
+# Prefixes of the names of an observation.
 GRADIENT, BUFFER = "the gradient of ", "the buffer "
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where the random numbers of Python, numpy and torch stand; of GPUs where they are in use."""
+    """The state of the random number generators of Python, numpy, torch, and of GPUs in use."""
 
     python: Any
     numpy: Any
@@ -31,14 +31,14 @@ class RandomState:
 
     @staticmethod
     def now() -> RandomState:
-        # Asking GPUs that are not in use would start them.
+        # Reading the state of unused GPUs would initialize them.
         gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         return RandomState(
             random.getstate(), numpy.random.get_state(legacy=True), torch.get_rng_state(), tuple(gpus)
         )
 
     def packed(self) -> Tensor:
-        """As bytes, to be sent to another worker; of GPUs, that of the one in use."""
+        """The state as bytes, to be sent to another worker; of GPUs, only the current one."""
         python, (kind, keys, *rest) = self.python, self.numpy
         gpu = self.gpus[torch.cuda.current_device()].tolist() if self.gpus else None
         content = [python, [kind, keys.tolist(), *rest], self.cpu.tolist(), gpu]
@@ -46,26 +46,26 @@ class RandomState:
 
     @staticmethod
     def unpacked(content: Tensor) -> RandomState:
-        (version, keys, gauss), own, cpu, gpu = json.loads(content.cpu().numpy().tobytes())
+        (version, keys, gauss), numpy_state, cpu, gpu = json.loads(content.cpu().numpy().tobytes())
         gpus = () if gpu is None else (_state(gpu),) * torch.cuda.device_count()
-        return RandomState((version, tuple(keys), gauss), tuple(own), _state(cpu), gpus)
+        return RandomState((version, tuple(keys), gauss), tuple(numpy_state), _state(cpu), gpus)
 
     def equals(self, other: RandomState) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Whether the two states are equal."""
         tensors = zip((self.cpu, *self.gpus), (other.cpu, *other.gpus))
         alike = len(self.gpus) == len(other.gpus) and all(torch.equal(a, b) for a, b in tensors)
-        # Of numpy's the place in its numbers is part of the text.
+        # The text of numpy's state includes the position.
         return alike and self.python == other.python and str(self.numpy) == str(other.numpy)
 
     def restore(self) -> None:
-        """Continue all random numbers from here."""
+        """Set all generators to this state."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
         if self.gpus:
             torch.cuda.set_rng_state_all(list(self.gpus))
         elif torch.cuda.is_available():
-            # They were not in use then, and would have begun with torch's seed.
+            # They were unused at that time, and would have started with torch's seed.
             torch.cuda.manual_seed_all(torch.initial_seed())
 
 
@@ -75,7 +75,7 @@ def _state(content: list[int]) -> Tensor:
 
 @contextlib.contextmanager
 def unchanged_random_numbers() -> Iterator[None]:
-    """Afterwards torch, numpy and Python draw what they would have drawn without what happens within."""
+    """Context after which the generators of torch, numpy and Python are restored."""
     before = RandomState.now()
     try:
         yield
@@ -85,7 +85,7 @@ def unchanged_random_numbers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_random_numbers(seed: int) -> Iterator[None]:
-    """Within, torch, numpy and Python draw what follows `seed`; afterwards they go on as before."""
+    """Context in which torch, numpy and Python are seeded with `seed`; then they are restored."""
     with unchanged_random_numbers():
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
@@ -96,48 +96,48 @@ def same_random_numbers(seed: int) -> Iterator[None]:
 
 
 def observe_outputs(outputs: Any) -> dict[str, Tensor]:
-    """The tensors and numbers that a model returned, by where they are."""
-    found = {}
+    """The tensors and numbers in a model's output, by their path."""
+    observation = {}
     for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
         if isinstance(leaf, Tensor):
-            found[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
+            observation[f"output{pytree.keystr(path)}"] = leaf.detach().clone()
         elif isinstance(leaf, (bool, int, float)):
-            found[f"output{pytree.keystr(path)}"] = torch.tensor(leaf)
-    return found
+            observation[f"output{pytree.keystr(path)}"] = torch.tensor(leaf)
+    return observation
 
 
 def copied_gradient(gradient: Tensor | None) -> Tensor | None:
-    """A gradient in memory of its own, dense; None where there is none."""
+    """A dense copy of a gradient, or None."""
     return None if gradient is None else gradient.detach().to_dense(masked_grad=False).clone()
 
 
 def observe_step(
     model: nn.Module, forward: Callable[[], tuple[Any, Tensor | None]], backward: bool = True
 ) -> dict[str, Tensor | None]:
-    """What `forward` gives, as (outputs, loss), and what it and the loss's backward leave in `model`.
+    """Observe `forward`, which returns (outputs, loss), and backward: these, gradients and buffers.
 
-    The gradients of before are dropped, the new ones stay; weights are not updated. Without `backward`
-    the loss may be missing, and no gradients are noted.
+    Earlier gradients are dropped, the new ones are kept; weights are not updated. Without `backward` the loss
+    may be missing, and gradients are not included.
     """
     for parameter in model.parameters():
         parameter.grad = None
     with torch.set_grad_enabled(backward):
         outputs, loss = forward()
-    found: dict[str, Tensor | None] = dict(observe_outputs(outputs))
+    observation: dict[str, Tensor | None] = dict(observe_outputs(outputs))
     if loss is not None:
-        found["the loss"] = loss.detach().clone()
+        observation["the loss"] = loss.detach().clone()
         if backward and loss.requires_grad:
             loss.backward()
     if backward:
         for name, parameter in model.named_parameters():
-            found[f"{GRADIENT}{name}"] = copied_gradient(parameter.grad)
+            observation[f"{GRADIENT}{name}"] = copied_gradient(parameter.grad)
     for name, buffer in model.named_buffers():
-        found[f"{BUFFER}{name}"] = buffer.detach().clone()
-    return found
+        observation[f"{BUFFER}{name}"] = buffer.detach().clone()
+    return observation
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """By each name of a parameter or buffer, the first that it has."""
+    """Maps each name of a parameter or buffer to its first name."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}

@@ -1,8 +1,8 @@
-"""What Python code keeps from one call to the next: attributes, containers, objects, globals.
+"""State that Python code keeps between calls: attributes, containers, objects, globals.
 
-A module's forward may count, remember or draw from a generator of its own. Such state is found by following
+A module's forward may count, cache or draw from its own generator. Such state is found by following
 references from the modules: their attributes, those of their classes, and the globals and closures that the
-code of their classes and hooks names. It can be taken down, compared in depth, and put back.
+code of their classes and hooks refers to. It can be captured, compared deeply, and restored.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-# Attributes of modules that are torch's own: tensors, modules and the mode are followed elsewhere.
+# Attributes of modules that belong to torch: tensors, submodules and the mode are handled elsewhere.
 TORCHS = frozenset([*nn.Module().__dict__, "_flat_weights", "_flat_weight_refs", "_flat_weights_names"])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# Packages whose objects keep nothing that a model goes by, and would be followed for ever.
+# Packages whose objects have no state of a model, and would take too long to follow.
 _FOREIGN = frozenset([*sys.stdlib_module_names, "torch", "numpy", "plait", "sympy", "safetensors"])
-# Packages whose globals and classes keep nothing of that kind, though their objects may.
+# Packages whose globals and classes have no state of a model, though their objects may.
 _LIBRARIES = _FOREIGN | {
     "accelerate", "diffusers", "huggingface_hub", "peft", "timm", "tokenizers", "torchaudio", "torchvision",
     "transformers",
 }  # fmt: skip
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device)
-# Of larger containers only the length is compared: a vocabulary or a table is no state.
+# For larger containers, such as a vocabulary, only the length is compared.
 _MOST_ITEMS = 10_000
 _MOST_ELEMENTS = 1 << 18
 _MOST_OBJECTS = 100_000
 _MOST_DEPTH = 30
 _MISSING = object()
-# The path of a module, and a name of its state as people know it.
+# The path of a module, and a readable name of its state.
 Name = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Root:
-    """A name under which state hangs in `holder`, of the module at `path`; people know it as `shown`."""
+    """A name in `holder` that refers to state of the module at `path`; `label` is the name for messages."""
 
     path: str
-    shown: str
+    label: str
     holder: Any
     name: Any
 
     def get(self) -> Any:
-        """What the name leads to now."""
+        """The current value of the name."""
         if isinstance(self.holder, types.CellType):
             try:
                 return self.holder.cell_contents
-            except ValueError:  # not assigned yet
+            except ValueError:  # an empty cell
                 return _MISSING
         held = self.holder if isinstance(self.holder, dict) else vars(self.holder)
         return held.get(self.name, _MISSING)
 
     def set(self, value: Any) -> None:
-        """Let the name lead to `value`, if it does not."""
+        """Assign `value` to the name, if it differs."""
         if self.get() is value:
             return
         if isinstance(self.holder, types.CellType):
@@ -82,9 +82,9 @@ class Root:
 
 
 class PythonState:
-    """The Python state of some modules, or of other objects and functions, as it is when this is made.
+    """A snapshot of the Python state of modules, or of other objects and functions.
 
-    `modules` are by path. `restore` puts all of it back, in depth. `tokens` describe what it is now.
+    `modules` are by path. `restore` restores all of it, deeply. `tokens` describe the current state.
     """
 
     def __init__(self, modules: Mapping[str, Any]) -> None:
@@ -94,12 +94,12 @@ class PythonState:
         self._names = {path: set(_attributes(module)) for path, module in self._modules.items()}
         held = [(root, root.get()) for root in self.roots()]
         self._restores += [functools.partial(root.set, value) for root, value in held]
-        # Kept, so that an object which is there has its id for itself.
+        # Kept alive so that ids are not reused.
         self._kept = list(_reached(value for _, value in held))
         self._restores += [restore for value in self._kept if (restore := _restoring(value)) is not None]
 
     def roots(self) -> Iterator[Root]:
-        """All names under which there is state now."""
+        """All names that refer to state now."""
         for path, module in self._modules.items():
             for name in _attributes(module):
                 yield Root(path, f"self.{name}", module, name)
@@ -108,7 +108,7 @@ class PythonState:
         yield from roots_of_code(self._modules, self._of_code)
 
     def restore(self) -> None:
-        """Put back what has changed since."""
+        """Restore what has changed since."""
         for path, module in self._modules.items():
             for name in set(_attributes(module)) - self._names[path]:
                 del vars(module)[name]
@@ -116,18 +116,18 @@ class PythonState:
             restore()
 
     def tokens(self, same_tensors: bool = False) -> dict[Name, Any]:
-        """What each name leads to now, in depth; equal as long as it holds the same.
+        """Deep descriptions of the current values; equal if the values are.
 
-        Tensors are alike where shape and type are; with `same_tensors`, only where they are the same object.
+        Tensors are equal if shape and dtype are; with `same_tensors`, only if they are the same object.
         """
         tokens = _Tokens(same_tensors)
-        return {(root.path, root.shown): tokens.of(root.get()) for root in self.roots()}
+        return {(root.path, root.label): tokens.of(root.get()) for root in self.roots()}
 
 
 def roots_of_code(modules: Mapping[str, Any], known: dict[Any, list[Root]] | None = None) -> Iterator[Root]:
-    """The names that the code of modules and of their hooks has in common: globals, closures, classes.
+    """The globals, closures and class attributes that the code of modules and of their hooks refers to.
 
-    `known` are those of each class, which is looked at once.
+    `known` caches those of each class.
     """
     known = {} if known is None else known
     for path, module in modules.items():
@@ -136,7 +136,7 @@ def roots_of_code(modules: Mapping[str, Any], known: dict[Any, list[Root]] | Non
         key = (id(kind), *map(id, hooks))
         if key not in known:
             known[key] = list(_roots_of_code(module, hooks))
-        yield from (Root(path, root.shown, root.holder, root.name) for root in known[key])
+        yield from (Root(path, root.label, root.holder, root.name) for root in known[key])
 
 
 def _hooks(module: Any) -> list[dict[int, Any]]:
@@ -144,24 +144,24 @@ def _hooks(module: Any) -> list[dict[int, Any]]:
 
 
 def state_of(model: nn.Module) -> PythonState:
-    """That of a model and of all its parts."""
+    """The Python state of a model and all its submodules."""
     return PythonState(dict(model.named_modules()))
 
 
 @contextlib.contextmanager
 def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
-    """Afterwards models, objects and functions hold in Python what they held before, and so do globals.
+    """Context after which the Python state of models, objects and functions, and globals, is restored.
 
-    Buffers of modules have the values that they had; parameters are not looked at.
+    Buffers of modules are restored too; parameters are not.
     """
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for name, item in items.items():
-        if found.get(name) is not item:  # else it is part of an item before
+        if objects.get(name) is not item:  # else it is part of an item before
             parts = item.named_modules(prefix=name) if isinstance(item, nn.Module) else [(name, item)]
-            found |= dict(parts)
-    state = PythonState(found)
-    modules = [part for part in found.values() if isinstance(part, nn.Module)]
-    # Scripted modules register theirs elsewhere.
+            objects |= dict(parts)
+    state = PythonState(objects)
+    modules = [part for part in objects.values() if isinstance(part, nn.Module)]
+    # Scripted modules register their buffers elsewhere.
     registered = [(m._buffers, dict(m._buffers)) for m in modules if isinstance(m._buffers, dict)]
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
     values = [(b, b.detach().clone()) for b in buffers.values() if not isinstance(b, UninitializedBuffer)]
@@ -181,27 +181,27 @@ def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
 
 
 def changed(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> list[Name]:
-    """The names that do not lead to the same any more."""
+    """The names whose values have changed."""
     names = dict.fromkeys([*before, *now])
     return [name for name in names if before.get(name, _MISSING) != now.get(name, _MISSING)]
 
 
 def objects_behind(root: Root) -> set[Any]:
-    """What identifies the state under a name: its objects, and of a global or a class the name itself."""
-    found = {(id(root.holder), root.name)} if not isinstance(root.holder, nn.Module) else set[Any]()
+    """What identifies the state of a name: the ids of its objects, and for a global the name itself."""
+    identity = {(id(root.holder), root.name)} if not isinstance(root.holder, nn.Module) else set[Any]()
     reached = _reached([root.get()])
-    return found | {id(v) for v in reached if _restoring(v) is not None or isinstance(v, itertools.count)}
+    return identity | {id(v) for v in reached if _restoring(v) is not None or isinstance(v, itertools.count)}
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors that values lead to in Python."""
+    """The tensors that values refer to."""
     return [value for value in _reached(values) if isinstance(value, Tensor)]
 
 
-def places_of_tensors(modules: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
-    """The tensors that modules lead to in Python, each with what holds it, and its key there.
+def tensor_slots(modules: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """The tensors that modules refer to in Python, each with its container and its key there.
 
-    What modules have registered is not among them.
+    Registered parameters and buffers are not included.
     """
     roots = list(PythonState(modules).roots())
     holders = [vars(root.holder) for root in roots if isinstance(root.get(), Tensor)]
@@ -210,7 +210,7 @@ def places_of_tensors(modules: Mapping[str, Any]) -> Iterator[tuple[Any, Any, Te
 
 
 def _reached(values: Iterable[Any]) -> Iterator[Any]:
-    """All that values lead to, plain ones aside, each once."""
+    """All objects that values refer to, except plain ones, each once."""
     waiting, seen = list(values), set[int]()
     while waiting:
         value = waiting.pop()
@@ -222,7 +222,7 @@ def _reached(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _keyed(value: Any) -> Iterator[tuple[Any, Any]]:
-    """The parts of `value`, by the keys that it has them under."""
+    """The items or attributes of `value`, by key."""
     if isinstance(value, Mapping):
         yield from list(value.items()) if len(value) <= _MOST_ITEMS else ()
     elif isinstance(value, (list, tuple, collections.deque)):
@@ -232,12 +232,12 @@ def _keyed(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Tokens:
-    """Descriptions of values, in depth; see `PythonState.tokens`."""
+    """Deep descriptions of values; see `PythonState.tokens`."""
 
     def __init__(self, same_tensors: bool) -> None:
         self._same_tensors = same_tensors
         self._known: dict[int, Any] = {}
-        self._kept: list[Any] = []  # an object that lives keeps its id for itself
+        self._kept: list[Any] = []  # kept alive so that ids are not reused
 
     def of(self, value: Any, depth: int = 0) -> Any:
         if isinstance(value, float) and math.isnan(value):
@@ -254,9 +254,9 @@ class _Tokens:
             return type(value).__name__
         self._kept.append(value)
         self._known[id(value)] = "around"
-        # Short: a value may be reached in very many ways, and each would be compared.
-        found = self._known[id(value)] = _digest(self._describe(value, depth + 1))
-        return found
+        # A digest, as a value may be reached in many ways and is compared each time.
+        token = self._known[id(value)] = _digest(self._describe(value, depth + 1))
+        return token
 
     def _describe(self, value: Any, depth: int) -> Any:
         kind = type(value).__qualname__
@@ -286,7 +286,7 @@ def _digest(description: Any) -> bytes:
 
 
 def is_followed(value: Any) -> bool:
-    """Whether `value` is an object of somebody's own class, whose attributes may be state."""
+    """Whether `value` is an object of a user's class, whose attributes may be state."""
     if isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
         return False
     if isinstance(value, (types.SimpleNamespace, threading.local)):
@@ -299,29 +299,29 @@ def _is_foreign(item: Any, packages: Collection[str] = _FOREIGN) -> bool:
 
 
 def _attributes(module: Any) -> list[str]:
-    """The names of a module's own attributes in Python."""
+    """The names of a module's Python attributes."""
     return [name for name in getattr(module, "__dict__", ()) if name not in TORCHS]
 
 
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes of an object, also those that it has no dict for."""
+    """The attributes of an object, including `__slots__`."""
     yield from getattr(value, "__dict__", {}).items()
     yield from ((name, getattr(value, name)) for name in slots_of_class(type(value)) if hasattr(value, name))
 
 
 def slots_of_class(kind: type) -> list[str]:
-    """The names of the attributes that instances have no dict for."""
-    found = []
+    """The names in `__slots__` of a class and its bases."""
+    slots = []
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
             hidden = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+            slots.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
+    return [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What `value` leads to."""
+    """The objects that `value` refers to."""
     if isinstance(value, types.MethodType):
         yield value.__self__
     else:
@@ -341,7 +341,7 @@ def _generator_state(value: Any) -> Any:
 
 
 def restoring_numbers(value: Any) -> Callable[[], object] | None:
-    """What puts an array of numpy, or a source of random numbers, back; None where it is neither."""
+    """A function that restores a numpy array or a random generator; None if it is neither."""
     if isinstance(value, random.Random):
         state = value.getstate()
         return lambda: value.setstate(state)
@@ -349,8 +349,8 @@ def restoring_numbers(value: Any) -> Callable[[], object] | None:
         kept = value.get_state()
         return functools.partial(value.set_state, kept)
     if isinstance(value, numpy.random.Generator):
-        found = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", found)
+        position = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", position)
     if isinstance(value, numpy.random.RandomState):
         legacy = value.get_state()
         return lambda: value.set_state(legacy)
@@ -361,7 +361,7 @@ def restoring_numbers(value: Any) -> Callable[[], object] | None:
 
 
 def _restoring(value: Any) -> Callable[[], object] | None:
-    """What puts the content of `value` back; None where it has none that can change."""
+    """A function that restores the content of `value`; None if it is immutable."""
     is_large = isinstance(value, numpy.ndarray) and value.size > _MOST_ELEMENTS
     if not is_large and (restore := restoring_numbers(value)) is not None:
         return restore
@@ -402,7 +402,7 @@ def _put_back(environ: MutableMapping[str, str], variables: Mapping[str, str]) -
 
 
 def _set_again(variable: contextvars.ContextVar[Any], value: Any) -> None:
-    # One without a value cannot be left so again.
+    # A variable without a value cannot be unset again.
     if value is not _MISSING and variable.get(_MISSING) is not value:
         variable.set(value)
 
@@ -412,20 +412,20 @@ def _restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
         delattr(value, name)
     for name, part in attributes.items():
         if getattr(value, name, _MISSING) is not part:
-            # Not by the class's own rules, which may forbid it: frozen dataclasses, or properties.
+            # Bypass the class, which may forbid it: frozen dataclasses, properties.
             if name in getattr(value, "__dict__", ()):
                 value.__dict__[name] = part
             else:
                 object.__setattr__(value, name, part)
 
 
-# What the code of classes and functions names.
+# References in the code of classes and functions.
 
 
 def _roots_of_code(item: Any, hooks: Sequence[Any]) -> Iterator[Root]:
     """Attributes of the classes of `item`, and globals and closures of their code and of its hooks.
 
-    Of an object, also those of what it holds: a wrapper calls it.
+    For an object, also those of what it refers to, as a wrapper may call it.
     """
     seen: set[int] = set()
     is_object = not isinstance(item, (nn.Module, types.FunctionType))
@@ -453,11 +453,11 @@ def _functions_of(kind: type) -> list[Any]:
 
 
 def _function(value: Any) -> Any:
-    """The function of a method, property, partial or hook; the value itself where there is none."""
+    """The function of a method, property, partial or hook; otherwise the value itself."""
     for name in ("fget", "__func__", "func"):
-        found = getattr(value, name, None)
-        if isinstance(found, types.FunctionType):
-            return found
+        inner = getattr(value, name, None)
+        if isinstance(inner, types.FunctionType):
+            return inner
     return value
 
 
@@ -483,7 +483,7 @@ def _roots_of_function(function: Any, seen: set[int]) -> Iterator[Root]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that a function's code, and that of functions within it, looks up."""
+    """The names that a function's code looks up, including nested functions."""
     inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
     return set(code.co_names).union(*(_names(part) for part in inner))
 
@@ -510,7 +510,7 @@ def _roots_of_names(namespace: dict[str, Any], names: Iterable[str], seen: set[i
 
 
 def _may_be_state(value: Any) -> bool:
-    """Whether a value is something that code may count or collect in."""
+    """Whether a value is something that code may use to count or collect."""
     if value is _MISSING or isinstance(value, (types.FunctionType, type, types.ModuleType, nn.Module)):
         return False
     if isinstance(value, (*_PLAIN, numpy.ndarray, itertools.count, contextvars.ContextVar)):

@@ -1,4 +1,4 @@
-"""A step taken a second time as plain PyTorch takes it: forward, loss and backward of a model made anew."""
+"""Repeats a step in plain PyTorch: forward, loss and backward of a newly built model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ LOSS = "loss function"
 
 @dataclass(frozen=True)
 class Part:
-    """One forward and backward of a step: a batch or a microbatch, and the weight of its loss in the step's.
+    """One forward and backward of a step: a batch or a microbatch, and the weight of its loss in the step.
 
-    Random numbers start from `seed`, from `random_state`, or go on from the part before. `number` is that of
-    a microbatch. Once all are done, gradients and loss are multiplied by `share`, that of their worker.
+    Random numbers start from `seed`, from `random_state`, or continue from the previous part. `number` is
+    that of a microbatch. In the end, gradients and loss are multiplied by `share`, the factor of their
+    worker.
     """
 
     inputs: Any
@@ -39,27 +40,27 @@ class Part:
     random_state: RandomState | None = None
     share: float = 1.0
 
-    def own(self) -> Part:
-        """The part in memory of its own: a forward may write into what it is given."""
+    def copied(self) -> Part:
+        """A copy of the part, as a forward may write to its inputs."""
         inputs, target = pytree.tree_map_only(Tensor, _copy, (self.inputs, self.target))
         return replace(self, inputs=inputs, target=target)
 
 
 @dataclass(frozen=True)
 class State:
-    """What a model and its loss hold: parameters and buffers by their first names, and Python attributes."""
+    """The state of a model and its loss: parameters and buffers by first name, and Python attributes."""
 
     tensors: Mapping[str, Tensor]
     attributes: Attributes
 
-    def own(self) -> State:
-        """The state in memory of its own."""
+    def copied(self) -> State:
+        """A copy of the state."""
         return State({name: _copy(tensor) for name, tensor in self.tensors.items()}, self.attributes)
 
 
 @dataclass(frozen=True)
 class FreshModel:
-    """A model and its loss as their factories make them, and what is around each forward."""
+    """A model and its loss as their factories make them, and the autocast context of forwards."""
 
     model: nn.Module
     loss: Callable[[Any, Any], Tensor]
@@ -70,8 +71,8 @@ class FreshModel:
 class PlainModel:
     """A model and its loss, and how plain PyTorch trains them.
 
-    `autocast` is around each forward, and `scale` takes the loss before backward. A loss that is a module
-    has parameters and buffers, too, whose names begin with `loss function`.
+    `autocast` is active in each forward, and `scale` is applied to the loss before backward. A loss that is a
+    module has parameters and buffers too, whose names begin with `loss function`.
     """
 
     model: nn.Module
@@ -80,11 +81,11 @@ class PlainModel:
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
 
     def __post_init__(self) -> None:
-        # Parts that the factory leaves in evaluation mode stay there; of a whole model no loop would have it.
+        # Submodules that the factory leaves in evaluation mode stay in it; a whole model would not.
         modules = self.model.modules() if self.model.training else ()
         self._evaluated = [module for module in modules if not module.training]
         self._does_more = any(type(module).train is not nn.Module.train for module in self.model.modules())
-        # To look for parameters and buffers takes torch a while.
+        # Cached, as listing parameters and buffers is slow.
         self._modules = [
             (f"{prefix}{path}.".lstrip("."), module)
             for prefix, root in self._roots()
@@ -102,16 +103,16 @@ class PlainModel:
         return self._named(lambda module: {**module._parameters, **module._buffers})
 
     def _named(self, held: Callable[[nn.Module], Mapping[str, Any]]) -> dict[str, Any]:
-        """What the modules hold, each under its first name."""
-        found: dict[int, tuple[str, Any]] = {}
+        """The tensors of the modules, each under its first name."""
+        named: dict[int, tuple[str, Any]] = {}
         for path, module in self._modules:
             for name, each in held(module).items():
                 if each is not None:
-                    found.setdefault(id(each), (f"{path}{name}", each))
-        return dict(found.values())
+                    named.setdefault(id(each), (f"{path}{name}", each))
+        return dict(named.values())
 
     def buffers_left(self) -> Named:
-        """What forward has left in buffers, by the names that they are compared under."""
+        """The buffers after forward, by the names for comparison."""
         return self.buffers()
 
     def zero_grad(self) -> None:
@@ -119,16 +120,16 @@ class PlainModel:
             parameter.grad = None
 
     def state(self) -> State:
-        """What they hold now; the tensors are theirs."""
+        """The current state; tensors are not copied."""
         tensors = {name: t.detach() for name, t in self.tensors().items()}
         return State(tensors, read_attributes(self.objects))
 
     def load(self, state: State) -> None:
-        """Hold what another model held."""
-        own = self.tensors()
+        """Load the state of another model."""
+        tensors = self.tensors()
         with torch.no_grad():
             for name, value in state.tensors.items():
-                target = own.get(name)
+                target = tensors.get(name)
                 if isinstance(target, (UninitializedParameter, UninitializedBuffer)):
                     target.materialize(value.shape)
                 if target is not None and target.shape == value.shape:
@@ -136,27 +137,27 @@ class PlainModel:
                 else:
                     self._replace(name, value)
         load_attributes(self.objects, state.attributes.values)
-        # As every loop calls it after an evaluation: some models merge, swap or freeze weights in it.
+        # As training loops do after an evaluation; some models merge, swap or freeze weights in train().
         self.model.train()
         for module in self._evaluated:
             module.training = False
         if self._does_more and self._holds(state.tensors):
-            # The other model was in this mode already: what it counted there counts once.
+            # After train(), as the other model had called it already.
             load_attributes(self.objects, state.attributes.values)
 
     def _holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        own = self.tensors()
-        return all(torch.equal(own[name], value) for name, value in tensors.items() if name in own)
+        held = self.tensors()
+        return all(torch.equal(held[name], value) for name, value in tensors.items() if name in held)
 
     def _replace(self, name: str, value: Tensor) -> None:
-        """Hold a buffer that forward has made, or made anew with another shape."""
+        """Set a buffer that forward has created, or replaced with another shape."""
         root = self.loss if name.startswith(f"{LOSS}.") else self.model
         owner, _, last = name.removeprefix(f"{LOSS}.").rpartition(".")
         assert isinstance(root, nn.Module)
         root.get_submodule(owner)._buffers[last] = _copy(value)
 
     def step(self, parts: Sequence[Part]) -> Tensor:
-        """The weighted loss of all parts, whose gradients are left on the parameters."""
+        """The weighted loss of all parts; gradients are accumulated on the parameters."""
         self.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for part in parts:
@@ -168,26 +169,28 @@ class PlainModel:
         return total * share
 
     def backward(self, part: Part) -> Tensor:
-        """Add the gradients of one part to those there are; its weighted loss."""
+        """Accumulate the gradients of one part; returns its weighted loss."""
         if part.seed is not None:
             seed_all(part.seed)
         elif part.random_state is not None:
             part.random_state.restore()
-        own = part.own()
+        copied = part.copied()
         with self.autocast():
-            loss = self.loss(forward(self.model, own.inputs), own.target) * part.weight
+            loss = self.loss(forward(self.model, copied.inputs), copied.target) * part.weight
         self.scale(loss).backward()
         return loss.detach().double().cpu()
 
     @functools.cached_property
     def objects(self) -> dict[str, Any]:
-        """The modules that keep attributes, by their paths, and a loss that is an object."""
-        found: dict[str, Any] = {}
+        """The modules that may have state in attributes, by path, and a loss that is an object."""
+        objects: dict[str, Any] = {}
         for prefix, root in self._roots():
-            found |= {f"{prefix}{path}".rstrip("."): each for path, each in keeping_attributes(root).items()}
+            objects |= {
+                f"{prefix}{path}".rstrip("."): each for path, each in keeping_attributes(root).items()
+            }
         if hasattr(self.loss, "__dict__") and not hasattr(self.loss, "__code__"):
-            found.setdefault(LOSS, self.loss)
-        return found
+            objects.setdefault(LOSS, self.loss)
+        return objects
 
     def _roots(self) -> Iterator[tuple[str, nn.Module]]:
         yield "", self.model
@@ -196,7 +199,7 @@ class PlainModel:
 
 
 def keeping_attributes(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules, by path, whose forward may keep something in Python: all but torch's own layers."""
+    """The modules, by path, whose forward may keep Python state: all except torch's layers."""
     return {
         path: module
         for path, module in model.named_modules()

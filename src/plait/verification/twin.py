@@ -1,4 +1,4 @@
-"""A twin of an optimizer: the same update taken a second time, on copies, by an optimizer made anew."""
+"""A twin of an optimizer: repeats its updates on copies, by a newly built optimizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MakeOptimizer = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
 
 
 class OptimizerTwin:
-    """Repeats the updates that `optimizer` makes from now on, with the gradients it is given.
+    """Repeats the updates that `optimizer` makes from now on, with the same gradients.
 
-    The twin is what `make` makes of copies of the parameters, with the state that the optimizer has now;
-    `set_lr` gives it the learning rates of an update. `gradients` are the sums over all updates, by the
-    `names` of parameters.
+    The twin is built by `make` for copies of the parameters, with the optimizer's current state; `set_lr`
+    sets its learning rates before an update. `gradients` are the sums over all updates, by the `names` of
+    parameters.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class OptimizerTwin:
     ) -> None:
         self._optimizer = optimizer
         self._set_lr = set_lr
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        self._names = {p: names[p] for p in own if p in names}
-        self._copies = {p: _copy_of(p) for p in own}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = {p: names[p] for p in parameters if p in names}
+        self._copies = {p: _copy_of(p) for p in parameters}
         self.twin = make(list(self._copies.values()))
         _copy_state(optimizer, self.twin, self._copies)
         self.updates = 0
         self.gradients: dict[str, Tensor | None] = {}
-        # Parameters that forward has written before the first update.
+        # Parameters that forward wrote before the first update.
         self.written: dict[str, Tensor] = {}
-        # A step that calls that of its base class runs the hooks once more.
+        # A step that calls the base class's step runs the hooks twice.
         self._depth = 0
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -54,7 +54,7 @@ class OptimizerTwin:
         self._depth += 1
         if self._depth > 1:
             return
-        # What the optimizer draws at random is drawn twice.
+        # The optimizer's random draws are repeated.
         with unchanged_random_numbers():
             self._update()
 
@@ -69,9 +69,9 @@ class OptimizerTwin:
             twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
             if parameter in self._names:
                 self._add_gradient(self._names[parameter], None if twin.grad is None else dense(twin.grad))
-        for group, own in zip(self._optimizer.param_groups, self.twin.param_groups):
-            # Chosen before each step, by which of the parameters have state.
-            own |= {name: group[name] for name in ("fused", "foreach") if name in group}
+        for group, twin_group in zip(self._optimizer.param_groups, self.twin.param_groups):
+            # Torch chooses these before each step, depending on which parameters have state.
+            twin_group |= {name: group[name] for name in ("fused", "foreach") if name in group}
         self._set_lr(self.twin)
         self.twin.step()
         self.updates += 1
@@ -79,9 +79,9 @@ class OptimizerTwin:
     def _add_gradient(self, name: str, grad: Tensor | None) -> None:
         before = self.gradients.get(name)
         if grad is None or before is None:
-            # An optimizer may write into the gradients that it is given.
-            own = grad if grad is None or is_torchs(self.twin) else grad.clone()
-            self.gradients[name] = before if grad is None else own
+            # An optimizer may write to its gradients.
+            added = grad if grad is None or is_torchs(self.twin) else grad.clone()
+            self.gradients[name] = before if grad is None else added
         else:
             self.gradients[name] = before + grad
 
@@ -90,58 +90,60 @@ class OptimizerTwin:
             hook.remove()
 
     def differences(self) -> Sequence[Difference]:
-        """Where the optimizer has written something else than its twin."""
+        """The differences between the optimizer and its twin."""
         twins: dict[Tensor, str] = {self._copies[p]: name for p, name in self._names.items()}
         expected = _written(self.twin, twins)
         return find_differences(expected, _written(self._optimizer, self._names), Noise({}))
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is torch's own: those update each parameter by itself."""
+    """Whether an optimizer is torch's: those update each parameter independently."""
     return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 def _copy_of(parameter: Tensor) -> Parameter:
-    # Of the same strides: torch's kernels sum in another order where they differ.
+    # With the same strides, as torch's kernels may sum in another order otherwise.
     return Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def _copy_state(
     source: torch.optim.Optimizer, target: torch.optim.Optimizer, twins: Mapping[Tensor, Parameter]
 ) -> None:
-    """Give `target` what `source` keeps for parameters and groups, and in attributes of its own."""
-    # A state may hold its parameter, or that of another.
+    """Copy per-parameter state, groups and attributes from `source` to `target`."""
+    # State may refer to its parameter, or to another one.
     known: dict[int, Any] = {id(parameter): twin for parameter, twin in twins.items()}
-    for group, own in zip(source.param_groups, target.param_groups, strict=True):
-        own |= {name: copy.deepcopy(value, known) for name, value in group.items() if name != "params"}
+    for group, target_group in zip(source.param_groups, target.param_groups, strict=True):
+        target_group |= {
+            name: copy.deepcopy(value, known) for name, value in group.items() if name != "params"
+        }
     for parameter, state in source.state.items():
         if parameter in twins:
             target.state[twins[parameter]] = {key: _copied(value, known) for key, value in state.items()}
     load_attributes({"": target}, read_attributes({"": source}).values)
-    # One around another, as Lookahead is, has the state of both.
+    # A wrapper, such as Lookahead, has the state of both.
     for name, inner in vars(source).items():
         if isinstance(inner, torch.optim.Optimizer) and inner is not source:
             _copy_state(inner, vars(target)[name], twins)
 
 
 def _copied(value: Any, known: dict[int, Any]) -> Any:
-    # Most of it is tensors, which a deep copy takes long over.
+    # Most of it is tensors, for which deepcopy is slow.
     if type(value) is Tensor and id(value) not in known and value._base is None:
         known[id(value)] = value.detach().clone()
     return copy.deepcopy(value, known)
 
 
 def _written(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Observation:
-    """Parameters and state after an update, and what the optimizer keeps in its groups."""
-    found: dict[str, Tensor | None] = {}
+    """Parameters, state and group values after an update."""
+    observation: dict[str, Tensor | None] = {}
     for parameter, name in names.items():
-        found[f"the parameter {name}"] = parameter.detach()
+        observation[f"the parameter {name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, (Tensor, int, float)):
-                found[f"the optimizer's {key} of {name}"] = torch.as_tensor(value)
+                observation[f"the optimizer's {key} of {name}"] = torch.as_tensor(value)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            # Flags say how torch computes, not what.
+            # Booleans select how torch computes, not what.
             if isinstance(value, (Tensor, int, float)) and not isinstance(value, bool):
-                found[f"the optimizer's {key} of group {number}"] = torch.as_tensor(value)
-    return found
+                observation[f"the optimizer's {key} of group {number}"] = torch.as_tensor(value)
+    return observation

@@ -1,9 +1,9 @@
-"""The one verification: a candidate against its reference, phase after phase, mended, and compared again.
+"""Verification: compares a candidate with its reference, corrects it, and compares again.
 
-A *reference* is a plain model. A *candidate* is what was built of it: one of several fused trials, stages, or
-both. The two take the same phases, from the same state and with the same random numbers, and what can be seen
-of each (outputs, loss, gradients, buffers) must agree up to rounding. Where it does not, the first module at
-which they differ is located; whoever has built the candidate mends it there, and all is compared again.
+A *reference* is a plain model. A *candidate* is what was built from it: one of several fused trials, stages,
+or both. The two run the same phases, from the same state and with the same random numbers, and their
+observations (outputs, loss, gradients, buffers) must agree up to rounding. If they do not, the first module
+at which they differ is located, the caller corrects the candidate there, and all is compared again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from plait.verification.compare import (
     measure_noise,
     perturb_in_place,
 )
+from plait.verification.module_trace import ModuleTrace, differing_keys
 from plait.verification.observe import Observation, observe_step, same_random_numbers
-from plait.verification.trace import ModuleTrace, differing_keys
 
 
 class Phase(NamedTuple):
-    """One forward, with backward where it is in training mode, on the first or the second batch."""
+    """One forward, with backward in training mode, on the first or the second batch."""
 
     training: bool
     batch: int
@@ -44,9 +44,9 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What a candidate does otherwise than its reference, in words, and the module to blame, where known.
+    """How a candidate differs from its reference, as text, and the module at fault, if known.
 
-    `differences` are those of the first `phase` in which there are any, of the first such `trial`.
+    `differences` are those of the first `phase` and `trial` that have any.
     """
 
     why: str
@@ -63,7 +63,7 @@ M = TypeVar("M", bound=Mismatch)
 
 
 class NotRepeatableError(Exception):
-    """A reference that does something else when it is run again: nothing can be compared with it."""
+    """A reference that gives different results when it is run again, so that nothing can be compared."""
 
     def __init__(self, phase: int, difference: Difference) -> None:
         super().__init__(str(difference))
@@ -71,10 +71,10 @@ class NotRepeatableError(Exception):
 
 
 class Reference(ABC):
-    """A plain model that takes phases from the state it has, as often as needed, and is left as it was.
+    """A plain model that runs phases from its current state, any number of times, and is restored.
 
-    `held` is what keeps state besides the model: its loss. Random numbers of the first phase start from
-    `seed`. `rounding` is that of the coarsest numbers which are computed with, where not the weights' own.
+    `held` is other stateful objects: the loss. Random numbers of the first phase start from `seed`.
+    `rounding` is the precision of the computation, if coarser than that of the weights.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Reference(ABC):
         """The outputs of a phase, and the loss to differentiate."""
 
     def visible(self, observed: Observation) -> Observation:
-        """What of an observation a candidate can show, too."""
+        """The part of an observation that candidates have too."""
         return observed
 
     def run(
         self, seed: int | None = None, until: int | None = None, trace: ModuleTrace | None = None
     ) -> Iterator[Observation]:
-        """What the model does in each phase up to `until`, in which `trace` watches.
+        """Run each phase up to `until`, which `trace` records.
 
-        With a `seed` it begins with weights that are rounded otherwise.
+        With a `seed`, start from perturbed weights.
         """
         last = len(self.phases) - 1 if until is None else until
         with borrowed(self.model, self._held):
@@ -112,7 +112,7 @@ class Reference(ABC):
             if seed is not None:
                 perturb_in_place(self.model.parameters(), seed, self._rounding)
             for number, phase in enumerate(self.phases[: last + 1]):
-                # Casts of weights are kept while autocast is on, and these are other weights now.
+                # Autocast caches casts of weights, and these are different weights.
                 torch.clear_autocast_cache()
                 watched = trace if trace is not None and number == last else nullcontext()
                 with same_random_numbers(self._seed + number), watched:
@@ -120,11 +120,11 @@ class Reference(ABC):
                 yield step
 
     def observe(self, phase: int, seed: int | None = None) -> Observation:
-        """What the model does in one phase, after those before it."""
+        """The observation of one phase, after running the earlier ones."""
         return self.visible(deque(self.run(seed, phase), maxlen=1)[0])
 
     def trace(self, phase: int, seed: int | None = None) -> ModuleTrace:
-        """What the modules of the model do in one phase."""
+        """The trace of the modules in one phase."""
         trace = ModuleTrace([self.model])
         deque(self.run(seed, phase, trace), maxlen=0)
         return trace
@@ -133,43 +133,43 @@ class Reference(ABC):
 def first_differences(
     reference: Reference,
     expected: Sequence[Observation],
-    found: Iterable[Observation],
+    actual: Iterable[Observation],
     noise: dict[int, Noise] | None = None,
 ) -> tuple[int, Sequence[Difference]] | None:
-    """The first phase in which a candidate differs from what is `expected` by more than rounding, and where.
+    """The first phase in which a candidate differs from `expected` beyond rounding, and the differences.
 
-    What is `found` of the candidate is asked for phase by phase. `noise` is what is known of rounding in
-    each phase; where that does not explain a difference, it is measured. Raises NotRepeatableError.
+    `actual` yields the candidate's observations phase by phase. `noise` is the known rounding error of each
+    phase; if it does not explain a difference, it is measured. Raises NotRepeatableError.
     """
     noise = {} if noise is None else noise
-    for phase, (complete, own) in enumerate(zip(expected, found)):
+    for phase, (complete, observed) in enumerate(zip(expected, actual)):
         wanted = reference.visible(complete)
-        differences = find_differences(wanted, own, noise.get(phase, Noise({})))
+        differences = find_differences(wanted, observed, noise.get(phase, Noise({})))
         if differences:
             if find_differences(wanted, reference.observe(phase), Noise({})):
-                # Its noise would hide whatever is wrong.
+                # Its noise would hide any error.
                 raise NotRepeatableError(phase, differences[0])
             noise[phase] = measure_noise(wanted, partial(reference.observe, phase))
-            differences = find_differences(wanted, own, noise[phase])
+            differences = find_differences(wanted, observed, noise[phase])
         if differences:
             return phase, differences
     return None
 
 
 def locate(
-    reference: Reference, phase: int, found: ModuleTrace, kinds: Sequence[str] = ("values",)
+    reference: Reference, phase: int, actual: ModuleTrace, kinds: Sequence[str] = ("values",)
 ) -> tuple[str, list[str]] | None:
-    """The first of `kinds` (`values`, `gradients`) in which modules of a candidate differ, and their keys."""
+    """The first of `kinds` (`values`, `gradients`) in which a candidate's modules differ, and their keys."""
     expected = reference.trace(phase)
     moved = [reference.trace(phase, seed) for seed in range(2)]
-    each = ((kind, differing_keys(expected, moved, found, kind)) for kind in kinds)
+    each = ((kind, differing_keys(expected, moved, actual, kind)) for kind in kinds)
     return next(((kind, keys) for kind, keys in each if keys), None)
 
 
 def verify(find: Callable[[], M | None], mend: Callable[[M], bool], attempts: int) -> M | None:
-    """Mend a candidate until it computes what its reference computes; None then, or else what is left.
+    """Correct a candidate until it equals its reference; returns None, or the remaining mismatch.
 
-    `mend` says whether it has changed anything, so that comparing again may help.
+    `mend` returns whether it has changed anything, so that comparing again may help.
     """
     mismatch: M | None = None
     for _ in range(attempts):

@@ -2,5 +2,5 @@
 
 Models are ordinary modules, a file per family, each with a `tiny` variant for CPU tests. Data sets are
 map-style and come from `plait.workloads.data.build`, losses from `plait.workloads.losses.build_loss`.
-Nothing here knows of processes, devices or plans.
+Nothing here depends on processes, devices or plans.
 """

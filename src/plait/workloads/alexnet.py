@@ -13,9 +13,9 @@ from plait.workloads.initial import he_normal, small_linears
 def alexnet(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Sequential:
     """AlexNet with one tower and no response normalisation: 61,100,840 parameters, as in torchvision.
 
-    Takes images of 224x224, or any of at least 63x63. Linear layers begin with the published
-    N(0, 0.01), convolutions with He's weights: theirs were tuned together with the response normalisation
-    that is absent here.
+    Takes images of 224x224, or any of at least 63x63. Linear layers are initialized with the published
+    N(0, 0.01), convolutions with He's method: the paper's were tuned for the response normalisation that is
+    absent here.
     """
     stem = nn.Conv2d(channels, 64, kernel_size=11, stride=4, padding=2)
     return small_linears(_alexnet(stem, (192, 384, 256, 256), 6, 4096, classes, dropout, ceil_mode=False))
@@ -24,7 +24,7 @@ def alexnet(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.
 def alexnet_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:
     """AlexNet's layers with a 3x3 stem and widths of 8 to 24, for images from 8x8."""
     stem = nn.Conv2d(channels, 8, kernel_size=3, padding=1)
-    # Pools that round up let an 8x8 image through all three.
+    # With ceil_mode, an 8x8 image passes all three pools.
     return _alexnet(stem, (16, 24, 16, 16), 1, 32, classes, dropout, ceil_mode=True)
 
 

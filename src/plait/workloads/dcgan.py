@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def generator(noise: int = 100, width: int = 64, channels: int = 3, doublings: int = 3) -> nn.Sequential:
-    """Noise (batch, noise, 1, 1) in, images in (-1, 1) out; the defaults make 64x64: 3,576,704 parameters."""
+    """Noise (batch, noise, 1, 1) in, images in (-1, 1) out; 64x64 by default: 3,576,704 parameters."""
     top = width * 2**doublings
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.ConvTranspose2d(noise, top, 4, 1, 0, bias=False), norm1=nn.BatchNorm2d(top), relu1=nn.ReLU()
@@ -56,7 +56,7 @@ class Flatten(nn.Module):
 
 
 def _initialised(model: nn.Sequential) -> nn.Sequential:
-    """Weights as published: N(0, 0.02), those of batch norms N(1, 0.02)."""
+    """Initialize weights as published: N(0, 0.02), those of batch norms N(1, 0.02)."""
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
             nn.init.normal_(module.weight, 0.0, 0.02)

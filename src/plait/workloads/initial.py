@@ -1,4 +1,4 @@
-"""How weights begin, where several families share it."""
+"""Weight initialization that several model families share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def he_normal(model: nn.Module) -> None:
-    """Draw the weights of convolutions and linear layers as He et al. (2015) do, and zero their biases.
+    """Initialize convolutions and linear layers as in He et al. (2015), with zero biases.
 
     The standard deviation is sqrt(2 / fan-in); the fan-in of a grouped convolution counts one group.
     Normalisation layers keep PyTorch's ones and zeros.
@@ -23,10 +23,10 @@ def he_normal(model: nn.Module) -> None:
 
 
 def small_linears(model: Model) -> Model:
-    """`model`, its linear weights drawn anew from N(0, 0.01), as the ImageNet models' authors do.
+    """`model`, with its linear weights initialized from N(0, 0.01), as in the ImageNet papers.
 
-    Pools and dropout enlarge what reaches the last layers of a wide model; with He's weights there, VGG-16
-    would begin with a loss five times that of guessing.
+    Pools and dropout enlarge the inputs of the last layers of a wide model; with He's method there, VGG-16
+    would start with a loss five times that of guessing.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):

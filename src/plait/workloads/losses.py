@@ -48,7 +48,7 @@ def _check_smoothing(options: Mapping[str, Any]) -> None:
             raise JobError(f"loss_args.{name}: found {shown(value)}, expected a number from 0 to 1")
 
 
-# What to do with a loss that has more than its arguments.
+# Advice for a loss with parameters.
 IN_THE_MODEL = (
     "make it part of the model: let forward take the target, call it and return {'loss': ..., ...}, and use "
     "loss: model"
@@ -56,7 +56,7 @@ IN_THE_MODEL = (
 
 
 def _refuse_weights(made: object, kind: str) -> None:
-    """Refuse a loss with weights, which are in no model and so in no optimizer and no checkpoint."""
+    """Raise for a loss with parameters, which would be in no optimizer and no checkpoint."""
     if isinstance(made, torch.nn.Module):
         for name, parameter in made.named_parameters():
             if parameter.requires_grad:
@@ -82,7 +82,7 @@ def find_loss(kind: str) -> Callable[..., Any]:
 
 
 class OwnLoss:
-    """A user's loss, whose answer is checked; what it raises says also what it was called with."""
+    """A user's loss with a checked result; its errors also describe the arguments."""
 
     def __init__(self, kind: str, loss: Loss) -> None:
         self.kind = kind
@@ -90,7 +90,7 @@ class OwnLoss:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         try:
-            found: Any = self.loss(output, target)
+            value: Any = self.loss(output, target)
         except PlaitError:
             raise
         except Exception as failure:
@@ -99,16 +99,16 @@ class OwnLoss:
                 f"as the target"
             )
             raise
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found.reshape(())
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.reshape(())
         raise JobError(
-            f"loss: {self.kind} returned {describe(found)}, expected one number, the mean over the batch, "
+            f"loss: {self.kind} returned {describe(value)}, expected one number, the mean over the batch, "
             f"as a tensor; end it with .mean()"
         )
 
 
 def describe(value: Any) -> str:
-    """What `value` is, in a few words: `a float32 tensor of shape (4, 10)`, `a list of 4 str`."""
+    """A short description of `value`: `a float32 tensor of shape (4, 10)`, `a list of 4 str`."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -122,9 +122,9 @@ def describe(value: Any) -> str:
 def cross_entropy(
     output: Tensor, target: Tensor, label_smoothing: float = 0.0, weight: ClassWeights | None = None
 ) -> Tensor:
-    """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes come last.
+    """The mean cross entropy of logits (batch, classes) or (batch, time, vocabulary); classes are last.
 
-    With `weight`, one number a class, it is the mean weighted by those of the targets.
+    With `weight`, one number per class, it is the mean weighted by those of the targets.
     """
     _check_tensor(output, "cross-entropy")
     target = _class_numbers(target)
@@ -158,7 +158,7 @@ def _class_numbers(target: Any) -> Tensor:
 
 
 class ClassWeights:
-    """One number for each class, as a tensor wherever the loss needs it."""
+    """One weight per class, as a tensor on any device."""
 
     def __init__(self, numbers: Any) -> None:
         is_list = isinstance(numbers, (list, tuple)) and bool(numbers)
@@ -179,9 +179,9 @@ class ClassWeights:
         key = output.dtype, output.device
         if key not in self._made:
             made = torch.tensor(self._numbers, dtype=output.dtype, device=output.device)
-            if type(made) is not Tensor:  # one without memory, which a later step could not use
+            if type(made) is not Tensor:  # a fake tensor, which must not be cached
                 return made
-            # Kept, since a copy to a GPU cannot be part of a CUDA graph.
+            # Cached, since a CUDA graph cannot contain the copy to a GPU.
             self._made[key] = made
         return self._made[key]
 
@@ -192,7 +192,7 @@ def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
     if not isinstance(target, Tensor):
         raise JobError(f"loss: mse found {describe(target)} as the target, expected a tensor of numbers")
     if output.shape != target.shape:
-        # Torch would broadcast the two, and train towards something nobody asked for.
+        # Torch would broadcast the two, and train towards something else.
         raise JobError(
             f"loss: mse found an output of shape {tuple(output.shape)} and a target of shape "
             f"{tuple(target.shape)}; expected the same shape"
@@ -206,37 +206,38 @@ def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
 def _check_tensor(output: object, kind: str) -> None:
     if not isinstance(output, Tensor):
         has_loss = _find_loss_in(output) is not None
-        own = (
-            "the output has a loss of its own: use loss: model"
+        advice = (
+            "the output has its own loss: use loss: model"
             if has_loss
             else ("write a loss of your own that takes the part it needs: loss: package.module:name")
         )
         raise JobError(
-            f"loss: {kind} found that the model returned a {type(output).__name__}, expected a tensor; {own}"
+            f"loss: {kind} found that the model returned a {type(output).__name__}, expected a tensor; "
+            f"{advice}"
         )
 
 
 def model_loss(output: Any, target: Any) -> Tensor:
     """The loss that the model computed: `output.loss`, `output["loss"]`, the first of a tuple, the output."""
-    found = _find_loss_in(output)
-    if found is None:
+    loss = _find_loss_in(output)
+    if loss is None:
         raise JobError(
             f"loss: found 'model', but the model returned {describe(output)}, which holds no loss; expected "
             f"an output with .loss, a dict with 'loss', or a tuple whose first item is the loss, one number. "
             f"Most models compute it only where the batch has targets: see that the samples hold labels"
         )
-    return found
+    return loss
 
 
 def _find_loss_in(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(output, (tuple, list)) and not hasattr(output, "loss"):
-        found = output[0] if output else None
+        loss = output[0] if output else None
     else:
-        found = getattr(output, "loss", output)
-    if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point():
-        return found.reshape(())
+        loss = getattr(output, "loss", output)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
     return None
 
 

@@ -15,12 +15,12 @@ def lstm(
     tied: bool = False,
     initial_range: float = 0.05,
 ) -> nn.Sequential:
-    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each window begins with a zero state.
+    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each window starts with a zero state.
 
-    The defaults are the paper's medium model on the Penn Treebank: 19,780,400 parameters, in the paper's
-    form with two bias vectors a layer. `tied` lets the decoder use the embedding's weight; with PyTorch's
+    The defaults are the paper's medium model on the Penn Treebank: 19,780,400 parameters, in the paper's form
+    with two bias vectors per layer. With `tied` the decoder uses the embedding's weight; with PyTorch's
     word_language_model settings for WikiText-2 (vocabulary 33,278, width 650) that gives 28,434,378. All
-    weights begin uniform in +-`initial_range`.
+    weights are initialized uniformly in +-`initial_range`.
     """
     embedding = nn.Embedding(vocabulary, width)
     decoder = nn.Linear(width, vocabulary)
@@ -48,7 +48,7 @@ def lstm_tiny(vocabulary: int = 256, tied: bool = False) -> nn.Sequential:
 
 
 class LSTMLayer(nn.Module):
-    """One LSTM layer that returns its outputs alone, so that layers chain and can be cut apart."""
+    """One LSTM layer that returns only its outputs, so that layers can be chained and cut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an evaluation counts, besides the loss."""
+"""Metrics of an evaluation besides the loss."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from plait.core.errors import JobError
 from plait.core.names import did_you_mean, resolve
 from plait.schema.settings import EvaluateSettings, Mode
 
-# What `means` divides; a metric that has `finish` turns the quotient into what is reported. One that has
-# `mode` knows whether less or more of it is better.
+# Returns numerator and denominator of a mean. The attribute `finish`, if any, converts the mean to the
+# reported value; `mode` says whether less or more is better.
 Metric = Callable[[Any, Any], tuple[Any, int]]
 M = TypeVar("M", bound=Callable[..., Any])
-# The target that losses of torch leave out: padding.
+# The target that losses of torch ignore: padding.
 IGNORED = -100
 
 
 def more_is_better(metric: M) -> M:
-    """`metric`, marked as one of which more is better."""
+    """Decorator: more of this metric is better."""
     metric.mode = "max"  # type: ignore[attr-defined]
     return metric
 
 
 @more_is_better
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """How many targets the largest logit names, and how many there are, padding (-100) left out."""
+    """The number of correct targets by the largest logit, and of all targets, without padding (-100)."""
     return (output.argmax(-1) == target).sum(), int((target != IGNORED).sum())
 
 
-# Another name for it, which jobs may have.
+# Another name that jobs may use.
 token_accuracy = accuracy
 
 
@@ -43,7 +43,7 @@ class Perplexity:
     mode: Mode = "min"
 
     def __call__(self, output: Any, target: Any) -> tuple[Tensor, int]:
-        """The cross entropy of all tokens together, and their number."""
+        """The sum of the cross entropy of all tokens, and their number."""
         if not isinstance(output, Tensor) or not isinstance(target, Tensor):
             raise JobError(
                 f"evaluate.metric: perplexity found that the model returned a {type(output).__name__} with a "
@@ -65,7 +65,7 @@ NAMED: dict[str, Metric] = {"accuracy": accuracy, "perplexity": perplexity}
 
 
 def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
-    """The metric's name and function; `auto` is accuracy where the loss is cross-entropy, else none."""
+    """The metric's name and function; `auto` is accuracy if the loss is cross-entropy, else none."""
     if name == "auto":
         return ("accuracy", accuracy) if loss == "cross-entropy" else None
     if name == "none":
@@ -73,10 +73,10 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
     if name in NAMED:
         return name, NAMED[name]
     if ":" in name:
-        own = name.rpartition(":")[2]
-        if own == "loss":
+        short_name = name.rpartition(":")[2]
+        if short_name == "loss":
             raise JobError(f"evaluate.metric: found {name!r}, but an evaluation has a loss; use another name")
-        return own, resolve(name, "evaluate.metric", JobError)
+        return short_name, resolve(name, "evaluate.metric", JobError)
     hint = did_you_mean(name, ["auto", *NAMED, "none"])
     raise JobError(
         f"evaluate.metric: found {name!r}, expected auto, {', '.join(NAMED)}, none or "
@@ -85,10 +85,10 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
 
 
 def find_modes(evaluate: EvaluateSettings, loss: str) -> dict[str, Mode]:
-    """Whether less or more is better, by the names of what an evaluation gives, where it is known."""
-    found = find_metric(evaluate.metric, loss)
-    known: Mode | None = "min" if found is None else _own_mode(found[1])
-    name = "loss" if found is None else found[0]
+    """Whether less or more is better, by the name of the metric, if known."""
+    metric = find_metric(evaluate.metric, loss)
+    known: Mode | None = "min" if metric is None else _own_mode(metric[1])
+    name = "loss" if metric is None else metric[0]
     if known is not None and evaluate.mode not in (None, known):
         raise JobError(f"evaluate.mode: found {evaluate.mode!r}, but of {name} it is {known!r}; leave it out")
     mode = evaluate.mode or known
@@ -96,13 +96,13 @@ def find_modes(evaluate: EvaluateSettings, loss: str) -> dict[str, Mode]:
 
 
 def _own_mode(metric: Metric) -> Mode | None:
-    # Other libraries call other things a mode.
-    found = getattr(metric, "mode", None)
-    return next((mode for mode in get_args(Mode) if isinstance(found, str) and found == mode), None)
+    # Other libraries use `mode` for other things.
+    declared = getattr(metric, "mode", None)
+    return next((mode for mode in get_args(Mode) if isinstance(declared, str) and declared == mode), None)
 
 
 def unknown_mode(name: str) -> str:
-    """What a user is told whose metric decides something but has no mode."""
+    """The message for a metric that is used for a decision but has no mode."""
     return (
         f"found {name!r}, of which it is not known whether less or more is better; add evaluate.mode: min "
         f"(an error) or evaluate.mode: max (a score)"

@@ -1,6 +1,6 @@
 """MobileNetV2 (Sandler et al., 2018) and MobileNetV3 (Howard et al., 2019).
 
-Convolutions begin with He's weights, linear layers of the published sizes with N(0, 0.01).
+Convolutions are initialized with He's method, linear layers of the published sizes with N(0, 0.01).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _V3_SMALL_TINY = (
     Bottleneck(5, 48, 16, True, nn.Hardswish, 1),
 )
 
-# The paper's batch normalisation averages slowly; a tiny model trains too briefly for that.
+# The paper's momentum is too slow for the short training of a tiny model.
 _V3_NORM: Norm = partial(nn.BatchNorm2d, eps=1e-3, momentum=0.01)
 _V3_TINY_NORM: Norm = partial(nn.BatchNorm2d, eps=1e-3)
 
@@ -148,7 +148,7 @@ class Skip(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """x, each channel scaled by what a small perceptron makes of the channels' means (Hu et al., 2018)."""
+    """x, each channel scaled by a small perceptron of the channels' means (Hu et al., 2018)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def _mobilenet_v3(shape: _V3Shape, classes: int, channels: int, dropout: float) 
 
 
 def _inverted_residual(channels: int, row: Bottleneck, norm: Norm) -> nn.Module:
-    """Widen, convolve each channel by itself, narrow; with a skip where the shape stays."""
+    """Expand, depthwise convolution, project; with a skip connection if the shape is unchanged."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     if row.expanded != channels:
         layers["expand"] = _unit(channels, row.expanded, norm, row.activation)
@@ -251,6 +251,6 @@ def _unit(
 
 
 def _divisible(channels: float) -> int:
-    """The multiple of eight nearest to `channels`, never under nine tenths of it: both papers' rule."""
+    """The multiple of eight nearest to `channels`, at least 90% of it, as in both papers."""
     rounded = max(8, int(channels + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * channels else rounded + 8

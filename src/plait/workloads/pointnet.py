@@ -30,7 +30,7 @@ def pointnet_segmenter_tiny(classes: int = 4) -> nn.Module:
 
 
 def _points(widths: Sequence[int], last_relu: bool) -> nn.Sequential:
-    """Layers that treat each point alike: convolutions of one point, batch norm, ReLU."""
+    """Pointwise layers: 1x1 convolutions, batch norm, ReLU."""
     layers: list[nn.Module] = []
     for number, (channels, width) in enumerate(pairwise(widths), 2):
         layers += [nn.Conv1d(channels, width, 1), nn.BatchNorm1d(width)]
@@ -40,7 +40,7 @@ def _points(widths: Sequence[int], last_relu: bool) -> nn.Sequential:
 
 
 class InputTransform(nn.Module):
-    """A 3x3 matrix for each cloud, the identity plus what the cloud suggests."""
+    """A 3x3 matrix for each cloud: the identity plus a learned function of the cloud."""
 
     def __init__(self, widths: Sequence[int], hidden: Sequence[int]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class InputTransform(nn.Module):
 
 
 class Features(nn.Module):
-    """What one point says (batch, first width, points) and what the cloud says (batch, last width)."""
+    """Features of each point (batch, first width, points) and of the cloud (batch, last width)."""
 
     def __init__(self, widths: Sequence[int], hidden: Sequence[int]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Classifier(nn.Module):
 
 
 class Segmenter(nn.Module):
-    """A class for each point, from what it and its cloud say."""
+    """A class for each point, from its features and those of its cloud."""
 
     def __init__(
         self, classes: int, widths: Sequence[int], hidden: Sequence[int], head: Sequence[int]

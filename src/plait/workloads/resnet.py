@@ -1,6 +1,6 @@
 """Residual networks (He et al., 2015), for ImageNet and for CIFAR.
 
-Convolutions begin with He's weights, the head of the published sizes with N(0, 0.01).
+Convolutions are initialized with He's method, the head of the published sizes with N(0, 0.01).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def resnet56_tiny(classes: int = 10, channels: int = 1) -> nn.Sequential:
     return _with_head(layers, 16, classes)
 
 
-# An 8x8 image ends as 2x2, so that batch normalisation has several values even in a batch of one.
+# An 8x8 image becomes 2x2, so that batch normalisation has several values even in a batch of one.
 _TINY_STRIDES = (1, 2, 2, 1)
 
 

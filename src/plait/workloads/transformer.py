@@ -21,11 +21,11 @@ def transformer(
     dropout: float = 0.1,
     tied: bool = True,
 ) -> nn.Sequential:
-    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each place sees those before it.
+    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each position attends to earlier ones.
 
-    The defaults are GPT-2 small: 124,439,808 parameters. `tied` lets the head use the token embedding's
-    weight, as GPT-2 does; apart, the head adds vocabulary x width. Weights begin as GPT-2's: N(0, 0.02),
-    smaller by sqrt(2 x layers) where a layer writes to the residual stream.
+    The defaults are GPT-2 small: 124,439,808 parameters. With `tied` the head uses the token embedding's
+    weight, as in GPT-2; otherwise it adds vocabulary x width parameters. Weights are initialized as in GPT-2:
+    N(0, 0.02), divided by sqrt(2 x layers) for layers that write to the residual stream.
     """
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     embeddings = Embeddings(vocabulary, context, width, dropout)
@@ -48,7 +48,7 @@ def transformer_tiny(vocabulary: int = 256, context: int = 64, tied: bool = True
 
 
 class Embeddings(nn.Module):
-    """Tokens (batch, time) to the sum of what each token and each place means (batch, time, width)."""
+    """Tokens (batch, time) to the sum of token and position embeddings (batch, time, width)."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with several heads; if causal, each place sees those before it alone."""
+    """Self-attention with several heads; if causal, each position attends only to earlier ones."""
 
     def __init__(self, width: int, heads: int, dropout: float, is_causal: bool = True) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a perceptron, each normalised before and added after."""
+    """One layer: attention and a perceptron, each after a norm and added to the input (pre-norm)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -10,16 +10,16 @@ from torch import nn
 from plait.workloads.initial import he_normal, small_linears
 
 _VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-# An 8x8 image is down to 1x1 after three pools.
+# An 8x8 image becomes 1x1 after three pools.
 _TINY = ((8, 8), (16, 16), (24, 24, 24))
 
 
 def vgg16(classes: int = 1000, channels: int = 3, dropout: float = 0.5) -> nn.Sequential:
     """VGG-16, configuration D, without batch normalisation: 138,357,544 parameters.
 
-    Takes images of 224x224; those of other sizes, from 32x32, are averaged to 7x7 before the linear layers.
-    Convolutions begin with He's weights, so that it trains without the paper's shallower nets, linear layers
-    with the paper's N(0, 0.01).
+    Takes images of 224x224; those of other sizes, from 32x32, are pooled to 7x7 before the linear layers.
+    Convolutions are initialized with He's method, so that it trains without the paper's pre-training of
+    shallower nets, linear layers with the paper's N(0, 0.01).
     """
     return small_linears(_vgg(_VGG16, 7, 4096, classes, channels, dropout))
 

@@ -1,1 +1,1 @@
-"""Monitors: plain objects that turn what a loop sees into signals; a user's own loop can hold them."""
+"""Monitors: plain objects that turn measurements of a loop into signals; usable in a user's loop."""

@@ -1,4 +1,4 @@
-"""Moving averages that are right from the first value on."""
+"""Bias-corrected moving averages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 class MovingAverage:
     """An exponential moving average, corrected for having started at zero (as Adam's moments are).
 
-    Values that are no finite numbers are left out.
+    Values that are not finite are skipped.
     """
 
     def __init__(self, decay: float) -> None:
@@ -29,7 +29,7 @@ class MovingAverage:
         return self._sum / self._weight if self._weight else None
 
     def state(self) -> tuple[float, float]:
-        """What `load` goes on from."""
+        """The state for `load`."""
         return self._sum, self._weight
 
     def load(self, state: tuple[float, float]) -> None:

@@ -1,14 +1,14 @@
 """Gradient noise scale and gradient variance from squared norms.
 
 The gradient of a batch of b samples is the true gradient G plus noise whose covariance has the trace S/b
-(McCandlish et al., 2018). So the squared norm of a part's gradient exceeds that of the whole batch's, and
-from both follow S, the variance of the gradient of one sample, and |G|²:
+(McCandlish et al., 2018). So the squared norm of a part's gradient exceeds that of the whole batch, and
+both together give S, the variance of the gradient of one sample, and |G|²:
 
-    parts = sum of w |g|² over parts, each of which has the share w of the batch
-    E[parts] = W |G|² + n S / B        for n parts with the shares W together
+    parts = sum of w |g|² over parts of the batch, w being the fraction of a part
+    E[parts] = W |G|² + n S / B        for n parts whose fractions sum to W
     E[whole] =   |G|² +   S / B
 
-S / |G|² is the noise scale: about the batch size up to which larger batches pay.
+S / |G|² is the noise scale: about the largest batch size that is still efficient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from plait.adapt.monitors.averages import MovingAverage
 
 DECAY = 0.98
-# Where less than this share of the mean squared norm is gradient, only a bound of the noise scale is known.
+# If |G|² is less than this fraction of the mean squared norm, only a lower bound of the noise scale is known.
 LEAST_SIGNAL = 0.01
 
 
@@ -29,8 +29,8 @@ class GradientNorms:
     """Squared norms of one step's gradient.
 
     `parts` is the sum of w |g|² over `count` parts of the batch, g being the mean gradient of a part and w
-    its share of the batch's `samples`; `weight` is the sum of w. `whole` is the squared norm of the whole
-    batch's mean gradient.
+    its fraction of the batch's `samples`; `weight` is the sum of w. `whole` is the squared norm of the mean
+    gradient of the whole batch.
     """
 
     parts: float
@@ -42,7 +42,7 @@ class GradientNorms:
 
 @dataclass(frozen=True)
 class GradientMoments:
-    """Unbiased estimates from one step; either may be negative, being a difference.
+    """Unbiased estimates from one step; as differences, they may be negative.
 
     `variance` is the trace of the covariance of one sample's gradient, `squared_norm` that of the true
     gradient.
@@ -53,7 +53,7 @@ class GradientMoments:
 
 
 def estimate(norms: GradientNorms) -> GradientMoments | None:
-    """What one step tells; None where its parts are the whole, or a norm is no number."""
+    """The estimates of one step; None if its only part is the whole batch, or a norm is not finite."""
     spread = norms.count - norms.weight
     if spread < 1e-9 or not math.isfinite(norms.parts) or not math.isfinite(norms.whole):
         return None
@@ -62,10 +62,10 @@ def estimate(norms: GradientNorms) -> GradientMoments | None:
 
 
 class GradientAverages:
-    """Moving averages of the moments of a run's gradients, and the noise scale that follows from them.
+    """Moving averages of the moments of a run's gradients, and the resulting noise scale.
 
-    Numerator and denominator are averaged apart: the mean of their quotients would be biased, and has no
-    bound where |G|² comes close to zero.
+    Numerator and denominator are averaged separately: the mean of their quotients would be biased, and
+    unbounded for |G|² close to zero.
     """
 
     def __init__(self, decay: float = DECAY) -> None:
@@ -75,15 +75,15 @@ class GradientAverages:
         self.steps = 0
 
     def update(self, norms: GradientNorms) -> None:
-        found = estimate(norms)
-        if found is not None:
-            self.add(found, norms.whole)
+        moments = estimate(norms)
+        if moments is not None:
+            self.add(moments, norms.whole)
 
-    def add(self, found: GradientMoments, whole: float) -> None:
-        """Take in the moments of one step, whose gradient's squared norm was `whole`."""
-        if math.isfinite(found.variance) and math.isfinite(found.squared_norm) and math.isfinite(whole):
-            self._variance.update(found.variance)
-            self._squared_norm.update(found.squared_norm)
+    def add(self, moments: GradientMoments, whole: float) -> None:
+        """Add the moments of one step, whose gradient has the squared norm `whole`."""
+        if math.isfinite(moments.variance) and math.isfinite(moments.squared_norm) and math.isfinite(whole):
+            self._variance.update(moments.variance)
+            self._squared_norm.update(moments.squared_norm)
             self._whole.update(whole)
             self.steps += 1
 
@@ -91,18 +91,18 @@ class GradientAverages:
     def variance(self) -> float | None:
         """The trace of the covariance of one sample's gradient; None before the first step.
 
-        Below zero where the steps so far cannot tell it from zero.
+        Negative if it cannot be distinguished from zero yet.
         """
         return self._variance.value
 
     @property
     def squared_norm(self) -> float | None:
-        """The squared norm of the true gradient; below zero where noise hides it."""
+        """The squared norm of the true gradient; negative if noise hides it."""
         return self._squared_norm.value
 
     @property
     def noise_scale(self) -> float | None:
-        """Samples; a lower bound where `note` says so, None before the first step."""
+        """In samples; a lower bound if `note` says so, None before the first step."""
         variance, squared_norm, whole = self._variance.value, self._squared_norm.value, self._whole.value
         if variance is None or squared_norm is None or whole is None:
             return None
@@ -113,7 +113,7 @@ class GradientAverages:
 
     @property
     def note(self) -> str | None:
-        """Why `noise_scale` is not the quotient of the averages, in words; None where it is."""
+        """Why `noise_scale` is not the quotient of the averages, as text; None if it is."""
         variance, squared_norm, whole = self._variance.value, self._squared_norm.value, self._whole.value
         if variance is None or squared_norm is None or whole is None:
             return None
@@ -122,17 +122,17 @@ class GradientAverages:
         if squared_norm < LEAST_SIGNAL * whole:
             return (
                 f"at least: the squared norm of the gradient is estimated as {squared_norm:.3g}, less than "
-                f"{LEAST_SIGNAL:.0%} of the batch's {whole:.3g}, and cannot be told from noise"
+                f"{LEAST_SIGNAL:.0%} of the batch's {whole:.3g}, and cannot be distinguished from noise"
             )
         return None
 
     def state(self) -> list[float]:
-        """What `load` goes on from, as plain numbers."""
+        """The state for `load`, as plain numbers."""
         averages = (self._variance, self._squared_norm, self._whole)
         return [float(self.steps), *(number for each in averages for number in each.state())]
 
     def load(self, state: Sequence[float]) -> None:
-        """Go on from a state; none of another length, as of a run that measured nothing."""
+        """Load a state; ignored if its length differs, as from a run without measurements."""
         if len(state) != len(self.state()):
             return
         self.steps = int(state[0])

@@ -1,13 +1,13 @@
-"""Gradient noise scale and variance in a training loop of one's own.
+"""Gradient noise scale and variance in a user's training loop.
 
-Each step must show the gradient of a part of the batch besides that of the whole. Three kinds of loops do:
+Each step must provide the gradient of a part of the batch besides that of the whole. Three kinds of loops do:
 
 - Gradient accumulation, also on one worker: call `after_microbatch` after each backward pass but the last,
   and `update` before `optimizer.step()`. Each microbatch's loss is weighted by its share of the batch.
 - Several workers that average gradients: `before_average` gives three numbers to be summed over the workers
   along with the gradients, and `update` takes the sums.
-- torch's DistributedDataParallel: give it as the model. The numbers ride on the all-reduce of its last
-  bucket, and only `update` is left to call.
+- torch's DistributedDataParallel: pass it as the model. The numbers are sent with the all-reduce of its last
+  bucket, and only `update` must be called.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class GradientVariance:
     """The variance of one sample's gradient (the trace of its covariance), as a moving average over steps."""
 
     def __init__(self, model: nn.Module | Iterable[Tensor], decay: float = DECAY) -> None:
-        found = model.parameters() if isinstance(model, nn.Module) else model
-        self._parameters = [parameter for parameter in found if parameter.requires_grad]
+        parameters = model.parameters() if isinstance(model, nn.Module) else model
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.averages = GradientAverages(decay)
-        # Of the step under way: the squared norm of the first microbatches' gradient, and their samples.
+        # In the current step: the squared norm of the first microbatches' gradient, and their samples.
         self._part: tuple[Tensor, int] | None = None
         self._in_buckets = _BucketNorms(model) if isinstance(model, DistributedDataParallel) else None
-        # On GPUs, the numbers of the step before, which have arrived by now.
+        # On GPUs, the numbers of the previous step, which have been copied to the host by now.
         self._arriving: list[Any] | None = None
 
     @property
     def value(self) -> float | None:
-        """The moving average; None before the first step whose parts were seen."""
+        """The moving average; None before the first complete step."""
         return self.averages.variance
 
     @property
     def note(self) -> str | None:
-        """What a reader of `value` must know, in words; None where there is nothing."""
+        """A remark on `value`, or None."""
         return self.averages.note
 
     def after_microbatch(self, samples: int) -> None:
-        """Note the gradient so far, after the backward pass of a microbatch of that many samples.
+        """Measure the gradient so far, after the backward pass of a microbatch of `samples` samples.
 
-        The first of a step counts: its gradient stands apart from the others' without a copy.
+        Only the first call in a step matters: its gradient is available without a copy.
         """
         if self._part is None:
             self._part = squared_norm(gradients(self._parameters)), samples
@@ -63,9 +63,9 @@ class GradientVariance:
         return torch.cat([norm.reshape(1), rest])
 
     def update(self, samples: int, sums: Tensor | None = None) -> None:
-        """Take in a step, whose whole gradient now is in `.grad`, of a batch of `samples` over all workers.
+        """Add a step, whose whole gradient is in `.grad`, of a batch of `samples` over all workers.
 
-        `sums` are those of `before_average`. On GPUs the numbers count one step later, so that nobody waits.
+        `sums` are those of `before_average`. On GPUs the numbers are used one step later, to avoid waiting.
         """
         whole = squared_norm(gradients(self._parameters))
         if self._in_buckets is not None:
@@ -92,11 +92,11 @@ class GradientVariance:
 
 
 class GradientNoiseScale(GradientVariance):
-    """The gradient noise scale S/|G|² in samples: up to about this batch size, larger batches pay."""
+    """The gradient noise scale S/|G|² in samples: about the largest batch size that is still efficient."""
 
     @property
     def value(self) -> float | None:
-        """The noise scale; a lower bound where `note` says so, None before the first step that was seen."""
+        """The noise scale; a lower bound if `note` says so, None before the first complete step."""
         return self.averages.noise_scale
 
     @property
@@ -105,12 +105,12 @@ class GradientNoiseScale(GradientVariance):
 
     @property
     def squared_norm(self) -> float | None:
-        """The squared norm of the true gradient; below zero where noise hides it."""
+        """The squared norm of the true gradient; negative if noise hides it."""
         return self.averages.squared_norm
 
 
 class _BucketNorms:
-    """Takes the squared norms of the buckets of a DistributedDataParallel before they are averaged."""
+    """Computes the squared norms of the buckets of a DistributedDataParallel before they are averaged."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
@@ -120,17 +120,17 @@ class _BucketNorms:
         model.register_comm_hook(None, self._hook())
 
     def take(self, samples: int) -> Tensor:
-        """The sums over the workers, each of which has an equal share of `samples`, of the last backward."""
+        """The sums over the workers of the last backward; each worker has an equal share of `samples`."""
         if self._sum is None:
             raise InputError("update: no backward pass of the DistributedDataParallel was seen before it")
-        found, self._sum = self._sum.double() * samples / self._size, None
-        return torch.stack([found, torch.full_like(found, samples), torch.full_like(found, self._size)])
+        total, self._sum = self._sum.double() * samples / self._size, None
+        return torch.stack([total, torch.full_like(total, samples), torch.full_like(total, self._size)])
 
     def _hook(self) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
         def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             return self._average(bucket)
 
-        # Torch compares types, and those of this module are written as text.
+        # Torch checks the annotations, which are strings in this module.
         hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
         return hook
 
@@ -150,5 +150,5 @@ class _BucketNorms:
                 summed = flat.copy_(summed[:-1])
             return summed.div_(self._size)
 
-        found: torch.futures.Future[Tensor] = work.get_future().then(averaged)
-        return found
+        future: torch.futures.Future[Tensor] = work.get_future().then(averaged)
+        return future

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Of one dot product: float32 sums over many millions lose digits.
+# The length of one dot product, as float32 sums over many millions lose digits.
 ELEMENTS = 1 << 20
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, as one float64 on their device; 0 where there are none.
+    """The sum of the squares of all elements, as one float64 on their device; 0 if there are none.
 
-    By dot products: on CPUs torch's float32 norms are off by a thousandth over millions of elements, and
-    differences of squared norms are what a variance is estimated from.
+    By dot products, as torch's float32 norms on CPUs are off by a thousandth over millions of elements, and
+    the variance is estimated from differences of squared norms.
     """
     squares = [_dot(tensor) for tensor in tensors]
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
@@ -27,11 +27,11 @@ def _dot(tensor: Tensor) -> Tensor:
         flat = flat.float()
     if not flat.numel():
         return torch.zeros((), dtype=torch.float64, device=flat.device)
-    return torch.stack([torch.dot(piece, piece) for piece in flat.split(ELEMENTS)]).double().sum()
+    return torch.stack([torch.dot(chunk, chunk) for chunk in flat.split(ELEMENTS)]).double().sum()
 
 
 def trial_squared_norms(tensors: Iterable[Tensor], trials: int) -> Tensor:
-    """As `squared_norm`, for each trial of tensors whose first axis numbers them."""
+    """Same as `squared_norm`, for each trial of tensors whose first axis is the trials."""
     squares = []
     for tensor in tensors:
         rows = tensor.detach().reshape(trials, -1)
@@ -42,5 +42,5 @@ def trial_squared_norms(tensors: Iterable[Tensor], trials: int) -> Tensor:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
+    """The gradients of the parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,1 +1,1 @@
-"""Policies: pure functions from the signals of a run to changes; replaying recorded signals tests them."""
+"""Policies: pure functions from the signals of a run to changes; testable by replaying recorded signals."""

@@ -13,13 +13,13 @@ from plait.core.errors import JobError
 from plait.core.run_events import Signals
 
 LrRule = Literal["linear", "sqrt", "adascale", "none"]
-# How far AdaScale's gain must have moved for the learning rate to follow it between two changes of the batch.
+# The relative change of AdaScale's gain that updates the learning rate between two changes of the batch size.
 _GAIN_STEP = 0.1
 
 
 @dataclass(frozen=True)
 class BatchSizeState:
-    """The job's own batch size, and the step of the last change."""
+    """The job's batch size, and the step of the last change."""
 
     base: int
     changed_at: int
@@ -27,11 +27,11 @@ class BatchSizeState:
 
 @dataclass(frozen=True)
 class AdaptiveBatchSize:
-    """Multiply the batch by `factor`, up to `most`, once the noise scale says that it pays.
+    """Multiply the batch size by `factor`, up to `most`, if the noise scale allows it.
 
-    It pays where the noise scale is at least `threshold` times the larger batch. With `shrink` a batch that
-    is larger than the noise scale by `factor` squared becomes smaller again, to the job's own at least.
-    Between two changes lie `every_steps` steps, in which the averages settle.
+    It does if it is at least `threshold` times the larger batch. With `shrink` a batch that is larger than
+    the noise scale by `factor` squared is reduced again, but not below the job's batch size. Changes are at
+    least `every_steps` steps apart, so that the averages can adapt.
     """
 
     most: int
@@ -77,12 +77,12 @@ class AdaptiveBatchSize:
 
 
 def lr_gain(rule: LrRule, now: Signals, scale: float, base: int) -> float:
-    """The factor on the job's learning rate for batches `scale` times as large as its own `base`."""
+    """The factor on the job's learning rate for batches `scale` times as large as the job's `base`."""
     return _RULES[rule](now, scale, base)
 
 
 def _adascale(now: Signals, scale: float, base: int) -> float:
-    """AdaScale's gain: from 1, where gradients have no noise, to `scale`, where they have little else."""
+    """AdaScale's gain: from 1, for gradients without noise, to `scale`, for mostly noise."""
     if now.variance is None or now.squared_norm is None or now.variance <= 0:
         return 1.0
     noise, signal = now.variance / base, max(now.squared_norm, 0.0)

@@ -1,4 +1,4 @@
-"""Adaptive plan: look for another one when workers take other times for their stages than was planned."""
+"""Adaptive plan: search for another plan when workers' times differ from the planned ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from plait.adapt.policies.policy import Decision, Proposal
 from plait.core.errors import JobError
 from plait.core.run_events import Signals
 
-# After so many windows a plan is looked for again, though workers are as slow as they were.
+# After this many windows the search is repeated, even if workers are as slow as before.
 RETRY_WINDOWS = 20
 
 
 @dataclass(frozen=True)
 class PlanState:
-    """What was found when a plan was last looked for: the step, and how slow each worker was."""
+    """The step of the last search for a plan, and how slow each worker was then."""
 
     since: int = 0
     slowness: tuple[float, ...] = ()
@@ -26,12 +26,11 @@ class PlanState:
 
 @dataclass(frozen=True)
 class AdaptivePlan:
-    """Plan again when a worker takes `threshold` more or less of the planned time than the others do.
+    """Replan when a worker's time relative to its planned time deviates by `threshold` from the others'.
 
-    Times are medians of `window` steps whose halves agree, so that a worker that is becoming slower is not
-    planned for at half way; what all workers take more than planned is no reason. The job changes over only
-    where a step becomes shorter by the share `gain` of it, and where that pays for the move in the steps that
-    are left.
+    Times are medians of `window` steps whose halves agree, so that a worker that is still becoming slower
+    does not trigger it; a slowdown of all workers does not either. The plan is changed only if a step becomes
+    shorter by the fraction `gain`, and if that pays for the move in the remaining steps.
     """
 
     threshold: float = 0.3
@@ -55,7 +54,7 @@ class AdaptivePlan:
             return Decision(state=PlanState(now.step))
         known = len(state.slowness) == len(slowness) and not self._differ(slowness, state.slowness)
         if known and now.step < state.since + RETRY_WINDOWS * self.window:
-            # A plan was looked for, and none was worth it.
+            # The search has found no plan that is worth the change.
             return Decision(state=state)
         worst = max(range(len(slowness)), key=lambda worker: max(slowness[worker], 1 / slowness[worker]))
         why = f"worker {worst} takes {slowness[worst]:.2f} times what was planned for it, against the others"
@@ -63,7 +62,7 @@ class AdaptivePlan:
         return Decision((proposal,), PlanState(now.step, slowness))
 
     def _slowness(self, signals: Sequence[Signals]) -> tuple[float, ...] | None:
-        """How many times its planned seconds each worker takes, against the one in the middle."""
+        """Each worker's time divided by its planned time, relative to the median."""
         timed = [each for each in signals if each.work_s and len(each.work_s) == len(each.planned_s)]
         if len(timed) < self.window:
             return None

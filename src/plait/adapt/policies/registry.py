@@ -1,4 +1,4 @@
-"""The policies that a job can name."""
+"""The policies that a job file can name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from plait.adapt.policies.batch_size import AdaptiveBatchSize
-from plait.adapt.policies.own_function import FunctionPolicy
 from plait.adapt.policies.plan import AdaptivePlan
 from plait.adapt.policies.policy import Policy
 from plait.adapt.policies.step_table import StepBased
 from plait.adapt.policies.sync import AdaptiveSync
 from plait.adapt.policies.topology import AdaptiveTopology
+from plait.adapt.policies.user_function import FunctionPolicy
 from plait.adapt.policies.workers import AdaptiveWorkers
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
@@ -30,7 +30,7 @@ POLICIES: Mapping[str, Any] = {
 
 
 def make_policy(kind: str, options: Mapping[str, Any]) -> Policy:
-    """The policy of a kind of ours, or a user's own named `package.module:function`."""
+    """The built-in policy of this kind, or a user's function `package.module:function`."""
     if ":" in kind:
         return FunctionPolicy(kind, options)
     if kind not in POLICIES:
@@ -51,5 +51,5 @@ def make_policy(kind: str, options: Mapping[str, Any]) -> Policy:
 
 
 def needs_norms(kind: str) -> bool:
-    """Whether a policy looks at gradients; a user's own may."""
+    """Whether a policy uses gradient norms; a user's function may."""
     return kind == "batch-size" or ":" in kind

@@ -1,4 +1,4 @@
-"""Step-based changes: a table of what to change after which step."""
+"""Step-based changes: a table of changes by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.core.names import did_you_mean
 from plait.core.run_events import Signals
 from plait.core.shown import shown
 
-# What an entry of the table is known by: the field that only this change has.
+# The field that identifies the kind of change of an entry.
 _BY_FIELD: Mapping[str, type] = {
     "batch_size": BatchSizeChange,
     "topology": TopologyChange,
@@ -24,7 +24,7 @@ _BY_FIELD: Mapping[str, type] = {
 
 
 def read_change(entry: Mapping[str, Any], where: str) -> Change:
-    """The change that `{batch_size: 128, lr_factor: 2}` and its like stand for."""
+    """The change described by an entry such as `{batch_size: 128, lr_factor: 2}`."""
     kinds = [kind for key, kind in _BY_FIELD.items() if key in entry]
     if len(kinds) != 1:
         near = did_you_mean(next(iter(entry), ""), _BY_FIELD)
@@ -34,15 +34,15 @@ def read_change(entry: Mapping[str, Any], where: str) -> Change:
         if key not in known:
             raise JobError(f"{where}: found {shown(key)}{did_you_mean(key, known)}")
     try:
-        found: Change = decode(kinds[0], entry, where)
+        change: Change = decode(kinds[0], entry, where)
     except ArtefactError as failure:
         raise JobError(str(failure)) from None
-    return found
+    return change
 
 
 @dataclass(frozen=True)
 class StepBased:
-    """Make each change of `changes` once its step is done: {100: {batch_size: 128, lr_factor: 2.0}}."""
+    """Apply each change of `changes` after its step: {100: {batch_size: 128, lr_factor: 2.0}}."""
 
     changes: Mapping[int, Mapping[str, Any]]
     state_type: ClassVar[type | None] = None
@@ -61,5 +61,5 @@ class StepBased:
         return [Proposal(read_change(entry, f"adapt.changes.{step}"), f"step {step}")] if entry else []
 
     def decide(self, signals: Sequence[Signals], state: Any) -> Decision:
-        """By signals, which are a step late; a loop asks `at` instead, which is exact."""
+        """Decide by signals, which are a step late; a loop calls `at` instead, which is exact."""
         return Decision(tuple(self.at(signals[-1].step)))

@@ -17,7 +17,7 @@ ALL_REDUCE = "all-reduce"
 
 @dataclass(frozen=True)
 class SyncState:
-    """Signals in a row that speak for a change, and the step of the last one."""
+    """The number of consecutive signals in favour of a change, and the step of the last change."""
 
     in_a_row: int = 0
     since: int = 0
@@ -25,11 +25,12 @@ class SyncState:
 
 @dataclass(frozen=True)
 class AdaptiveSync:
-    """Go over to `to`, with these `options`, when a worker is a straggler, and back when none is left.
+    """Switch to the sync `to`, with these `options`, if there is a straggler, and back if there is none.
 
-    A straggler takes `slow` times the median of all workers for its share of a step. It must do so for
-    `confirm` signals in a row; none must take more than `calm` times the median for `confirm_calm` in a row
-    on the way back. `calm` lies below `slow`, so that a worker at the edge changes nothing.
+    A straggler takes `slow` times the median of all workers for its share of a step, for `confirm`
+    consecutive signals. To switch back, no worker may take more than `calm` times the median for
+    `confirm_calm` consecutive signals. `calm` is below `slow`, so that a worker near the threshold does not
+    cause repeated switches.
     """
 
     to: str = "partial-reduce"

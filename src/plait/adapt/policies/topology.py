@@ -1,9 +1,9 @@
-"""Adaptive topology: sum over another graph when links get slow, and find the way back.
+"""Adaptive topology: all-reduce over another graph when links become slow, and back.
 
-The policy takes the median of a window as each worker's reference. When most workers see their links below a
-share of it, and steps take longer, it tries the candidates one after another and stays with the first that
-restores the throughput, or else with the best. From then on it watches the new one likewise, and now and then
-tries the job's own again, ever more rarely while that is still slow.
+The policy uses the median of a window as each worker's reference. If most workers see their links below a
+fraction of it, and steps take longer, it tries the candidates one after another and keeps the first that
+restores the throughput, or else the best. Then it monitors the new topology in the same way, and periodically
+retries the job's topology, with increasing intervals while that is still slow.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from plait.adapt.policies.policy import Decision, Proposal
 from plait.core.errors import JobError
 from plait.core.run_events import Signals
 
-# How many times `retry_steps` the wait for the next try of the job's own topology grows to.
+# The longest interval between retries of the job's topology, as a multiple of `retry_steps`.
 _LONGEST_WAIT = 16
 
 
 @dataclass(frozen=True)
 class TopologyReference:
-    """What a topology gave when it was measured: links by worker, seconds and samples a second of a step."""
+    """Measurements of a topology: link speed by worker, seconds per step, samples per second."""
 
     links: tuple[float, ...]
     step_s: float
@@ -33,19 +33,19 @@ class TopologyReference:
 
 @dataclass(frozen=True)
 class TopologyState:
-    """`measure` a reference, `watch` for slow links, `try` a candidate, or `retry` the job's own topology."""
+    """The phase is one of `measure` (a reference), `watch`, `try` (a candidate), `retry` (the job's own)."""
 
     home: str
     current: str
     batch_size: int
     phase: Literal["measure", "watch", "try", "retry"] = "measure"
-    # The step after which the current topology is in use; those before say nothing about it.
+    # The step after which the current topology is in use.
     since: int = 0
     reference: TopologyReference | None = None
     home_reference: TopologyReference | None = None
-    # Samples a second of the topologies tried since links were found slow.
+    # Samples per second of the topologies tried since links became slow.
     tried: Mapping[str, float] = field(default_factory=dict)
-    # The topology to go back to from a retry, and how long to wait for the next one.
+    # The topology to return to after a retry, and the steps until the next retry.
     before: str = ""
     wait: int = 0
 
@@ -54,10 +54,10 @@ class TopologyState:
 class AdaptiveTopology:
     """Switch between the job's topology and `candidates`.
 
-    References are medians of `window` steps. Links are slow where for `confirm` steps more than half of the
+    References are medians of `window` steps. Links are slow if for `confirm` steps more than half of the
     workers have less than `threshold` of their reference, and steps take `slower` times as long. A candidate
-    is measured over `trial_steps` and taken at once if it gives `enough` of the throughput before. The job's
-    own topology is tried again after `retry_steps`, and after twice as many each time it is still slow.
+    is measured over `trial_steps` and kept at once if it has `enough` of the original throughput. The job's
+    topology is retried after `retry_steps`, and after twice as many each time it is still slow.
     """
 
     candidates: tuple[str, ...] = ("binary-tree", "ring", "clique")
@@ -83,7 +83,7 @@ class AdaptiveTopology:
         if state is None:
             state = TopologyState(now.topology, now.topology, now.batch_size, since=now.step)
         if now.batch_size != state.batch_size:
-            state = _measured_anew(state, now)
+            state = _restart_measuring(state, now)
         seen = [s for s in signals if s.step > state.since and s.link_bytes_per_s and s.step_s is not None]
         if state.phase == "measure":
             return self._measure(seen, state)
@@ -96,9 +96,9 @@ class AdaptiveTopology:
     def _measure(self, seen: Sequence[Signals], state: TopologyState) -> Decision:
         if len(seen) < self.window:
             return Decision(state=state)
-        found = reference_of(seen[-self.window :])
-        home = found if state.current == state.home else state.home_reference
-        return Decision(state=replace(state, phase="watch", reference=found, home_reference=home))
+        measured = reference_of(seen[-self.window :])
+        home = measured if state.current == state.home else state.home_reference
+        return Decision(state=replace(state, phase="watch", reference=measured, home_reference=home))
 
     def _watch(self, seen: Sequence[Signals], state: TopologyState) -> Decision:
         assert state.reference is not None
@@ -120,7 +120,7 @@ class AdaptiveTopology:
         return Decision(state=state)
 
     def _try(self, seen: Sequence[Signals], state: TopologyState) -> Decision:
-        """Judge a candidate once it was measured: the first step after a switch is not."""
+        """Evaluate a candidate after measuring it, without the first step after the switch."""
         if len(seen) < 1 + self.trial_steps:
             return Decision(state=state)
         assert state.reference is not None
@@ -132,7 +132,7 @@ class AdaptiveTopology:
         return self._go_on(seen, state, f"{state.current} gives {share:.2f} of the throughput before")
 
     def _go_on(self, seen: Sequence[Signals], state: TopologyState, why: str) -> Decision:
-        """Try the next candidate, or stay with the best of all that were tried."""
+        """Try the next candidate, or keep the best of those tried."""
         for candidate in dict.fromkeys((*self.candidates, state.home)):
             if candidate not in state.tried:
                 return _switch(replace(state, phase="try"), candidate, seen[-1].step, why)
@@ -146,38 +146,38 @@ class AdaptiveTopology:
     def _retry(self, seen: Sequence[Signals], state: TopologyState) -> Decision:
         if len(seen) < 1 + self.trial_steps:
             return Decision(state=state)
-        found = reference_of(seen[-self.trial_steps :])
+        measured = reference_of(seen[-self.trial_steps :])
         known = state.home_reference
-        share = found.samples_per_s / known.samples_per_s if known is not None else 1.0
+        share = measured.samples_per_s / known.samples_per_s if known is not None else 1.0
         if share >= self.enough:
-            return Decision(state=replace(state, phase="watch", reference=known or found, wait=0))
+            return Decision(state=replace(state, phase="watch", reference=known or measured, wait=0))
         why = f"{state.home} gives {share:.2f} of what it gave; next try after {state.wait} steps"
         return _switch(replace(state, phase="watch"), state.before, seen[-1].step, why)
 
     def _is_slow(self, seen: Sequence[Signals], reference: TopologyReference) -> bool:
         if len(seen) < self.confirm:
             return False
-        found = reference_of(seen[-self.confirm :])
-        slow = found.step_s > self.slower * reference.step_s
-        return slow and 2 * self._votes(found, reference) > len(found.links)
+        measured = reference_of(seen[-self.confirm :])
+        slow = measured.step_s > self.slower * reference.step_s
+        return slow and 2 * self._votes(measured, reference) > len(measured.links)
 
-    def _votes(self, found: TopologyReference, reference: TopologyReference) -> int:
-        return sum(link < self.threshold * usual for link, usual in zip(found.links, reference.links))
+    def _votes(self, measured: TopologyReference, reference: TopologyReference) -> int:
+        return sum(link < self.threshold * usual for link, usual in zip(measured.links, reference.links))
 
 
 def reference_of(seen: Sequence[Signals]) -> TopologyReference:
-    """The medians of some steps."""
+    """The medians over some steps."""
     links = tuple(median(each) for each in zip(*(s.link_bytes_per_s for s in seen)))
     seconds = median(s.step_s for s in seen if s.step_s is not None)
     return TopologyReference(links, seconds, median(s.samples_per_s for s in seen if s.samples_per_s))
 
 
-def _measured_anew(state: TopologyState, now: Signals) -> TopologyState:
-    """Another batch has another throughput: what was measured with the one before tells nothing of it."""
+def _restart_measuring(state: TopologyState, now: Signals) -> TopologyState:
+    """Start measuring again, as a different batch size has a different throughput."""
     return TopologyState(state.home, state.current, now.batch_size, since=now.step)
 
 
 def _switch(state: TopologyState, topology: str, step: int, why: str) -> Decision:
     proposal = Proposal(TopologyChange(topology), why)
-    # Signals are a step late: the one under way still went over the topology before.
+    # Signals are a step late: the step in progress still uses the previous topology.
     return Decision((proposal,), replace(state, current=topology, since=step + 1))

@@ -1,4 +1,4 @@
-"""Adaptive workers: add workers while that pays, then step back by one."""
+"""Adaptive workers: add workers while that improves the throughput, then remove the last one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from plait.core.run_events import Signals
 
 @dataclass(frozen=True)
 class WorkersState:
-    """The throughput with one worker less, and since when the number is what it is; `done` at the end.
+    """The throughput with one worker less, and the step of the last change; `done` at the end.
 
-    `asked` is the number that was asked for and is not there yet: workers take their time to start.
+    `asked` is the requested number of workers while they are still starting.
     """
 
     workers: int
@@ -29,9 +29,9 @@ class WorkersState:
 
 @dataclass(frozen=True)
 class AdaptiveWorkers:
-    """Add a worker, up to `most`, until one adds less than `gain` to the throughput; then take it away again.
+    """Add workers, up to `most`, until one adds less than `gain` to the throughput; then remove it again.
 
-    Each number is judged by the median of `window` steps, after `settle` steps that are left out.
+    Each number of workers is evaluated by the median of `window` steps, after skipping `settle` steps.
     """
 
     most: int
@@ -51,7 +51,7 @@ class AdaptiveWorkers:
         if now.workers == state.asked:
             state = replace(state, workers=now.workers, since=now.step, asked=None)
         if now.workers != state.workers:
-            # Not what was asked for: a worker was lost, or someone else changed the number.
+            # Not the requested number: a worker was lost, or another source changed it.
             return Decision(state=WorkersState(now.workers, now.step))
         if state.asked is not None or state.done:
             return Decision(state=state)

@@ -1,1 +1,1 @@
-"""How bytes travel between two workers: shared memory, TCP, gloo, NCCL, CUDA IPC."""
+"""Transports between two workers: shared memory, TCP, gloo, NCCL, CUDA IPC."""

@@ -1,6 +1,6 @@
-"""Memory of a GPU that workers of one host share: tensors cross without passing through the host.
+"""GPU memory that workers of one host share by CUDA IPC, so that tensors need no copy through the host.
 
-The workers may sit on one GPU, or on two that can reach each other's memory.
+The workers may use one GPU, or two with peer access.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class GpuMemory:
-    """Bytes on a GPU, and an event that its stream reaches once what was last written is there."""
+    """Bytes on a GPU, and an event that is recorded after the last write."""
 
     flat: Tensor
     written: torch.cuda.Event
 
     @staticmethod
     def make(size: int, device: torch.device) -> GpuMemory:
-        """New memory; to be called with `device` current."""
+        """New memory; call it with `device` as the current device."""
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         return GpuMemory(memory, torch.cuda.Event(interprocess=True))
 
     def handle(self) -> bytes:
-        """What another process opens this memory with."""
+        """The IPC handle with which another process opens this memory."""
         shared = self.flat.untyped_storage()._share_cuda_()
         fields = [_plain(field) for field in (*shared[1:], self.written.ipc_handle())]
         return json.dumps([name_of(self.flat.device), *fields]).encode()
 
     @staticmethod
     def open(handle: bytes) -> GpuMemory:
-        """The memory that another process of this host has made."""
+        """Open the memory of another process of this host."""
         name, *fields = json.loads(handle.rstrip(b"\0"))
         *shared, event = (_original(field) for field in fields)
         index = _names().index(name)
@@ -45,7 +45,7 @@ class GpuMemory:
 
 
 def _plain(field: Any) -> Any:
-    """A number as it is, bytes as text in a list of their own."""
+    """A number unchanged; bytes as text in a list."""
     return [base64.b64encode(field).decode()] if isinstance(field, bytes) else field
 
 
@@ -54,17 +54,17 @@ def _original(field: Any) -> Any:
 
 
 def name_of(device: torch.device) -> str:
-    """A name of the GPU that is the same in every process."""
+    """The UUID of the GPU, equal in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def reachable_from(device: torch.device) -> tuple[str, ...]:
-    """The names of the GPUs whose memory `device` can read; its own is among them."""
-    own = torch.cuda.current_device() if device.index is None else device.index
+    """The names of the GPUs whose memory `device` can read, including itself."""
+    current = torch.cuda.current_device() if device.index is None else device.index
     return tuple(
         name
         for index, name in enumerate(_names())
-        if index == own or torch.cuda.can_device_access_peer(own, index)
+        if index == current or torch.cuda.can_device_access_peer(current, index)
     )
 
 

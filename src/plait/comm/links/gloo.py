@@ -1,10 +1,11 @@
-"""gloo between two workers: one flat message after the other, the next receive posted ahead.
+"""Messages over gloo between two workers: flat buffers, with the next receive posted in advance.
 
-Both ends agree on a size and every message has it; one that needs more is preceded by a message of the old
-size that says so. Smaller ones cost nothing but their rest.
+Both ends agree on a size, and every message has it. A larger message is preceded by one of the old size that
+announces the new size. Smaller messages are padded.
 
-gloo says of no send that it is done until somebody waits for it. So every message also says how many its
-sender has received on one of the other direction's channels, each in turn: those have left their buffers.
+gloo does not report that a send is complete unless it is waited for. So every message also acknowledges how
+many messages its sender has received on one channel of the other direction, round-robin; their buffers are
+free again.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from plait.comm.links.packing import NONE_RECEIVED, Buffer, Message, Received, p
 from plait.comm.tags import Tag
 
 _FIRST_CAPACITY = 1 << 12
-# The tag on which two ends exchange at their close what they have posted, and for how many channels.
+# The maximum number of channels in the list of posted receives that both ends exchange at close.
 _MOST_CHANNELS = 1024
 
 
 @dataclass
 class _Outgoing:
-    """What was sent on one channel: messages under way, and how many have left."""
+    """What was sent on one channel: messages in flight, and how many are complete."""
 
     capacity: int = _FIRST_CAPACITY
     under_way: deque[tuple[dist.Work, Buffer]] = field(default_factory=deque)
@@ -36,7 +37,7 @@ class _Outgoing:
     left: int = 0
 
     def wait_for_first(self, seconds: float) -> None:
-        """Take back the buffer of the oldest message, once it has left."""
+        """Wait for the oldest message, and reclaim its buffer."""
         work, buffer = self.under_way[0]
         work.wait(timedelta(seconds=seconds))
         self.under_way.popleft()
@@ -53,25 +54,25 @@ class _Incoming:
 
 
 class RemoteLink:
-    """One end of the connection to a worker of another host; it goes through the world's process group."""
+    """One end of the connection to a worker of another host, over the default process group."""
 
     def __init__(self, peer: int, window: int) -> None:
         self._peer = peer
         self._window = window
         self._outgoing: dict[int, _Outgoing] = defaultdict(_Outgoing)
         self._incoming: dict[int, _Incoming] = defaultdict(_Incoming)
-        # Channels with messages that the peer does not know to have been received, in the order of these.
+        # Channels with received messages that are not yet acknowledged, oldest first.
         self._unacknowledged: dict[int, None] = {}
 
     @property
     def buffer_count(self) -> int:
-        """The buffers of messages that are sent, in use or free."""
+        """The number of send buffers, used or free."""
         return sum(len(out.under_way) + len(out.free) for out in self._outgoing.values())
 
     def send(
         self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
     ) -> None:
-        """Start a message on its way; waits only where a window of messages is under way already."""
+        """Send a message; blocks only if the window of messages in flight is full."""
         out = self._outgoing[channel]
         packing = packing_of(tensors, note)
         if packing.size > out.capacity:
@@ -88,7 +89,7 @@ class RemoteLink:
         self._start(channel, out, buffer)
 
     def _received(self) -> Received:
-        """What to report to the peer next about its own messages."""
+        """The next acknowledgement to the peer: channel and number of received messages."""
         channel = next(iter(self._unacknowledged), None)
         if channel is None:
             return NONE_RECEIVED
@@ -96,7 +97,7 @@ class RemoteLink:
         return channel, self._incoming[channel].received
 
     def _take_back(self, received: Received, seconds: float) -> None:
-        """Take back the buffers of the messages that the peer has received."""
+        """Reclaim the buffers of messages that the peer has acknowledged."""
         channel, count = received
         if channel >= 0:
             out = self._outgoing[channel]
@@ -120,7 +121,7 @@ class RemoteLink:
             into.posted = (work, buffer)
 
     def receive(self, channel: int, seconds: float) -> Message:
-        """The next message of `channel`, waited for `seconds` at most; the one after it is then expected."""
+        """Wait at most `seconds` for the next message of `channel`, then post the next receive."""
         into = self._incoming[channel]
         while True:
             self.expect(channel)
@@ -139,7 +140,7 @@ class RemoteLink:
         return Message(buffer.read(), lambda: into.free.append(buffer))
 
     def close(self, seconds: float) -> None:
-        """Fill the receives that the peer has posted ahead, and wait for all that is under way."""
+        """Complete the receives that the peer has posted in advance, and wait for all operations."""
         for channel in self._exchange_posted(seconds):
             out = self._outgoing[channel]
             end = Buffer(torch.empty(out.capacity, dtype=torch.uint8))
@@ -153,10 +154,10 @@ class RemoteLink:
                 into.posted[0].wait(timedelta(seconds=seconds))
 
     def _exchange_posted(self, seconds: float) -> list[int]:
-        """The channels on which the peer has a receive posted; it learns of this end's."""
-        own = [channel for channel, into in self._incoming.items() if into.posted is not None]
+        """Exchange the channels with posted receives; returns the peer's."""
+        posted = [channel for channel, into in self._incoming.items() if into.posted is not None]
         mine, theirs = torch.full((2, _MOST_CHANNELS), -1)
-        mine[: len(own)] = torch.tensor(own, dtype=torch.int64)
+        mine[: len(posted)] = torch.tensor(posted, dtype=torch.int64)
         sent = dist.isend(mine, self._peer, tag=Tag.CLOSING)
         received = dist.irecv(theirs, self._peer, tag=Tag.CLOSING)
         for work in (sent, received):

@@ -1,6 +1,6 @@
-"""What two workers of one host are linked by: a socket of notices, and memory handed over through it.
+"""The link between two workers of one host: a socket for notices, which also passes file descriptors.
 
-Memory is a file without a name, so nothing is left behind however a worker ends.
+Shared memory is an anonymous file, so nothing remains however a worker ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 _WITH_FILES = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 _DESCRIPTOR = struct.Struct("i")
-# Room next to a notice for one descriptor.
+# Space for one descriptor in the ancillary data of a notice.
 _EXTRA = socket.CMSG_LEN(_DESCRIPTOR.size)
 # The kind of notice, and three numbers.
 _NOTICE = struct.Struct("<BqqQ")
@@ -24,24 +24,23 @@ _END = 0
 
 
 def make_file(size: int) -> int:
-    """The descriptor of a new file without a name, which can be mapped and handed to other workers."""
+    """The descriptor of a new anonymous file, which can be mapped and passed to other workers."""
     descriptor = os.memfd_create("plait")
     os.ftruncate(descriptor, size)
     return descriptor
 
 
 def map_file(descriptor: int, size: int) -> Tensor:
-    """The first `size` bytes of a file as memory that all who map it share; the descriptor may be closed."""
-    # By its path: Python's mmap would keep a descriptor open for each file.
+    """Map the first `size` bytes of a file as shared memory; the descriptor may then be closed."""
+    # By path, as Python's mmap would keep a descriptor open for each file.
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
 
 
 class LocalLink:
-    """One end of the connection to a worker of the same host, which carries notices. No call waits.
+    """One end of the connection to a worker of the same host, for notices. No call blocks.
 
-    A notice is a kind, which is not 0, and three numbers whose meaning both ends know. What a full socket
-    does not take goes out later. `ended` is set where the peer has closed its end on purpose, `lost` where it
-    is gone otherwise.
+    A notice is a nonzero kind and three numbers. Notices that do not fit into a full socket are sent later.
+    `ended` is set if the peer has closed its end deliberately, `lost` if it is gone otherwise.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -55,18 +54,18 @@ class LocalLink:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether notices wait for the peer to read earlier ones."""
+        """Whether there are unsent notices because the socket is full."""
         return bool(self._unsent)
 
     def notify(
         self, kind: int, first: int = 0, second: int = 0, third: int = 0, descriptor: int | None = None
     ) -> None:
-        """Send a notice, and with it a file, whose `descriptor` is closed here once it is handed over."""
+        """Send a notice, optionally with a file, whose `descriptor` is closed here after sending."""
         self._unsent.append((_NOTICE.pack(kind, first, second, third), descriptor))
         self.send_unsent()
 
     def send_unsent(self) -> None:
-        """Send what the socket takes now."""
+        """Send queued notices as far as the socket has space."""
         while self._unsent:
             packet, descriptor = self._unsent[0]
             try:
@@ -78,16 +77,16 @@ class LocalLink:
             except BlockingIOError:
                 return
             except OSError:
-                # The peer is gone; the next wait for it reads the end of the connection and reports it.
+                # The peer is gone; the next wait reads the end of the connection and reports it.
                 pass
             self._unsent.popleft()
             if descriptor is not None:
                 os.close(descriptor)
 
     def notices(self, with_files: bool = False) -> Iterator[tuple[int, int, int, int, int | None]]:
-        """The notices that have come: kind, numbers, and the descriptor of the file that came with it.
+        """The received notices: kind, numbers, and the descriptor of the file sent with it.
 
-        To look for files, with `with_files`, takes a little longer.
+        Receiving files, with `with_files`, is a little slower.
         """
         while not (self.ended or self.lost):
             extra: list[tuple[int, int, bytes]] = []
@@ -99,7 +98,7 @@ class LocalLink:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The peer closed without reading all of ours; what it sent before can still be read.
+                # The peer closed without reading all our notices; what it sent before can still be read.
                 continue
             except OSError:
                 packet = b""
@@ -111,6 +110,6 @@ class LocalLink:
                 yield *_NOTICE.unpack(packet), _DESCRIPTOR.unpack(extra[0][2])[0] if extra else None
 
     def close(self) -> None:
-        """Close this end; the peer is notified that it was on purpose."""
+        """Close this end; the peer is notified that it was deliberate."""
         self.notify(_END)
         self._socket.close()

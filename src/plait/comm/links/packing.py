@@ -1,7 +1,6 @@
-"""Messages: tensors packed into one flat buffer that says itself what it holds.
+"""Messages: tensors packed into one flat, self-describing buffer.
 
-The description is read only where it differs from the one before, so shapes are agreed once and again
-when they change.
+The description is parsed only if it differs from the previous one, so it costs little while shapes are equal.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory
 
-# The number of the message (a microbatch), the whole message's bytes, the description's bytes; a channel of
-# the other direction, and how many messages the sender has received on that.
+# The number of the message (a microbatch), the bytes of the message, the bytes of the description; a channel
+# of the other direction, and how many messages the sender has received on it.
 _PREFIX = struct.Struct("<qqqqq")
 _ALIGNMENT = 64
 
@@ -31,7 +30,7 @@ Signature = tuple[tuple[str, tuple[int, ...]] | None, ...]
 
 @dataclass(frozen=True)
 class Content:
-    """What a message brought: tensors (None where there was none), its number and its note."""
+    """The content of a message: tensors or None, its number, and a text."""
 
     number: int
     tensors: tuple[Tensor | None, ...]
@@ -40,7 +39,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each tensor of a message lies; `size` is the whole message's."""
+    """The offset of each tensor of a message; `size` is that of the whole message."""
 
     signature: Signature
     note: str
@@ -55,29 +54,29 @@ class Packing:
 
 
 def packing_of(tensors: Sequence[Tensor | None], note: str = "") -> Packing:
-    """The packing that these tensors need."""
+    """The layout of a message with these tensors."""
     return _packing(tuple(None if t is None else (str(t.dtype), tuple(t.shape)) for t in tensors), note)
 
 
 @lru_cache(maxsize=1024)
 def _packing(signature: Signature, note: str) -> Packing:
     description = json.dumps([signature, note]).encode()
-    place = _aligned(_PREFIX.size + len(description))
+    offset = _aligned(_PREFIX.size + len(description))
     offsets = []
     for spec in signature:
-        offsets.append(place)
-        place = _aligned(place + _bytes(spec))
-    return Packing(signature, note, description, tuple(offsets), place)
+        offsets.append(offset)
+        offset = _aligned(offset + _bytes(spec))
+    return Packing(signature, note, description, tuple(offsets), offset)
 
 
 @lru_cache(maxsize=1024)
 def _packing_from(description: bytes) -> Packing:
-    found, note = json.loads(description)
-    return _packing(tuple(None if s is None else (s[0], tuple(s[1])) for s in found), note)
+    signature, note = json.loads(description)
+    return _packing(tuple(None if s is None else (s[0], tuple(s[1])) for s in signature), note)
 
 
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNMENT) * _ALIGNMENT
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def _bytes(spec: tuple[str, tuple[int, ...]] | None) -> int:
@@ -95,9 +94,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class Buffer:
-    """Flat memory for messages, one after the other; views into it are made once for each packing.
+    """Flat memory for one message at a time; views into it are cached by packing.
 
-    With `gpu`, the tensors lie there, and `flat` holds only what the message says of itself.
+    With `gpu`, the tensors are stored there, and `flat` holds only the header and description.
     """
 
     def __init__(self, flat: Tensor, gpu: GpuMemory | None = None) -> None:
@@ -112,16 +111,16 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """The bytes that there are for tensors."""
+        """The capacity for tensors in bytes."""
         return (self.flat if self.gpu is None else self.gpu.flat).numel()
 
     @property
     def message_size(self) -> int:
-        """The bytes of the message in the buffer, head and tensors."""
+        """The size of the message in the buffer, header and tensors."""
         return int(_PREFIX.unpack_from(self._bytes)[1])
 
     def fits(self, packing: Packing, on_gpu: bool) -> bool:
-        """Whether a message can be written, its tensors to where they are to lie."""
+        """Whether a message fits, with its tensors on the right device."""
         if (self.gpu is not None) != on_gpu:
             return False
         return packing.head_size <= self.capacity and packing.size <= self.size
@@ -133,7 +132,7 @@ class Buffer:
         tensors: Sequence[Tensor | None],
         received: Received = NONE_RECEIVED,
     ) -> None:
-        """Copy a message into the buffer, from whatever device its tensors are on."""
+        """Copy a message into the buffer, with tensors from any device."""
         head = _PREFIX.pack(number, packing.size, len(packing.description), *received) + packing.description
         self._bytes[: len(head)] = head
         for view, tensor in zip(self._view(packing), tensors):
@@ -143,23 +142,23 @@ class Buffer:
             self.gpu.written.record()
 
     def write_need(self, size: int) -> None:
-        """Say that the next message needs a buffer of `size` bytes instead of a message."""
+        """Write, instead of a message, that the next one needs a buffer of `size` bytes."""
         self._bytes[: _PREFIX.size] = _PREFIX.pack(-1, size, 0, *NONE_RECEIVED)
 
     def need(self) -> int | None:
-        """The size that `write_need` asked for; None where there is a message."""
+        """The size that `write_need` wrote; None if the buffer holds a message."""
         _, size, length, *_ = _PREFIX.unpack_from(self._bytes)
         return None if length else int(size)
 
     def received(self) -> Received:
-        """What the sender had received when it wrote this."""
+        """The acknowledgement in this message."""
         *_, channel, count = _PREFIX.unpack_from(self._bytes)
         return channel, count
 
     def read(self) -> Content:
-        """The message in the buffer; its tensors are views, good until the next one is written.
+        """The message in the buffer; its tensors are views, valid until the next write.
 
-        On a GPU, what the current stream does from now on comes after the write.
+        On a GPU, later work on the current stream waits for the write.
         """
         if self.gpu is not None:
             self.gpu.written.wait()
@@ -183,7 +182,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Message:
-    """A message received. `release` gives its memory back to the sender; its tensors are void then."""
+    """A received message. `release` returns its memory to the sender, which invalidates its tensors."""
 
     content: Content
     release: Callable[[], None]

@@ -1,9 +1,9 @@
-"""Shared memory between two workers of one host: tensors cross with one copy, the sender's.
+"""Messages in shared memory between two workers of one host: tensors are copied once, by the sender.
 
-Notices through a socket say which buffer holds the next message and which is free again. A sender that
-finds no free buffer makes one, up to the window. Sizes are rounded, so that messages of many sizes share
-buffers. No call waits. Tensors of a GPU whose memory the peer can read stay there: the buffer's file then
-holds the message's description and, behind it, the handle of that memory.
+Notices over a socket say which buffer holds the next message and which is free again. A sender without a free
+buffer makes a new one, up to the window. Sizes are rounded, so that messages of many sizes can share buffers.
+No call blocks. Tensors on a GPU whose memory the peer can read stay there: the buffer's file then holds the
+message's description, followed by the IPC handle of that memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass
 class _SendSlot:
-    """One buffer of ours; `descriptor` is its file until the peer has been handed it."""
+    """One send buffer; `descriptor` is its file until it was passed to the peer."""
 
     number: int
     buffer: Buffer
@@ -37,12 +37,12 @@ class _SendSlot:
 
 
 class SharedLink(LocalLink):
-    """Messages to and from a worker of the same host; `gpu` is this one's, if the peer reads it."""
+    """Messages to and from a worker of the same host; `gpu` is this worker's, if the peer can read it."""
 
     def __init__(self, connection: socket.socket, gpu: torch.device | None = None) -> None:
         super().__init__(connection)
         self._gpu = gpu
-        # Messages given back whose last reader is still to run on the GPU.
+        # Released messages whose last reader on the GPU is not finished.
         self._leaving: deque[tuple[torch.cuda.Event, int]] = deque()
         self._ours: list[_SendSlot] = []
         self._free: list[_SendSlot] = []
@@ -52,21 +52,21 @@ class SharedLink(LocalLink):
         self._channel_of: dict[int, int] = {}
 
     def under_way(self, channel: int) -> int:
-        """Messages sent on `channel` whose memory the peer has not given back."""
+        """The number of messages on `channel` that the peer has not released."""
         return self._under_way[channel]
 
     @property
     def buffer_count(self) -> int:
-        """The buffers that messages of both directions occupy, also while no message does."""
+        """The number of buffers of both directions, used or free."""
         return len(self._ours) + len(self._theirs)
 
     @property
     def seen_gpu_bytes(self) -> int:
-        """The peer's GPU memory that messages came in so far; it stays open."""
+        """The size of the peer's GPU memory that is opened here."""
         return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)
 
     def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
-        """Copy a message into a free buffer and notify the peer; never waits."""
+        """Copy a message into a free buffer and notify the peer; never blocks."""
         self.take_notices()
         packing = packing_of(tensors, note)
         on_gpu = self._gpu is not None and any(t is not None and t.is_cuda for t in tensors)
@@ -96,14 +96,14 @@ class SharedLink(LocalLink):
         return Message(buffer.read(), release)
 
     def give_back(self, wait: bool = False) -> None:
-        """Return GPU memory that nobody reads any more to the peer; with `wait`, once nobody does."""
+        """Return GPU memory to the peer if its readers are finished; with `wait`, wait for them."""
         while self._leaving and (wait or self._leaving[0][0].query()):
             read, number = self._leaving.popleft()
             read.synchronize()
             self.notify(_FREE, 0, number)
 
     def take_notices(self) -> None:
-        """Read the notices that the peer has sent, without waiting."""
+        """Read the notices that the peer has sent, without blocking."""
         self.give_back()
         self.send_unsent()
         for kind, channel, number, size, descriptor in self.notices(with_files=True):
@@ -121,7 +121,7 @@ class SharedLink(LocalLink):
         super().close()
 
     def _find(self, packing: Packing, on_gpu: bool) -> _SendSlot:
-        """The smallest free buffer that is large enough, or a new one."""
+        """The smallest free buffer that is large enough, else a new one."""
         fitting = [slot for slot in self._free if slot.buffer.fits(packing, on_gpu)]
         if fitting:
             slot = min(fitting, key=lambda s: s.buffer.size)
@@ -134,7 +134,7 @@ class SharedLink(LocalLink):
 
 
 def _make(packing: Packing, gpu: torch.device | None) -> tuple[Buffer, int]:
-    """A buffer in a new file; where its tensors lie on a GPU, their memory's handle follows in the file."""
+    """A buffer in a new file; for GPU tensors the file also contains the handle of their memory."""
     size = _rounded(packing.size)
     capacity = _pages(size if gpu is None else packing.head_size)
     if gpu is None:
@@ -149,7 +149,7 @@ def _make(packing: Packing, gpu: torch.device | None) -> tuple[Buffer, int]:
 
 
 def _open(descriptor: int, capacity: int, on_gpu: bool) -> Buffer:
-    """A buffer that the peer has made."""
+    """Open a buffer that the peer has made."""
     if not on_gpu:
         return Buffer(map_file(descriptor, capacity))
     handle = os.pread(descriptor, os.fstat(descriptor).st_size - capacity, capacity)
@@ -161,7 +161,7 @@ def _pages(size: int) -> int:
 
 
 def _rounded(size: int) -> int:
-    """The next of the sizes 4, 5, 6 and 7 times a power of two: at most a quarter more."""
+    """`size` rounded up to 4, 5, 6 or 7 times a power of two: at most a quarter more."""
     step = 1 << max(0, size.bit_length() - 3)
     return -(-size // step) * step
 

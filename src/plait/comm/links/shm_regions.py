@@ -1,7 +1,7 @@
-"""Regions: memory of a worker that the others of its host read in place, and notices about what is in it.
+"""Shared memory regions that the other workers of a host read in place, and notices about their content.
 
-Nothing is copied on the way: a notice says that something is ready, and the reader reads it in place. The
-writer leaves that memory unchanged until it receives the notice that it has been read.
+Nothing is copied: a notice says that data is ready, and the reader reads it in place. The writer does not
+change that memory until it receives the notice that it has been read.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TOLD, _SHOWN = 1, 2
 
 
 class SharedBuffer:
-    """Memory of this worker that it can show to others; it ends with the last process that sees it.
+    """Memory of this worker that can be shared with others; freed with the last process that maps it.
 
-    On systems without anonymous shared memory it is memory like any other, and can be shown to nobody.
+    On systems without anonymous shared memory it is ordinary memory, and cannot be shared.
     """
 
     def __init__(self, size: int) -> None:
-        # The kernel maps no empty file.
+        # The kernel does not map empty files.
         self.size = max(size, 1)
         self.descriptor: int | None = None
         if not hasattr(os, "memfd_create"):
@@ -37,7 +37,7 @@ class SharedBuffer:
         self.flat = map_file(self.descriptor, self.size)
 
     def close(self) -> None:
-        """Show it to nobody any more; those who have seen it keep it, and so does `flat`."""
+        """Stop sharing it; peers that have mapped it, and `flat`, stay valid."""
         if self.descriptor is not None:
             os.close(self.descriptor)
 
@@ -48,12 +48,12 @@ class LocalPeer(LocalLink):
     region: Tensor | None = None
 
     def show(self, region: SharedBuffer) -> None:
-        """Share `region` with the peer; the first notice it gets."""
+        """Share `region` with the peer; this must be the first notice."""
         assert region.descriptor is not None
         self.notify(_SHOWN, third=region.size, descriptor=os.dup(region.descriptor))
 
     def see(self, seconds: float) -> None:
-        """Wait for the peer's region, its first notice; raises OSError where none comes."""
+        """Wait for the peer's region, its first notice; raises OSError on timeout."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         if not poll.poll(max(0.001, seconds) * 1e3):
@@ -65,12 +65,12 @@ class LocalPeer(LocalLink):
         os.close(descriptor)
 
     def announce(self, topic: int, number: int) -> None:
-        """Send a notice: two numbers whose meaning both know."""
+        """Send a notice of two numbers."""
         self.notify(_TOLD, topic, number)
 
 
 class Poller:
-    """Waits for notices of local peers, and for a call from another thread of this process."""
+    """Waits for notices of local peers, and for wake-ups from other threads of this process."""
 
     def __init__(self, peers: Mapping[int, LocalPeer]) -> None:
         self._peers = {peer.fileno(): (name, peer) for name, peer in peers.items()}
@@ -83,28 +83,28 @@ class Poller:
             self._poll.register(descriptor, select.POLLIN)
 
     def call(self) -> None:
-        """End the wait of the thread that listens, now or when it comes to it; from any thread."""
-        # A full socket holds calls enough that were not answered yet; a closed one has no listener.
+        """Wake up the waiting thread, or its next wait; may be called from any thread."""
+        # A full socket already holds unread wake-ups; a closed one has no reader.
         with contextlib.suppress(OSError):
             self._caller.send(b"!")
 
     def wait(self, seconds: float | None) -> list[int]:
-        """The peers that have sent something, once there are any; none after a call or `seconds`."""
+        """Wait until peers have sent something, and return them; none after a wake-up or `seconds`."""
         self._watch_full()
-        found = []
+        ready = []
         for descriptor, _ in self._poll.poll(None if seconds is None else max(0.0, seconds) * 1e3):
             if descriptor in self._peers:
                 name, peer = self._peers[descriptor]
                 peer.send_unsent()
-                found.append(name)
+                ready.append(name)
             else:
                 with contextlib.suppress(BlockingIOError):
                     while len(self._called.recv(4096)) == 4096:
                         pass
-        return found
+        return ready
 
     def forget(self, peer: LocalPeer) -> None:
-        """Listen to `peer` no more: it has ended or is lost."""
+        """Stop polling `peer`, which has ended or is lost."""
         if self._peers.pop(peer.fileno(), None) is not None:
             self._poll.unregister(peer.fileno())
 

@@ -1,7 +1,7 @@
-"""A TCP connection between two workers of different hosts, with the same face as shared memory.
+"""A TCP connection between two workers of different hosts, with the same interface as shared memory.
 
-Sending never waits: what the connection does not take at once goes out whenever this end looks for news.
-The peer answers each message it has used, so a sender knows how many are under way.
+Sending never blocks: data that the socket does not accept is sent when this end next polls. The peer
+acknowledges each message that it has released, so a sender knows how many are in flight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.comm.links.packing import Buffer, Message, packing_of
 
-# The kind of frame, the channel, the bytes that follow.
+# The type of the frame, the channel, the size of the body.
 _HEAD = struct.Struct("<BIQ")
 _FULL, _FREE, _END = 1, 2, 3
 
@@ -42,15 +42,15 @@ class WireLink:
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits to go out."""
+        """Whether there is unsent data."""
         return bool(self._unsent)
 
     def under_way(self, channel: int) -> int:
-        """Messages sent on `channel` that the peer has not used up."""
+        """The number of messages on `channel` that the peer has not released."""
         return self._under_way[channel]
 
     def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
-        """Copy a message and start it on its way; never waits."""
+        """Copy a message and start sending it; never blocks."""
         packing = packing_of(tensors, note)
         buffer = Buffer(torch.empty(packing.size, dtype=torch.uint8))
         buffer.write(number, packing, tensors)
@@ -65,7 +65,7 @@ class WireLink:
         return Message(buffer.read(), lambda: self._put(_FREE, channel))
 
     def take_notices(self) -> None:
-        """Send and read what can be without waiting."""
+        """Send and receive as much as possible without blocking."""
         self._push()
         try:
             while not self.lost and not self.ended:
@@ -81,7 +81,7 @@ class WireLink:
             self.lost = True
 
     def close(self) -> None:
-        """Close this end; the peer is notified that it was on purpose."""
+        """Close this end; the peer is notified that it was deliberate."""
         self._put(_END, 0)
         self._socket.close()
 
@@ -101,11 +101,11 @@ class WireLink:
         except BlockingIOError:
             return
         except OSError:
-            # What the peer sent before it ended can still be read; reading then finds the end.
+            # What the peer sent before it ended can still be read; the read after that finds the end.
             self._unsent.clear()
 
     def _take_piece(self) -> None:
-        """A head or a body is complete: act on it and say where the next bytes go."""
+        """Process a complete header or body, and prepare the buffer for the next bytes."""
         kind, channel, size = _HEAD.unpack(self._head)
         if self._body is None and size:
             self._body = torch.empty(size, dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""How torch's functions compute for all trials at once: the tensor, its rules, and what has none."""
+"""Dispatch of torch functions on trial tensors: to a rule, or to a fallback."""

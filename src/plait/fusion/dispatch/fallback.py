@@ -1,4 +1,4 @@
-"""What computes a torch function that has no rule: its own Python body, vmap, or the trials one by one."""
+"""Fallbacks for torch functions without a rule: their Python body, vmap, or a loop over the trials."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from plait.fusion.errors import FusionError, user_line
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial
 
-# What these return is read by Python, and Python can take only one branch.
+# Functions that return values to Python, which can take only one branch.
 _VALUES = (
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ is_nonzero equal "
     "allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
 )
-# Of these, what is one value to Python: where all trials have the same, there is no question which.
+# Those among them that return one value: allowed if all trials have the same.
 _SCALARS = frozenset(
     (
         "item",
@@ -65,7 +65,7 @@ _RANDOM = (
 
 
 def find_rule(function: Function) -> Rule:
-    """The rule for a function that the table does not hold; the table remembers it."""
+    """Choose a rule for a function that is not in the table, and add it to the table."""
     if getattr(function, "__name__", "") == "__get__":
         return metadata
     if isinstance(function, types.FunctionType) and (function.__module__ or "").startswith("torch."):
@@ -74,7 +74,7 @@ def find_rule(function: Function) -> Rule:
 
 
 def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """What the wrapper itself knows: shape, type, device."""
+    """Metadata of the wrapper: shape, dtype, device."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
@@ -84,9 +84,9 @@ READING_RULES.add(metadata)
 
 @takes_per_trial
 def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Run the Python body that torch has for `function`, on trial tensors; its operations have rules."""
+    """Run torch's Python implementation of `function` on trial tensors; its operations have rules."""
     if function in _descending:
-        raise RecursionError(f"{_name(function)} comes back to itself")
+        raise RecursionError(f"{_name(function)} calls itself")
     _descending.append(function)
     try:
         with without_draws(function):
@@ -95,14 +95,14 @@ def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
         _descending.pop()
 
 
-# The functions whose bodies are running now, outermost first; models run in one thread.
+# The functions whose bodies are running, outermost first; models run in one thread.
 _descending: list[Function] = []
 
 
 def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, failure: Exception) -> Any:
-    """What a rule that failed should have computed: trial by trial, or torch's error about one trial."""
+    """Compute trial by trial what a failed rule should have; or raise torch's error about one trial."""
     final = isinstance(failure, FusionError) and not isinstance(failure, PastRulesError)
-    # The last is torch's way to end a recomputation early.
+    # The last is how torch ends a recomputation early.
     if final or isinstance(failure, (torch.OutOfMemoryError, _StopRecomputationError)):
         raise failure
     if rule in _FINAL:
@@ -114,30 +114,30 @@ def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, fa
     except Exception as lone_failure:
         if isinstance(lone_failure, (AssertionError, RecursionError, LayoutError)):
             raise _unknown(function, failure) from failure
-        # The call is wrong for a lone tensor too, and torch says why.
+        # The call is also wrong for a plain tensor, and torch says why.
         raise lone_failure from None
 
 
 def refuse_outside(function: Function) -> NoReturn:
-    """Refuse a tensor of the trials where no fused module runs and plain tensors have the trials axis."""
+    """Raise FusionError for a trial tensor used outside of a fused module's call."""
     raise FusionError(
         f"{user_line()}\n  calls {_name(function)} on a tensor that a fused model kept, after its call has "
-        f"ended, where it would not fit tensors that have the trials first",
+        f"ended, where other tensors have the trials axis first",
         "return it from the model, or compute with it in fused.map(function, ...)",
     )
 
 
 def refuse_transformed(function: Function) -> NoReturn:
-    """Refuse torch.func's transforms around what trials compute: they would differentiate the sum of all."""
+    """Raise FusionError inside transforms of torch.func: they would differentiate the sum over trials."""
     raise FusionError(
         f"{user_line()}\n  calls {_name(function)} on tensors of the trials within a transform of torch.func "
-        f"(grad, vjp, jvp, jacrev, vmap, ...), which knows nothing of trials",
+        f"(grad, vjp, jvp, jacrev, vmap, ...), which does not support trials",
         "name the module in fuse(..., unfused=[...]), or use torch.autograd.grad",
     )
 
 
 def _loop_anyhow(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Trial by trial; where a slice lies in memory as no lone tensor would, on copies of the slices."""
+    """Trial by trial; on contiguous copies of the slices if that fails."""
     try:
         return loop(function, args, kwargs)
     except FusionError:
@@ -155,7 +155,7 @@ def _loop_anyhow(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def loop_contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Trial by trial on slices that lie as a lone tensor does; some gradients of torch need that."""
+    """Trial by trial on contiguous slices, which some backward functions of torch need."""
     return loop(function, *pytree.tree_map(_trials_outermost, (args, kwargs)))
 
 
@@ -166,9 +166,9 @@ def _trials_outermost(value: Any) -> Any:
 
 
 def _unknown(function: Function, failure: Exception) -> FusionError:
-    words = " ".join(str(failure).split())
+    message = " ".join(str(failure).split())
     return FusionError(
-        f"{user_line()}\n  calls {_name(function)} in a way that has no fused form ({words[:160]})",
+        f"{user_line()}\n  calls {_name(function)} in a way that has no fused form ({message[:160]})",
         "name the module in fuse(..., unfused=[...]), or write the call another way",
     )
 
@@ -178,7 +178,7 @@ def _name(function: Function) -> str:
 
 
 class without_draws:
-    """Refuse `function` if it draws from torch's generators: all trials share them."""
+    """Raises if `function` draws from torch's generators, which all trials share."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -192,7 +192,7 @@ class without_draws:
 
 
 def _drawn() -> tuple[Any, ...]:
-    """What changes with each number that torch's generators give out."""
+    """A value that changes with each draw from torch's generators."""
     with torch._C._DisableTorchDispatch():
         marks: tuple[Any, ...] = (torch.default_generator.get_state().numpy().tobytes(),)
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
@@ -202,7 +202,7 @@ def _drawn() -> tuple[Any, ...]:
 
 @cache
 def body_of(function: types.FunctionType) -> types.FunctionType:
-    """`function` without its question whether a tensor overrides it, which led here."""
+    """`function` without its `__torch_function__` check, which led here."""
     never = {
         name: lambda *tensors: False
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -220,7 +220,7 @@ def body_of(function: types.FunctionType) -> types.FunctionType:
 
 @takes_per_trial
 def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The function under torch.func.vmap; once vmap refuses it, trial by trial from then on."""
+    """The function under torch.func.vmap; if vmap fails, trial by trial from then on."""
     if is_in_place(function):
         return _in_place(function, args, kwargs)
     if any(isinstance(leaf, PerTrial) for leaf in leaves((args, kwargs))):
@@ -230,19 +230,19 @@ def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as failure:
         if "random operation" in str(failure):
             return refuse_random(function, args, kwargs)
-        # A call that is wrong in itself fails here too, with torch's own message about one trial.
+        # An invalid call fails here too, with torch's own message about one trial.
         outcome = loop(function, args, kwargs)
         RULES[function] = loop
         return outcome
 
 
 def _in_place(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Write what the function of the same name returns that writes nothing; vmap writes trial by trial."""
+    """Compute an in-place function by its out-of-place version, and write the result."""
     refuse_shared_target(function, args)
     lasting = getattr(torch.Tensor, _name(function).removesuffix("_"), None)
     if lasting is None or _name(function).startswith("__"):
         return loop(function, args, kwargs)
-    # Of a copy: what autograd saves must not be written below.
+    # On a copy, as autograd may save it and it is written below.
     outcome = lasting(args[0].clone(), *args[1:], **kwargs)
     if outcome.shape != args[0].shape or outcome.dtype != args[0].dtype:
         return loop(function, args, kwargs)
@@ -253,20 +253,20 @@ def _in_place(function: Function, args: Arguments, kwargs: Options) -> Any:
 def _vmapped(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(args, kwargs)
     flat, spec = pytree.tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, TrialTensor)]
+    indices = [i for i, leaf in enumerate(flat) if isinstance(leaf, TrialTensor)]
 
     def call(*inner: Tensor) -> Any:
         values = list(flat)
-        for place, tensor in zip(places, inner):
-            values[place] = tensor
+        for index, tensor in zip(indices, inner):
+            values[index] = tensor
         some_args, some_kwargs = pytree.tree_unflatten(values, spec)
         return function(*some_args, **some_kwargs)
 
-    return wrap(torch.func.vmap(call, randomness="error")(*(flat[i].stacked for i in places)), trials)
+    return wrap(torch.func.vmap(call, randomness="error")(*(flat[i].stacked for i in indices)), trials)
 
 
 def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None = None) -> Any:
-    """The function for one trial after another, the outcomes stacked; with `rows`, on each one's own rows."""
+    """The function for one trial after another, results stacked; with `rows`, without padding rows."""
     trials = trials_of(args, kwargs)
     with without_draws(function):
         calls = [one_trial((args, kwargs), trial, rows) for trial in range(trials.count)]
@@ -279,10 +279,10 @@ def loop(function: Function, args: Arguments, kwargs: Options, rows: Rows | None
 
 
 def _loop_in_place(function: Function, args: Arguments, calls: list[Any]) -> Any:
-    """The function on a copy of each trial's tensor, and all of them written at once.
+    """The function on a copy of each trial's tensor; all are written back at once.
 
-    Written one by one, each write would count for all: autograd takes what it saved of the first trial for
-    spoilt by the write of the second.
+    Separate writes would each increase the common version counter, and autograd would reject what it saved
+    for the first trial after the write of the second.
     """
     refuse_shared_target(function, args)
     copies = []
@@ -296,13 +296,13 @@ def _loop_in_place(function: Function, args: Arguments, calls: list[Any]) -> Any
 
 
 def is_in_place(function: Function) -> bool:
-    """Whether `function` writes into its first argument, by torch's naming."""
+    """Whether `function` writes to its first argument, by torch's naming convention."""
     name = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
 def refuse_shared_target(function: Function, args: Arguments) -> None:
-    """One tensor that all trials share cannot hold what differs between them."""
+    """Raise FusionError if values that differ between trials are written to a tensor that they share."""
     if not isinstance(args[0], TrialTensor):
         raise FusionError(
             f"{user_line()}\n  writes what differs between trials into a tensor that all trials share; make "
@@ -313,25 +313,25 @@ def refuse_shared_target(function: Function, args: Arguments) -> None:
 
 def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:
     """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
-    # If some tensors are known to have rows, one that is not has none: class weights, say.
+    # If some tensors are known to have rows, the others (such as class weights) have none.
     known = rows is not None and any(
         isinstance(x, TrialTensor) and x.rows_at is not None for x in leaves(values)
     )
 
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
-            own = value.stacked[trial]
-            return own if rows is None or (known and value.rows_at is None) else rows.cut(own, trial)
+            part = value.stacked[trial]
+            return part if rows is None or (known and value.rows_at is None) else rows.cut(part, trial)
         return value.of(trial) if isinstance(value, PerTrial) else value
 
     return pytree.tree_map(pick, values)
 
 
 def stack_outcomes(outcomes: list[Any], trials: Trials) -> Any:
-    """What each trial returned, tensor by tensor, as trial tensors."""
+    """The results of all trials, stacked into trial tensors."""
     flat, spec = zip(*(pytree.tree_flatten(outcome) for outcome in outcomes))
     if any(other != spec[0] for other in spec):
-        raise FusionError(f"{user_line()}\n  returns something of another structure in some trials")
+        raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
     return pytree.tree_unflatten([_join(values, trials) for values in zip(*flat)], spec[0])
 
 
@@ -339,20 +339,20 @@ def _join(values: tuple[Any, ...], trials: Trials) -> Any:
     if not isinstance(values[0], Tensor):
         if any(value != values[0] for value in values[1:]):
             raise FusionError(
-                f"{user_line()}\n  returns a value of Python that differs between trials: {values}",
+                f"{user_line()}\n  returns a Python value that differs between trials: {values}",
                 "name the module in fuse(..., unfused=[...])",
             )
         return values[0]
     shapes = {tuple(value.shape) for value in values}
     if len(shapes) > 1:
         raise FusionError(
-            f"{user_line()}\n  has another shape in some trials: {sorted(shapes)}; fused trials have one"
+            f"{user_line()}\n  has different shapes in different trials: {sorted(shapes)}; expected one"
         )
     return TrialTensor(torch.stack(values), trials)
 
 
 def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Python may look at a value where there is one trial, or one value for all; several are refused."""
+    """Allow Python to read a value if all trials have the same; raise FusionError otherwise."""
     trials = trials_of(args, kwargs)
     name = getattr(function, "__name__", str(function))
     if trials.count == 1:
@@ -365,17 +365,17 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
             function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
         ]
         if all(answer == answers[0] for answer in answers):
-            # Every trial goes the same way, as each would alone.
+            # Every trial takes the same branch.
             return answers[0]
     raise FusionError(
-        f"{user_line()}\n  looks at a tensor's value in Python ({name}), and {trials.count} trials have "
+        f"{user_line()}\n  reads a tensor's value in Python ({name}), and {trials.count} trials have "
         f"{trials.count} values",
         "name the module in fuse(..., unfused=[...]) to run it trial by trial",
     )
 
 
 def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A draw from torch's one generator would tie the trials together."""
+    """Raise FusionError for a draw from torch's generator, which all trials share."""
     name = getattr(function, "__name__", str(function))
     raise FusionError(
         f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use dropout, "
@@ -384,7 +384,7 @@ def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def refuse_reshaping(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A tensor's shape cannot change under its name."""
+    """Raise FusionError, as a trial tensor's shape cannot change in place."""
     name = getattr(function, "__name__", str(function))
     raise FusionError(f"{user_line()}\n  changes a shape in place ({name}); use {name.removesuffix('_')}")
 
@@ -400,7 +400,7 @@ for _spelling in spellings(_METADATA.split()):
 
 
 def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The steps between elements: those of a lone trial's memory; for several trials the usual ones."""
+    """The strides: actual ones for a single trial, contiguous ones for several."""
     x = args[0]
     if x.trials.count > 1:
         return metadata(function, args, kwargs)
@@ -408,12 +408,12 @@ def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def as_strided(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Memory read past the shapes: known for a lone trial, while several lie between each other."""
+    """Raw memory access: allowed for a single trial only, as the trials' memory is interleaved."""
     x = args[0]
     alone = isinstance(x, TrialTensor) and x.trials.count == 1 and x.stacked.storage_offset() == 0
     if not alone or not function.__name__.startswith("as_strided") or "scatter" in function.__name__:
         raise FusionError(
-            f"{user_line()}\n  reads memory past a tensor's shape (as_strided), where other trials may lie; "
+            f"{user_line()}\n  reads memory beyond a tensor's shape (as_strided), possibly of other trials; "
             f"use unfold, narrow or index_select, or name the module in fuse(..., unfused=[...])"
         )
     given = {**dict(zip(("size", "stride", "storage_offset"), args[1:])), **kwargs}
@@ -421,7 +421,7 @@ def as_strided(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def formatted(function: Function, args: Arguments, kwargs: Options) -> str:
-    """A number within a text: that of each trial."""
+    """A value formatted as text: that of each trial."""
     texts = [format(x, *args[1:]) for x in args[0].stacked.detach().unbind()]
     return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 
@@ -430,8 +430,8 @@ RULES[torch.Tensor.stride] = strides
 RULES[torch.Tensor.__format__] = formatted
 for _spelling in spellings(("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_")):
     RULES[_spelling] = as_strided
-# Rules that are no computation, or have tried everything.
-# Under vmap the gradient of one is wrong, that of the other missing (torch 2.13).
+# Rules that compute nothing, or are the last resort.
+# Under vmap the gradient of one is wrong, and that of the other is missing (torch 2.13).
 for _spelling in spellings(("select_scatter", "addr", "addr_")):
     RULES[_spelling] = loop
 for _spelling in spellings(("max_unpool1d", "max_unpool2d", "max_unpool3d")):

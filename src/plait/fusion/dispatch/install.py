@@ -1,4 +1,4 @@
-"""Put trial tensors where a module keeps its parameters and buffers, and take them out again."""
+"""Replaces a module's parameters and buffers by trial tensors during a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Wrap = Callable[[Tensor], TrialTensor]
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in a module that holds a tensor: one of its parameters or buffers."""
+    """One parameter or buffer of a module."""
 
     tensors: dict[str, Any]
     name: str
@@ -26,30 +26,30 @@ class Slot:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """All places in `module` and its submodules; a tied weight has several, a buffer may be None for now."""
-    found = []
+    """All slots of `module` and its submodules; a tied weight has several, a buffer may be None."""
+    slots = []
     for part in module.modules():
-        found += [
+        slots += [
             Slot(part._parameters, name, False) for name, p in part._parameters.items() if p is not None
         ]
-        found += [Slot(part._buffers, name, True) for name in part._buffers]
-    return found
+        slots += [Slot(part._buffers, name, True) for name in part._buffers]
+    return slots
 
 
 class Wrappers:
-    """Trial tensors around a module's own, made once and kept while the tensors stay where they are."""
+    """Caches the trial tensors around a module's tensors, while those do not change."""
 
     def __init__(self, trials: Trials) -> None:
         self.trials = trials
         self._kept: dict[int, tuple[Tensor, Any, TrialTensor]] = {}
 
     def __call__(self, tensor: Tensor) -> TrialTensor:
-        place = (tensor.dtype, tensor.device, tensor.shape)
+        signature = (tensor.dtype, tensor.device, tensor.shape)
         kept = self._kept.get(id(tensor))
-        if kept is not None and kept[0] is tensor and kept[1] == place:
+        if kept is not None and kept[0] is tensor and kept[1] == signature:
             return kept[2]
         wrapper = TrialTensor(tensor, self.trials)
-        self._kept[id(tensor)] = (tensor, place, wrapper)
+        self._kept[id(tensor)] = (tensor, signature, wrapper)
         return wrapper
 
     def forget(self) -> None:
@@ -58,9 +58,9 @@ class Wrappers:
 
 @contextmanager
 def installed(slots: list[Slot], recurrent: list[nn.RNNBase], wrap: Wrap, trials: Trials) -> Iterator[None]:
-    """Within, the slots hold trial tensors for parameters and buffers; after, what they had.
+    """Context in which the slots hold trial tensors; afterwards they are restored.
 
-    A buffer that the module re-assigned meanwhile keeps the new value, as it would in a lone model.
+    A buffer that the module reassigns meanwhile keeps the new value, as in a single model.
     """
     before = [slot.tensors[slot.name] for slot in slots]
     wrappers = [None if tensor is None else wrap(tensor) for tensor in before]
@@ -73,14 +73,14 @@ def installed(slots: list[Slot], recurrent: list[nn.RNNBase], wrap: Wrap, trials
         for slot, tensor, wrapper in zip(slots, before, wrappers):
             now = slot.tensors[slot.name]
             if slot.is_buffer and now is not wrapper and now is not None:
-                slot.tensors[slot.name] = _own(unwrap(now, trials), now)
+                slot.tensors[slot.name] = _with_trials_axis(unwrap(now, trials), now)
             else:
                 slot.tensors[slot.name] = tensor
         refresh_recurrent(recurrent)
 
 
-def _own(inner: Tensor, now: Tensor) -> Tensor:
-    """A buffer of all trials; one tensor that they share is copied, so that each can write its own."""
+def _with_trials_axis(inner: Tensor, now: Tensor) -> Tensor:
+    """A buffer with the trials axis; a tensor that trials share is copied, so that each can write its own."""
     return inner if isinstance(now, TrialTensor) else inner.clone()
 
 
@@ -89,7 +89,7 @@ def recurrent_in(module: nn.Module) -> list[nn.RNNBase]:
 
 
 def refresh_recurrent(parts: list[nn.RNNBase]) -> None:
-    """LSTM and its kind keep a second list of their weights; on a GPU they lay out anew what has changed."""
+    """Update the list of weights that recurrent modules keep; on a GPU they flatten changed weights."""
     for part in parts:
         weights = [getattr(part, name, None) for name in part._flat_weights_names]
         part._flat_weights = weights

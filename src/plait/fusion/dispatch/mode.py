@@ -1,4 +1,4 @@
-"""While a fused model runs: random numbers on tensors that all trials share belong to the trials too."""
+"""The function mode of a fused forward: draws on tensors that all trials share are per trial too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REFUSED = frozenset(spellings(_REFUSED_NAMES))
 
 
 class TrialMode(TorchFunctionMode):
-    """Sees each torch function of the model's forward before any tensor does."""
+    """Intercepts each torch function of a fused forward, also on plain tensors."""
 
     def __init__(self, trials: Trials) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class TrialMode(TorchFunctionMode):
         if self.trials.is_alone:
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
-            # The user's own generator, whose numbers are the same for all trials.
+            # The user's generator, whose numbers are the same for all trials.
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
-            return RULES[func](func, (self._own(args[0]), *args[1:]), kwargs)
+            return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
         if func in _NEW:
             return self._new(_NEW[func], args, kwargs)
         if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
@@ -61,7 +61,7 @@ class TrialMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """A call on what all trials share with a number that they do not: a tensor for each."""
+        """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""
         if any(isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))):
             return func(*args, **kwargs)
         if is_in_place(func):
@@ -71,11 +71,11 @@ class TrialMode(TorchFunctionMode):
         ]
         return stack_outcomes(outcomes, self.trials)
 
-    def _own(self, x: Tensor) -> TrialTensor:
+    def _with_trials_axis(self, x: Tensor) -> TrialTensor:
         if isinstance(x, TrialTensor):
             return x
-        own: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
-        return own
+        expanded: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
+        return expanded
 
     def _new(self, kind: str, args: Arguments, kwargs: Options) -> TrialTensor:
         shape = sizes(args or (kwargs["size"],))
@@ -86,7 +86,7 @@ class TrialMode(TorchFunctionMode):
 
 
 def has_per_trial(values: Iterable[Any]) -> bool:
-    """Whether a hyperparameter of the trials is among the arguments of a call, or in a list among them."""
+    """Whether a `PerTrial` is among the arguments of a call, or in a list among them."""
     for value in values:
         kind = type(value)
         if kind is PerTrial:

@@ -1,7 +1,7 @@
-"""Random numbers that belong to a trial: a hash of its seed, its age, the call and the element.
+"""Counter-based random numbers of a trial: a hash of its seed, its step, the call and the element.
 
-No generator has a state, so a trial draws the same numbers wherever and with whichever others it is trained,
-on any device, inside a CUDA graph as well as outside.
+There is no generator state, so a trial draws the same numbers with any other trials in the array, on any
+device, inside or outside of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,61 +21,61 @@ _WORD = (1 << 32) - 1
 class Streams:
     """The random streams of K trials during one forward.
 
-    `seeds` and `ages` hold one int64 a trial; the age counts the forwards a trial was trained through.
-    `calls` counts the draws of this forward, so that two dropouts differ; where trials ran one by one and
-    drew unequally often, each has a count of its own.
+    `seeds` and `rng_steps` hold one int64 per trial; a step counts the trial's training forwards.
+    `calls` counts the draws of this forward, so that two dropouts differ; it is one count per trial if trials
+    ran one by one with different numbers of draws.
     """
 
-    def __init__(self, seeds: Tensor, ages: Tensor, calls: int | tuple[int, ...] = 0) -> None:
+    def __init__(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...] = 0) -> None:
         self.seeds = seeds
-        self.ages = ages
+        self.rng_steps = rng_steps
         self.calls = calls
-        # Whether a checkpoint computes again what it drew before.
+        # Whether activation checkpointing is recomputing.
         self.is_repeated = False
         self._keys: tuple[Tensor, Tensor] | None = None
 
     def bits(self, shape: tuple[int, ...]) -> Tensor:
-        """32 random bits as int32 for each trial and element: (trials, *shape)."""
+        """32 random bits as int32 for each trial and element, of shape (trials, *shape)."""
         if torch._C._current_graph_task_id() != -1 and not self.is_repeated:
             raise FusionError(
                 f"{user_line()}\n  draws random numbers in backward, where trials have no streams; "
                 f"draw them in forward"
             )
         if self._keys is None:
-            self._keys = _keys(self.seeds, self.ages)
+            self._keys = _keys(self.seeds, self.rng_steps)
         offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
         self._count()
         counter = torch.arange(math.prod(shape), dtype=torch.int32, device=self.seeds.device)
-        words = counter * (factor | 1).unsqueeze(1)
-        words += offset.unsqueeze(1)
-        return _scramble(words).view(len(self.seeds), *shape)
+        bits = counter * (factor | 1).unsqueeze(1)
+        bits += offset.unsqueeze(1)
+        return _scramble(bits).view(len(self.seeds), *shape)
 
     def of_trial(self, trial: int) -> Streams:
-        """The stream of one trial, as it stands now."""
+        """The stream of one trial, at its current position."""
         one = slice(trial, trial + 1)
         calls = self.calls if isinstance(self.calls, int) else self.calls[trial]
-        return self._like(self.seeds[one], self.ages[one], calls)
+        return self._like(self.seeds[one], self.rng_steps[one], calls)
 
     def repeated(self) -> Streams:
-        """The streams as they stand now, to be drawn from again in backward."""
-        made = self._like(self.seeds.clone(), self.ages.clone(), self.calls)
+        """The streams at their current position, for recomputation in backward."""
+        made = self._like(self.seeds.clone(), self.rng_steps.clone(), self.calls)
         made.is_repeated = True
         return made
 
-    def _like(self, seeds: Tensor, ages: Tensor, calls: int | tuple[int, ...]) -> Streams:
-        made = Streams(seeds, ages, calls)
+    def _like(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...]) -> Streams:
+        made = Streams(seeds, rng_steps, calls)
         made.is_repeated = self.is_repeated
         return made
 
     def follow(self, streams: list[Streams]) -> None:
-        """Go on where the streams of the single trials ended."""
+        """Continue where the streams of the single trials ended."""
         counts = tuple(one.calls for one in streams if isinstance(one.calls, int))
         self.calls = counts[0] if len(set(counts)) == 1 else counts
 
     def number(self) -> int:
-        """A seed for other generators, of a stream of one trial; it changes from draw to draw."""
+        """A seed for other generators from the stream of one trial; different for each draw."""
         calls = self.calls if isinstance(self.calls, int) else self.calls[0]
-        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.ages))
+        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.rng_steps))
         return (offset << 31 ^ factor ^ _mix(calls)) & ((1 << 63) - 1)
 
     def _call_key(self, number: int) -> int | Tensor:
@@ -89,18 +89,18 @@ class Streams:
         self.calls = counts + 1 if isinstance(counts, int) else tuple(calls + 1 for calls in counts)
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Numbers in [0, 1) with 24 random bits: (trials, *shape)."""
+        """Numbers in [0, 1) with 24 random bits, of shape (trials, *shape)."""
         return ((self.bits(shape) >> 8) & 0xFFFFFF).to(dtype) * 2.0**-24
 
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Standard normal numbers by Box and Muller's method: (trials, *shape)."""
+        """Standard normal numbers by the Box-Muller transform, of shape (trials, *shape)."""
         wide = torch.promote_types(dtype, torch.float32)
         radius = (-2.0 * torch.log1p(-self.uniform(shape, wide))).sqrt()
         angle = self.uniform(shape, wide) * (2.0 * math.pi)
         return (radius * angle.cos()).to(dtype)
 
     def keep(self, shape: tuple[int, ...], chance: float | tuple[float, ...], dtype: torch.dtype) -> Tensor:
-        """1 / (1 - p) where an element is kept and 0 where it is dropped, p being the `chance` to drop."""
+        """The dropout mask: 1 / (1 - p) or 0 per element, where p is the `chance` to drop it."""
         threshold, scale = _thresholds(chance, len(shape), self.seeds.device, dtype)
         return (self.bits(shape) >= threshold).to(dtype).mul_(scale)
 
@@ -112,7 +112,7 @@ def _thresholds(
     chances = (chance,) if isinstance(chance, float) else chance
     if any(not 0.0 <= p <= 1.0 for p in chances):
         raise FusionError(f"dropout: found p = {chance}, expected values between 0 and 1")
-    # A p of 1 keeps one element in 2**32, and the scale of 0 drops that one too.
+    # p = 1 keeps one element in 2**32, which the scale of 0 drops too.
     levels = [min(round(p * 2**32), _WORD) - 2**31 for p in chances]
     scales = [1.0 / (1.0 - p) if p < 1.0 else 0.0 for p in chances]
     if len(chances) == 1:
@@ -124,27 +124,27 @@ def _thresholds(
     )
 
 
-def _keys(seeds: Tensor, ages: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 keys a trial, by the finaliser of splitmix64 over seed and age."""
-    word = seeds * _signed64(_GOLDEN) + ages * _signed64(0xD1B54A32D192ED03) + 1
+def _keys(seeds: Tensor, rng_steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys per trial, by the finalizer of splitmix64 over seed and step."""
+    word = seeds * _signed64(_GOLDEN) + rng_steps * _signed64(0xD1B54A32D192ED03) + 1
     word = (word ^ ((word >> 30) & ((1 << 34) - 1))) * _signed64(0xBF58476D1CE4E5B9)
     word = (word ^ ((word >> 27) & ((1 << 37) - 1))) * _signed64(0x94D049BB133111EB)
     word = word ^ ((word >> 31) & ((1 << 33) - 1))
     return word.to(torch.int32), (word >> 32).to(torch.int32)
 
 
-def _scramble(words: Tensor) -> Tensor:
-    """The finaliser of murmur3 on each int32, in place; shifts of signed words need a mask."""
-    words ^= (words >> 16) & 0xFFFF
-    words *= _signed(0x85EBCA6B)
-    words ^= (words >> 13) & 0x7FFFF
-    words *= _signed(0xC2B2AE35)
-    words ^= (words >> 16) & 0xFFFF
-    return words
+def _scramble(bits: Tensor) -> Tensor:
+    """The finalizer of murmur3 on each int32, in place; shifts of signed integers need a mask."""
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= _signed(0x85EBCA6B)
+    bits ^= (bits >> 13) & 0x7FFFF
+    bits *= _signed(0xC2B2AE35)
+    bits ^= (bits >> 16) & 0xFFFF
+    return bits
 
 
 def _mix(number: int) -> int:
-    """The finaliser of murmur3 on one Python number."""
+    """The finalizer of murmur3 on one Python int."""
     word = (number + 1) * 0x9E3779B1 & _WORD
     word = (word ^ (word >> 16)) * 0x85EBCA6B & _WORD
     word = (word ^ (word >> 13)) * 0xC2B2AE35 & _WORD

@@ -11,32 +11,32 @@ import torch.nn.functional as F
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
 Function = Callable[..., Any]
-# What the model called, with the arguments of that call, trial tensors among them.
+# Computes a torch call (function, args, kwargs), whose arguments contain trial tensors.
 Rule = Callable[[Function, Arguments, Options], Any]
 
 RULES: dict[Function, Rule] = {}
 
-# Rules that compute with a hyperparameter's value of each trial; the others would see the first one's.
+# Rules that support `PerTrial` arguments; others would use the first trial's value.
 PER_TRIAL_RULES: set[Rule] = set()
 
-# Rules that read what a tensor is, and compute nothing: most calls of a forward are theirs.
+# Rules that only read metadata; most calls of a forward use them.
 READING_RULES: set[Rule] = set()
 
-# One operation is reached as torch.relu, Tensor.relu, F.relu; each is a function of its own to torch.
-_PLACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
+# One operation can be called as torch.relu, Tensor.relu or F.relu, which are different functions.
+_NAMESPACES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 
 
 def spellings(names: Iterable[str]) -> Iterator[Function]:
-    """Every function of torch called one of `names`; a name that this torch has not is left out."""
+    """Every function of torch with one of `names`; names unknown to this version of torch are skipped."""
     for name in names:
-        for place in _PLACES:
-            function = getattr(place, name, None)
+        for namespace in _NAMESPACES:
+            function = getattr(namespace, name, None)
             if callable(function):
                 yield function
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Make the decorated function the rule for all spellings of `names`."""
+    """Decorator: register the function as the rule for all spellings of `names`."""
 
     def register(function: Rule) -> Rule:
         for spelling in spellings(names):
@@ -47,31 +47,31 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def takes_per_trial(function: Rule) -> Rule:
-    """Say that a rule knows what to do with `PerTrial` among its arguments."""
+    """Decorator: the rule supports `PerTrial` arguments."""
     PER_TRIAL_RULES.add(function)
     return function
 
 
 def getter(name: str) -> Function:
-    """What torch calls when a tensor's property `name` is read."""
-    found: Function = vars(torch._C.TensorBase)[name].__get__
-    return found
+    """The function that torch dispatches when a tensor's property `name` is read."""
+    get: Function = vars(torch._C.TensorBase)[name].__get__
+    return get
 
 
 def arguments_of(names: str, defaults: Options, args: Arguments, kwargs: Options) -> Options:
-    """The arguments of a call by name; `names` says their order, `defaults` those that may be left out."""
+    """The arguments of a call by name; `names` gives their order, `defaults` the optional ones."""
     return {**defaults, **dict(zip(names.split(), args)), **kwargs}
 
 
-# Names that torch takes from NumPy for its own.
+# NumPy's names that torch accepts for its own.
 _SYNONYMS = {"axis": "dim", "keepdims": "keepdim"}
-# Functions that have an axis of that very name, and those whose `input` is not the first argument.
+# Functions with an argument that is really named `axis`, and those whose `input` is not the first argument.
 _OWN_AXIS = ("quantize", "segment_reduce")
 _INPUT_LATER = ("where", "searchsorted", "polygamma")
 
 
 def usual_form(function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
-    """The call with its first argument by position, and NumPy's names of options replaced by torch's."""
+    """The call with its first argument positional, and NumPy's option names replaced by torch's."""
     name = getattr(function, "__name__", "")
     code = getattr(function, "__code__", None)
     if not any(word in name for word in _OWN_AXIS) and (code is None or "axis" not in code.co_varnames):

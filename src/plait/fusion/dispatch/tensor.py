@@ -1,9 +1,8 @@
-"""A tensor that carries the trials axis, and looks to a module like one trial's tensor.
+"""A tensor with a trials axis that looks to a module like the tensor of one trial.
 
-`stacked` has the trials first: (trials, *shape). Its strides are the memory layout, and rules choose it: a
-convolution leaves the trials folded into the channels, a product leaves them outermost, and what follows
-reads either without a copy where it can. Operations without a rule go through torch.func.vmap, or trial by
-trial.
+`stacked` has shape (trials, *shape). Rules choose its memory layout: a convolution folds the trials into the
+channels, a matrix product keeps them outermost, and later operations read either without a copy if possible.
+Operations without a rule use torch.func.vmap, or a loop over the trials.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
-# In the memo of a deep copy: the trial that is copied.
+# Key in the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
 
 
 class Trials:
-    """What the tensors of one forward share: how many trials there are, their random streams and own rows."""
+    """State shared by the tensors of one forward: number of trials, random streams, padding."""
 
     def __init__(self, count: int, streams: Streams | None = None, rows: Rows | None = None) -> None:
         self.count = count
         self.streams = streams
         self.rows = rows
-        # Whether the code that runs now is that of one trial, on plain tensors.
+        # Whether the running code is that of a single trial, on plain tensors.
         self.is_alone = False
 
 
 class LayoutError(RuntimeError):
-    """A rule computed something that has no trials axis in front: the rule does not fit this call."""
+    """A rule returned a tensor without the trials axis first: the rule does not support this call."""
 
 
 class PastRulesError(FusionError):
-    """Code of torch in C++ got a trial tensor as it is: it would compute with one that has no values."""
+    """C++ code of torch received a trial tensor, which holds no data itself."""
 
 
 def _check_layout(inner: Tensor, trials: Trials) -> None:
@@ -62,19 +61,20 @@ def _check_layout(inner: Tensor, trials: Trials) -> None:
 class TrialTensor(torch.Tensor):
     """One tensor for each trial, under the shape of one."""
 
-    # Computes a call that is no mere reading; `call.py`, which knows this class and all rules, sets it.
+    # Computes a call that does not only read metadata; set by `call.py`, which imports this class and all
+    # rules.
     compute: ClassVar[Callable[[Rule | None, Function, Arguments, Options], Any]]
     trials: Trials
     pending: PendingNorm | None
-    # Whether this is a view with its axes in another order, as a lone model's tensor then is too.
-    turned: bool = False
-    # On which axis the rows of a padded batch lie; None where it has none, or nobody knows.
+    # Whether this is a view with permuted axes, as it then is in a single model.
+    permuted: bool = False
+    # The axis with the rows of a padded batch; None if it has none, or it is unknown.
     rows_at: int | None = None
     _stacked: Tensor | None
 
     @staticmethod
     def __new__(cls, inner: Tensor, trials: Trials, pending: PendingNorm | None = None) -> TrialTensor:
-        """Around `inner`, trials first; with `pending`, around what that will be, of the shape of `inner`."""
+        """Wrap `inner`, trials first, or the future result of `pending`, which has the shape of `inner`."""
         _check_layout(inner, trials)
         made: TrialTensor = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape[1:], dtype=inner.dtype, device=inner.device
@@ -112,22 +112,22 @@ class TrialTensor(torch.Tensor):
         cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            # torch.arange(x) and its kind read the number in C++.
+            # torch.arange(x) and similar functions read the value in C++.
             return RULES[torch.Tensor.item](torch.Tensor.item, args, {})
         raise PastRulesError(
-            f"{user_line()}\n  gives a tensor of the trials to {func}, past all rules",
+            f"{user_line()}\n  passes a trial tensor to {func}, which has no rule",
             "name the module in fuse(..., unfused=[...]), or write the call another way",
         )
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Tensor:
-        """One trial's tensor where the memo says of which trial a copy is made, else all, without history."""
+        """The tensor of the trial that the memo names, else of all trials; without autograd history."""
         if id(self) not in memo:
             number = memo.get(OF_TRIAL)
             inner = self.stacked.detach()
             of_all = number is None
             memo[id(self)] = TrialTensor(inner.clone(), self.trials) if of_all else inner[number].clone()
-        found: Tensor = memo[id(self)]
-        return found
+        copied: Tensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return TrialTensor, (self.stacked.detach(), self.trials)
@@ -137,7 +137,7 @@ class TrialTensor(torch.Tensor):
 
 
 def trials_of(*values: Any) -> Trials:
-    """What the first trial tensor among `values` shares with the others."""
+    """The `Trials` of the first trial tensor among `values`."""
     for value in leaves(values):
         if isinstance(value, TrialTensor):
             return value.trials
@@ -156,7 +156,7 @@ def leaves(values: Any) -> Iterator[Any]:
 
 
 def wrap(outcome: Any, trials: Trials) -> Any:
-    """`outcome` with its tensors, all of them trials first, as trial tensors."""
+    """`outcome` with its tensors, which have the trials axis first, as trial tensors."""
     if isinstance(outcome, Tensor):
         return TrialTensor(outcome, trials)
     if isinstance(outcome, (tuple, list)):
@@ -165,7 +165,7 @@ def wrap(outcome: Any, trials: Trials) -> Any:
 
 
 def unwrap(value: Any, trials: Trials) -> Tensor:
-    """`value` trials first: a trial tensor's own, a shared tensor or a number repeated without a copy."""
+    """`value` with the trials axis first; a shared tensor or a number is expanded without a copy."""
     if isinstance(value, TrialTensor):
         return value.stacked
     if isinstance(value, PerTrial):

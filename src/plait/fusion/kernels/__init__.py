@@ -1,4 +1,4 @@
-"""Kernels for GPUs, in Triton; only imported where there is a GPU to run them."""
+"""GPU kernels in Triton; imported only if there is a GPU to run them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def can_run_on(x: Tensor) -> bool:
-    """Whether our kernels can compute with `x`: it lies on a GPU, has memory, and Triton is there."""
+    """Whether the kernels support `x`: it is a real tensor on a GPU, and Triton is installed."""
     return x.is_cuda and not isinstance(x, FakeTensor) and _has_triton()
 
 

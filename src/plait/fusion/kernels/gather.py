@@ -1,7 +1,7 @@
-"""Convolutions of all trials in one launch, as matrix products whose rows are gathered on the way in.
+"""Convolutions of all trials in one launch, as matrix products whose rows are gathered while loading.
 
-For whatever channels and strides there are, on any GPU that Triton knows; where boxes or patches can be cut
-they are faster.
+Supports any channels and strides, on any GPU that Triton supports; slower than TMA and im2col where those
+apply.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -18,7 +18,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    from plait.fusion.kernels import absent as triton
+    from plait.fusion.kernels import triton_stub as triton
 
 _PRODUCT_BLOCKS = [
     (128, 64, 64, 4, 3),
@@ -33,9 +33,9 @@ _WEIGHT_BLOCKS = [
     (64, 16, 64, 4, 3),
     (16, 64, 64, 4, 3),
 ]
-# Images of few channels get narrow tiles; all others, wide ones.
+# Up to this many channels, tiles are narrow.
 _NARROW = 16
-# Programs of a weight gradient below which its rows are shared out among more.
+# A weight gradient with fewer programs than this is split over its rows.
 _PROGRAMS = 132 * 4
 
 
@@ -80,8 +80,8 @@ def _gather_product(
 ):  # fmt: skip
     """y[row, out] = sum over taps and channels of a[gathered row, channel] * b[channel, out].
 
-    Down, a small image is made from a large one; up, the other way round. Up, the places of each phase of the
-    stride meet the same taps and are computed together, so that no product is with a zero.
+    A convolution computes a small image from a large one (down), a transposed one the reverse (up). Up, the
+    pixels of each phase of the stride use the same taps and are computed together, so that no factor is zero.
     """
     trial = tl.program_id(1).to(tl.int64)
     tiles_n = tl.cdiv(outs, BLOCK_N)
@@ -115,7 +115,7 @@ def _gather_product(
             tap_x = first_x + STRIDE * (number % taps_x)
             in_y = (y_at + PAD_H - tap_y) // STRIDE
             in_x = (x_at + PAD_W - tap_x) // STRIDE
-            # Integer division rounds towards zero, so what lies outside is seen before it.
+            # Integer division rounds towards zero, so check for pixels outside before it.
             inside = (y_at + PAD_H >= tap_y) & (x_at + PAD_W >= tap_x)
         else:
             tap_y = number // taps_x

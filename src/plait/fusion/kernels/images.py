@@ -1,4 +1,4 @@
-"""What the convolution kernels share: images with their channels innermost, the trials' side by side."""
+"""Helpers of the convolution kernels: images in channels-last format, with the trials in the channels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ Pad = tuple[int, int]
 
 
 def new_images(like: Tensor, channels: int, size: tuple[int, int], kind: torch.dtype | None = None) -> Tensor:
-    """Empty images, as many and on the device of `like`, channels innermost."""
+    """Empty images in channels-last format, with the batch size and device of `like`."""
     shape = (like.shape[0], channels, *size)
     return torch.empty(shape, dtype=kind or like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 def small_size(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> tuple[int, int]:
-    """Height and width of what a convolution makes of `large`."""
+    """Height and width of the output of a convolution on `large`."""
     height, width = (
         (large.shape[2 + axis] + 2 * pad[axis] - taps.shape[2 + axis]) // stride + 1 for axis in range(2)
     )

@@ -10,7 +10,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    from plait.fusion.kernels import absent as triton
+    from plait.fusion.kernels import triton_stub as triton
 
 _BLOCK = 2048
 
@@ -20,7 +20,7 @@ def _adam(
     p_ptr, g_ptr, mean_ptr, square_ptr, table_ptr, size, trials,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The formulas of `plait.fusion.optim.updates` for a block of one trial's numbers."""
+    """The formulas of `plait.fusion.optim.updates` for a block of one trial's elements."""
     trial = tl.program_id(1)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
@@ -48,9 +48,9 @@ def _adam(
 
 
 def adam(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, decoupled: bool) -> None:
-    """One step in place; all in float32, and each trial's numbers in one piece.
+    """One step in place; all in float32, each trial's elements contiguous.
 
-    `numbers` has a row for each coefficient, in the order of Adam's `coefficient_names`, a column a trial.
+    `numbers` has a row per coefficient, in the order of Adam's `coefficient_names`, and a column per trial.
     """
     trials, size = p.shape[0], p[0].numel()
     assert p.stride(0) == size

@@ -1,1 +1,1 @@
-"""Optimizers of a fused module: every coefficient one number per trial."""
+"""Optimizers of a fused module: every coefficient has one value per trial."""

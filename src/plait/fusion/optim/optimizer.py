@@ -12,45 +12,45 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
-from plait.fusion.optim.gradients import clip_gradients, unscale_gradients
-from plait.fusion.optim.groups import (
+from plait.fusion.optim.param_groups import (
     FusedGroup,
     StepClock,
     check_options,
     distinct,
     torch_names,
 )
+from plait.fusion.optim.trial_gradients import clip_gradients, unscale_gradients
 from plait.fusion.optim.updates import KINDS, OptimizerKind, UpdateTensors
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import trials_without_gradient
 
 # The parameters that have a gradient, with their states.
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
-# Trials' views of the parameters, of each state by name, and of the steps of each parameter.
+# Per-trial views of the parameters, of each state by name, and of the steps of each parameter.
 Slices = tuple[list[tuple[Tensor, ...]], dict[str, list[tuple[Tensor, ...]]], list[tuple[Tensor, ...]]]
 
 _WHOLE = (torch.float32, torch.float64)
-# What a scheduler keeps in a group.
+# Keys that a scheduler adds to a group.
 _OF_SCHEDULERS = (
     "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
     "initial_momentum",
 )  # fmt: skip
-# How a saved state names the counts of steps.
+# Keys of the step counts in a saved state.
 _STEPS, _PUSHES = "step", "pushes"
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """One of torch's optimizers for all trials of a fused module.
 
-    Each hyperparameter is a number for all trials or one for each, in `param_groups` as well; `set` and
-    torch's learning rate schedulers change them between steps. `params` are the fused parameters to move, or
-    groups of them as torch.optim takes them; without any, all of the module's. Coefficients are float32, or
-    float64 where parameters are, whatever the type of the parameters. `clip_norm` limits the norm of each
-    trial's gradients, `steps` the number of its steps: a trial that has made its steps does not change any
-    more. Under a torch.amp.GradScaler only the trials whose gradients overflow miss a step.
+    Each hyperparameter is one number or one per trial, also in `param_groups`; `set` and torch's learning
+    rate schedulers change them between steps. `params` are the fused parameters to optimize, or groups of
+    them as in torch.optim; by default all parameters of the module. Coefficients are computed in float32, or
+    in float64 for float64 parameters. `clip_norm` limits the norm of each trial's gradients, `steps` the
+    number of its steps: after them a trial does not change. Under a torch.amp.GradScaler only the trials
+    whose gradients overflow skip a step.
     """
 
-    # torch.amp.GradScaler then leaves it to `step` which trials move.
+    # torch.amp.GradScaler then lets `step` decide which trials are updated.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -73,7 +73,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.limits = None if steps is None else list(steps)
         self.made = [0] * fused.trials
         self.active: Tensor | None = None
-        # Adds up, for clipping, what the holders of other parts of the same trials have: squared norms.
+        # Sums squared norms, for clipping, over the workers that hold other stages of the same trials.
         self.sum_squares: Callable[[Tensor], Tensor] | None = None
         self._finished: list[int] = []
         self.notice_finished()
@@ -84,17 +84,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def groups(self) -> list[FusedGroup]:
-        """`param_groups`, with what belongs to trials."""
+        """`param_groups`, typed as `FusedGroup`."""
         return self.param_groups  # type: ignore[return-value]
 
     @property
     def parameters(self) -> list[Any]:
-        """The fused parameters that may have gradients now."""
+        """The fused parameters that require gradients."""
         return [p for group in self.groups for p in group["params"] if p.requires_grad]
 
     @property
     def steps(self) -> Tensor:
-        """How many steps each trial has made: the most that one of its parameters moved."""
+        """The steps of each trial: the maximum over its parameters."""
         clocks = [clock.steps for group in self.groups for clock in group.clocks]
         return torch.stack(clocks).amax(0) if clocks else torch.zeros(self.fused.trials, device=self.device)
 
@@ -103,7 +103,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.groups[0].device
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let further parameters, which have the trials first, move with hyperparameters of their own."""
+        """Add a group of fused parameters (trials axis first) with its hyperparameters."""
         super().add_param_group(dict(param_group))
         given = self.param_groups.pop()
         check_options(self.kind_name, given, _OF_SCHEDULERS)
@@ -118,14 +118,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         group.update(given)
         self.param_groups.append(group)
         for parameter in given["params"]:
-            # Before a step is captured: a CUDA graph would begin states anew at each replay.
+            # Now, as a CUDA graph would reset the state at each replay if it were created during capture.
             if parameter.requires_grad:
                 self.state_of(group, parameter)
 
     def state_of(self, group: FusedGroup, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter, which begins now where it has none.
+        """The state of a parameter, created if there is none.
 
-        A parameter may have been frozen so far, and a momentum that was zero throughout had no buffer.
+        A parameter may have been frozen until now, and without momentum there is no buffer.
         """
         return self._with_state(group, parameter, group.state_names)
 
@@ -135,14 +135,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name not in state:
                 if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise FusionError(
-                        f"optimizer: a parameter of shape {tuple(parameter.shape)} begins to move while a "
-                        f"CUDA graph is captured; take a step before, so that its state is there"
+                        f"optimizer: a parameter of shape {tuple(parameter.shape)} has no state while a "
+                        f"CUDA graph is captured; take a step before"
                     )
                 state[name] = _first_state(group, parameter, name)
         return state
 
     def set(self, **values: Any) -> None:
-        """New values of hyperparameters in all groups, for the steps to come."""
+        """Set hyperparameters in all groups, from the next step on."""
         names = torch_names(self.kind)
         for name, value in values.items():
             if name not in names:
@@ -151,7 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group[name] = value
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a restart needs besides the arguments the optimizer was made with."""
+        """All state that a restart needs besides the constructor arguments."""
         packed: dict[str, Any] = super().state_dict()
         packed["param_groups"] = [
             {name: _plain(value) for name, value in group.items()} for group in packed["param_groups"]
@@ -164,12 +164,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; the trials, groups and parameters must be as many."""
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
+        """Load a state; the numbers of trials, groups and parameters must be equal."""
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         expected = [len(group["params"]) for group in self.groups]
-        if found != expected or len(state_dict["made"]) != self.fused.trials:
+        if sizes != expected or len(state_dict["made"]) != self.fused.trials:
             raise FusionError(
-                f"optimizer: found the state of {len(state_dict['made'])} trials and groups of {found} "
+                f"optimizer: found the state of {len(state_dict['made'])} trials and groups of {sizes} "
                 f"parameters, expected {self.fused.trials} trials and {expected}"
             )
         for group, saved in zip(self.groups, state_dict["param_groups"]):
@@ -179,28 +179,29 @@ class FusedOptimizer(torch.optim.Optimizer):
             given = dict(state_dict["state"][number])
             pair = tuple(given.pop(name).tolist() for name in (_STEPS, _PUSHES))
             counts.setdefault(id(group), {})[parameter] = pair
-            own = self.state[parameter]
+            state = self.state[parameter]
             for name, tensor in given.items():
-                # A momentum that has been set since the start has a buffer that a new optimizer has not.
-                own.setdefault(name, torch.zeros_like(parameter, requires_grad=False)).copy_(tensor)
+                # If momentum was set after the start, the state has a buffer that a new optimizer does not
+                # have.
+                state.setdefault(name, torch.zeros_like(parameter, requires_grad=False)).copy_(tensor)
         for group in self.groups:
             group.set_counts(counts.get(id(group), {}))
         self.made = list(state_dict["made"])
         self.notice_finished()
 
     def _numbered(self) -> list[tuple[FusedGroup, Tensor]]:
-        """The parameters in the order of their numbers in a saved state, each with its group."""
+        """The parameters in the order of a saved state, each with its group."""
         return [(group, parameter) for group in self.groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is made anew, for copies and pickles; hooks stay behind, as with torch's."""
+        """The state for copies and pickles, without caches; hooks are dropped, as in torch."""
         return {
             name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")
         } | {"_slices": {}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
-        """One step of every trial that has steps left; `skip` marks trials that make none this time."""
+        """One step of every trial that has steps left; `skip` marks trials that skip this step."""
         outcome = None
         if closure is not None:
             with torch.enable_grad():
@@ -218,10 +219,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return outcome
 
     def _overflowed(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """Under a GradScaler, which trials have gradients that are not finite; it leaves unscaling to us.
+        """Under a GradScaler, which trials have gradients that are not finite; also unscales the gradients.
 
-        The scaler gives its scale and what it found as attributes, as to torch's fused optimizers. There is
-        no scale where the gradients are unscaled already.
+        The scaler sets `grad_scale` and `found_inf` as attributes, as for torch's fused optimizers. There is
+        no scale if the gradients are already unscaled.
         """
         if getattr(self, "found_inf", None) is None:
             return None
@@ -253,16 +254,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _kept(
         self, absent: Mapping[Tensor, tuple[int, ...]], clocks: Sequence[StepClock]
     ) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
-        """What must stay as it is: parameters, states and clocks of trials without a gradient this time."""
+        """Copies of what must not change: parameters, states and clocks of trials without a gradient."""
         if not any(absent.values()):
             return []
-        found: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        tensors: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         for (parameter, trials), clock in zip(absent.items(), clocks):
             if not trials:
                 continue
             for tensor in (parameter, *self.state[parameter].values(), clock.steps, clock.pushes):
-                found[id(tensor)] = tensor, trials
-        return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in found.values()]
+                tensors[id(tensor)] = tensor, trials
+        return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in tensors.values()]
 
     def _step_by_kernel(
         self,
@@ -272,7 +273,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         clocks: list[StepClock],
         skip: Tensor | None,
     ) -> None:
-        """Trial by trial, each in one pass over its memory, by torch's own kernels."""
+        """Step trial by trial with torch's fused kernels, each in one pass over memory."""
         assert group.kind.kernel is not None
         parameters, states, steps = self._slices_of(group, updated, clocks)
         slices = [g.unbind() for g in gradients]
@@ -283,7 +284,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for trial in range(self.fused.trials):
             if trial in self._finished:
                 continue
-            pieces = UpdateTensors(
+            tensors = UpdateTensors(
                 [p[trial] for p in parameters],
                 [g[trial] for g in slices],
                 {name: [part[trial] for part in parts] for name, parts in states.items()},
@@ -293,10 +294,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 switches,
                 None if infs is None else infs[trial],
             )
-            group.kind.kernel(pieces)
+            group.kind.kernel(tensors)
 
     def _slices_of(self, group: FusedGroup, updated: Updated, clocks: list[StepClock]) -> Slices:
-        """Each trial's part of parameters, states and steps; views, kept while what they view stays."""
+        """Each trial's views of parameters, states and steps; cached while the tensors do not change."""
         key = [(p.data_ptr(), id(clock), *map(id, s.values())) for (p, s), clock in zip(updated, clocks)]
         known = self._slices.get(id(group))
         if known is None or known[0] != key:
@@ -311,7 +312,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return known[1]
 
     def forget_trial(self, number: int) -> None:
-        """Begin a trial anew: no steps, no state."""
+        """Reset a trial: no steps, no state."""
         for group, parameter in self._numbered():
             for name, state in self.state.get(parameter, {}).items():
                 state[number] = _first_state(group, parameter, name)[number]
@@ -320,7 +321,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.made[number] = 0
 
     def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
-        """Let the trials be those at `numbers` so far; `change` does the same to a tensor."""
+        """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
         for group in self.groups:
             group.rewrite(change, numbers)
         for state in self.state.values():
@@ -334,7 +335,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.notice_finished()
 
     def notice_finished(self) -> None:
-        """Let trials that have made their steps stand still from now on."""
+        """Freeze the buffers of trials that have done all their steps."""
         if self.limits is None:
             return
         finished = [n for n, (made, limit) in enumerate(zip(self.made, self.limits)) if made >= limit]
@@ -353,7 +354,7 @@ def _known_kind(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A group's value as a saved state has it: numbers, and lists of them where trials differ."""
+    """A group's value for a saved state: a number, or a list of them if trials differ."""
     if isinstance(value, tuple) and any(isinstance(one, PerTrial) for one in value):
         trials = next(len(one.values) for one in value if isinstance(one, PerTrial))
         return [list(pair) for pair in zip(*(one_each("", one, trials) for one in value))]
@@ -381,7 +382,7 @@ def _advance(group: FusedGroup, clocks: Iterable[StepClock], moving: Tensor | No
 
 
 def _has_kernel(group: FusedGroup, parameters: Sequence[Tensor]) -> bool:
-    # On the CPU torch's kernels leave bfloat16 parameters unchanged (seen with 2.13); on a GPU they take
+    # On the CPU torch's kernels do not change bfloat16 parameters (seen with 2.13); on a GPU they take
     # learning rates in float32, which is too coarse for float64.
     kinds = {p.dtype for p in parameters}
     whole = torch.float64 not in kinds if group.device.type == "cuda" else kinds.issubset(_WHOLE)
@@ -390,7 +391,7 @@ def _has_kernel(group: FusedGroup, parameters: Sequence[Tensor]) -> bool:
 
 
 def _in_one_pass(group: FusedGroup, parameters: Iterable[Tensor]) -> bool:
-    """Whether a kernel of ours updates all trials of a parameter at once."""
+    """Whether one of our kernels can update all trials of a parameter at once."""
     known = group.kind.one_pass is not None and not group.get("amsgrad", False)
     return known and all(p.dtype == torch.float32 and can_run_on(p) for p in parameters)
 
@@ -402,7 +403,7 @@ def _step_by_vectors(
     clocks: list[StepClock],
     moving: Tensor | None,
 ) -> None:
-    """All trials at once, the coefficients broadcast over each parameter, or in one pass by a kernel."""
+    """Step all trials at once, with coefficients broadcast over each parameter, or by one of our kernels."""
     precision = torch.float32
     for dtype in {parameter.dtype.to_real() for parameter, _ in updated}:
         precision = torch.promote_types(precision, dtype)
@@ -414,30 +415,30 @@ def _step_by_vectors(
         if in_one_pass and kind.one_pass is not None:
             kind.one_pass(parameter, gradient, state, table, switches)
             continue
-        if parameter.is_complex():  # as torch's optimizers: real and imaginary parts on their own
+        if parameter.is_complex():  # as in torch: real and imaginary parts separately
             parameter, gradient = torch.view_as_real(parameter), torch.view_as_real(gradient)
             state = {name: torch.view_as_real(value) for name, value in state.items()}
         rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()
-        own = dict(zip(kind.coefficient_names, rows, strict=True))
-        kind.update(parameter, gradient, state, own, switches)
+        coefficients = dict(zip(kind.coefficient_names, rows, strict=True))
+        kind.update(parameter, gradient, state, coefficients, switches)
 
 
 def _coefficients(
     group: FusedGroup, clock: StepClock, moving: Tensor | None, precision: torch.dtype
 ) -> Tensor:
-    """The coefficients of this step: a row for each of the kind's names, a column for each trial.
+    """The coefficients of this step: a row per name of the kind, a column per trial.
 
-    Computed once for all parameters that share a clock, and cast as one tensor: on a GPU each operation
-    on these few numbers costs as much time as one on a small weight.
+    Computed once for all parameters that share a clock, and cast as one tensor, as each launch on these few
+    numbers takes as long as one on a small weight.
     """
     kind = group.kind
     steps = clock.steps if kind.counts_steps else clock.pushes
-    found = kind.coefficients(group.vectors, steps.to(torch.float64))
-    table = torch.stack([found[name] for name in kind.coefficient_names]).to(precision)
+    values = kind.coefficients(group.vectors, steps.to(torch.float64))
+    table = torch.stack([values[name] for name in kind.coefficient_names]).to(precision)
     if moving is None:
         return table
-    # What leaves a trial that stands still as it is; made without a copy from the host, which no CUDA
-    # graph could hold.
+    # Coefficients that leave a trial unchanged; made without a copy from the host, which a CUDA graph cannot
+    # contain.
     kept = torch.zeros_like(table[:, :1])
     for row, name in enumerate(kind.coefficient_names):
         if name in kind.keeping:
@@ -446,7 +447,7 @@ def _coefficients(
 
 
 def _of_active(gradient: Tensor, active: Tensor | None) -> Tensor:
-    """A trial that stands still has no gradient, not even one that is not a number."""
+    """The gradient, zero (not NaN) for trials that are skipped."""
     if active is None:
         return gradient
     kept: Tensor = torch.where(active.view(-1, *(1,) * (gradient.dim() - 1)), gradient, 0.0)

@@ -1,7 +1,7 @@
-"""The update of each optimizer, for all trials at once: every coefficient is one number a trial.
+"""The update of each optimizer for all trials at once: every coefficient has one value per trial.
 
-An `OptimizerKind` says which hyperparameters an optimizer of torch has, which state it keeps, how
-coefficients follow from both, and how one parameter changes. Formulas are those of torch.optim.
+An `OptimizerKind` defines the hyperparameters of a torch optimizer, its state, how coefficients are computed
+from both, and how one parameter changes. Formulas are those of torch.optim.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Hyperparameters or coefficients by name, each with one number a trial.
+# Hyperparameters or coefficients by name, each with one value per trial.
 Vectors = Mapping[str, Tensor]
 Common = Mapping[str, bool]
 
@@ -22,9 +22,9 @@ Common = Mapping[str, bool]
 class OptimizerKind:
     """One optimizer: hyperparameters with torch's defaults, states of a parameter, and the formulas.
 
-    `coefficients(h, steps)` gets the hyperparameters and how many steps each trial has behind it, or, of a
-    kind that does not count them, how many with momentum, and returns those of `coefficient_names`;
-    `update(p, g, state, c, common)` changes a parameter and its states in place.
+    `coefficients(h, steps)` takes the hyperparameters and the steps of each trial (or the steps with
+    momentum, for a kind that does not count all) and returns the `coefficient_names`; `update(p, g, state, c,
+    common)` changes a parameter and its states in place.
     """
 
     torch_class: type[torch.optim.Optimizer]
@@ -35,20 +35,20 @@ class OptimizerKind:
     update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
     common: Mapping[str, bool] = field(default_factory=dict)
     counts_steps: bool = True
-    # Where a trial stands still, these coefficients are 1 and all others 0.
+    # If a trial is skipped, these coefficients are 1 and all others 0.
     keeping: frozenset[str] = frozenset()
-    # Torch's kernel that updates all parameters of one trial in one pass over memory, where there is one.
+    # Torch's fused kernel for all parameters of one trial, if there is one.
     kernel: Callable[[UpdateTensors], None] | None = None
-    # As `update`, by a kernel of ours in one pass over the memory of all trials: on a GPU, in float32. The
-    # coefficients are one tensor, with a row for each name.
+    # Same as `update`, by one of our kernels in one pass over all trials; on a GPU, in float32. The
+    # coefficients are one tensor, with a row per name.
     one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None] | None = None
 
 
 @dataclass(frozen=True)
 class UpdateTensors:
-    """One trial's slices of everything, as torch's fused kernels take them.
+    """One trial's slices of all tensors, as arguments of torch's fused kernels.
 
-    `found_inf` is a float that is not zero where the trial's gradients are no numbers and it stands still.
+    `found_inf` is nonzero if the trial's gradients are not finite and it is skipped.
     """
 
     parameters: Sequence[Tensor]
@@ -61,44 +61,44 @@ class UpdateTensors:
     found_inf: Tensor | None
 
 
-def _sgd_kernel(pieces: UpdateTensors) -> None:
-    numbers = pieces.numbers
+def _sgd_kernel(tensors: UpdateTensors) -> None:
+    numbers = tensors.numbers
     uses_momentum = numbers["momentum"] != 0.0
     update: Callable[..., None] = torch._fused_sgd_
     update(
-        pieces.parameters,
-        pieces.gradients,
-        list(pieces.states["momentum_buffer"]) if uses_momentum else [],
-        lr=pieces.lr,
+        tensors.parameters,
+        tensors.gradients,
+        list(tensors.states["momentum_buffer"]) if uses_momentum else [],
+        lr=tensors.lr,
         weight_decay=numbers["weight_decay"],
         momentum=numbers["momentum"],
         dampening=0.0,
-        nesterov=pieces.common["nesterov"],
+        nesterov=tensors.common["nesterov"],
         maximize=False,
-        # A buffer of zeros makes the first step like any other.
+        # With a buffer of zeros, the first step needs no special case.
         is_first_step=False,
-        found_inf=pieces.found_inf,
+        found_inf=tensors.found_inf,
     )
 
 
 def _adam_kernel(function: Callable[..., None]) -> Callable[[UpdateTensors], None]:
-    def update(pieces: UpdateTensors) -> None:
-        numbers, amsgrad = pieces.numbers, pieces.common["amsgrad"]
+    def update(tensors: UpdateTensors) -> None:
+        numbers, amsgrad = tensors.numbers, tensors.common["amsgrad"]
         function(
-            pieces.parameters,
-            pieces.gradients,
-            pieces.states["exp_avg"],
-            pieces.states["exp_avg_sq"],
-            pieces.states["max_exp_avg_sq"] if amsgrad else [],
-            list(pieces.steps),
-            lr=pieces.lr,
+            tensors.parameters,
+            tensors.gradients,
+            tensors.states["exp_avg"],
+            tensors.states["exp_avg_sq"],
+            tensors.states["max_exp_avg_sq"] if amsgrad else [],
+            list(tensors.steps),
+            lr=tensors.lr,
             beta1=numbers["beta1"],
             beta2=numbers["beta2"],
             weight_decay=numbers["weight_decay"],
             eps=numbers["eps"],
             amsgrad=amsgrad,
             maximize=False,
-            found_inf=pieces.found_inf,
+            found_inf=tensors.found_inf,
         )
 
     return update
@@ -109,8 +109,8 @@ def _sgd_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
 
 
 def _sgd_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
-    # The first step fills the momentum with the whole gradient, whatever the dampening. Without momentum
-    # the buffer stays as it is.
+    # The first step fills the momentum buffer with the whole gradient, without dampening. Without momentum
+    # the buffer does not change.
     enter = torch.where(steps == 0, 1.0, 1.0 - h["dampening"])
     stays = h["momentum"] == 0
     return {
@@ -160,7 +160,7 @@ def _adamw(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: C
 
 
 def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    # In the precision of the coefficients, as torch computes within a kernel.
+    # In the precision of the coefficients, as torch does within a kernel.
     precision = c["enter1"].dtype
     g, mean, square = (x.to(precision) for x in (g, state["exp_avg"], state["exp_avg_sq"]))
     mean.lerp_(g, c["enter1"])
@@ -177,7 +177,7 @@ def _adam_pass(
     decoupled: bool,
 ) -> Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None]:
     def update(p: Tensor, g: Tensor, state: dict[str, Tensor], table: Tensor, common: Common) -> None:
-        from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build has not
+        from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build lacks
 
         adam(p, g, state["exp_avg"], state["exp_avg_sq"], table, decoupled)
 
@@ -309,6 +309,6 @@ KINDS: Mapping[str, OptimizerKind] = {
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """The name of the kind that computes as this optimizer of torch does, if there is one."""
+    """The name of the kind that implements this torch optimizer, or None."""
     names: dict[Any, str] = {kind.torch_class: name for name, kind in KINDS.items()}
     return names.get(type(optimizer))

@@ -1,6 +1,6 @@
-"""Rules: one function of ours for each function of torch that matters, computed for all trials at once.
+"""Rules: implementations of torch functions for all trials at once.
 
-Importing this package fills the table in `plait.fusion.dispatch.registry`, by which calls are computed.
+Importing this package fills the table in `plait.fusion.dispatch.registry`.
 """
 
 import plait.fusion.dispatch.call  # noqa: F401  (computes calls by the table)

@@ -1,4 +1,4 @@
-"""Attention: the trials join the batch, and one fused call computes all of it."""
+"""Attention: trials are folded into the batch, and one call computes all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.fusion.dispatch.fallback import vmap_rule
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.rules.dropout import drop
-from plait.fusion.rules.elementwise import place
+from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.rows import require_rows_first
 
@@ -29,7 +29,7 @@ _DEFAULTS: Options = {
 @takes_per_trial
 @rule("scaled_dot_product_attention")
 def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Masks are honoured; with dropout the weights are made in full, since each trial drops its own."""
+    """Scaled dot product attention; dropout materializes the weights, as each trial drops its own."""
     given = arguments_of(_NAMES, _DEFAULTS, args, kwargs)
     parts = [given[name] for name in ("query", "key", "value")]
     trials = trials_of(parts, given["attn_mask"])
@@ -55,11 +55,11 @@ def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _mask(mask: Any, dims: int) -> Tensor | None:
-    """The mask with all axes: (trials or 1, batch or 1, ..., query length, key length)."""
+    """The mask with all axes, of shape (trials or 1, batch or 1, ..., query length, key length)."""
     if mask is None:
         return None
     if isinstance(mask, TrialTensor):
-        full: Tensor = place(mask, dims, mask)
+        full: Tensor = align_operand(mask, dims, mask)
         return full
     shared: Tensor = mask.view(*(1,) * (dims + 1 - mask.dim()), *mask.shape)
     return shared
@@ -86,6 +86,6 @@ def _with_dropout(
 
 
 def _safe_softmax(scores: Tensor) -> Tensor:
-    """Softmax over the last axis, zeros where all of it is masked: torch's attention gives zeros there."""
+    """Softmax over the last axis; zeros for fully masked rows, as in torch's attention."""
     masked = (scores == -math.inf).all(-1, keepdim=True)
     return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)

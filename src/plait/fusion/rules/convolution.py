@@ -1,4 +1,4 @@
-"""Convolutions: trials folded into groups, or unfolded into one batched matrix product."""
+"""Convolutions: as grouped convolutions, as batched matrix products, or by our kernels."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _DEFAULTS: Options = {
 
 
 def fold_channels(x_tbc: Tensor) -> Tensor:
-    """(trials, batch, channels, ...) as (batch, trials x channels, ...); free where memory lies so."""
+    """(trials, batch, channels, ...) as (batch, trials x channels, ...); a view if the strides allow it."""
     return x_tbc.movedim(0, 1).flatten(1, 2)
 
 
 def unfold_channels(folded: Tensor, count: int) -> Tensor:
-    """The way back from `fold_channels`, without a copy."""
+    """The inverse of `fold_channels`, without a copy."""
     return torch.unflatten(folded, 1, (count, -1)).movedim(1, 0)
 
 
@@ -75,9 +75,9 @@ def _per_trial(
 
 
 def _fitting(ways: dict[str, Function], x: Tensor) -> dict[str, Function]:
-    """On a GPU in 16 bits, the ways that leave channels innermost, as norms and pools there read fastest.
+    """On a GPU in 16 bits, only the ways that return channels-last tensors, fastest for norms and pools.
 
-    A way that is fastest for itself and leaves another layout costs copies all around it.
+    A way that is faster itself but returns another layout causes copies in later operations.
     """
     half = torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16)
     if not (x.is_cuda and half):
@@ -86,7 +86,7 @@ def _fitting(ways: dict[str, Function], x: Tensor) -> dict[str, Function]:
 
 
 def _each(value: Any, spatial: int) -> tuple[Any, ...]:
-    """One number for each axis, from one for all or one each; `same` and `valid` for padding."""
+    """One number per axis, from one for all or one each; or `same` and `valid` for padding."""
     if value == "valid":
         return (0,) * spatial
     return tuple(value) * (spatial // len(value)) if isinstance(value, (tuple, list)) else (value,) * spatial
@@ -110,7 +110,7 @@ def _grouped(
 def _grouped_channels_last(
     function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """The grouped convolution on memory with the channels innermost, which Tensor Cores read fastest."""
+    """The grouped convolution in channels-last format, which is fastest on Tensor Cores."""
     count = weight.shape[0]
     layout = torch.channels_last
     folded = fold_channels(x).contiguous(memory_format=layout)
@@ -122,13 +122,13 @@ def _grouped_channels_last(
 def _one_by_one(
     function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Each trial's own convolution: where grouped kernels are slower than the launches they save."""
+    """A convolution per trial, if grouped kernels are slower than separate launches."""
     biases: Sequence[Tensor | None] = [None] * x.shape[0] if bias is None else bias.unbind()
     return torch.stack([function(a, w, b, **options) for a, w, b in zip(x.unbind(), weight.unbind(), biases)])
 
 
 def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Patches of all images as rows of one batched product."""
+    """By im2col: patches of all images are the rows of one batched product."""
     count, batch = x.shape[:2]
     kernel = weight.shape[3:]
     columns = F.unfold(
@@ -154,11 +154,13 @@ def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Our own kernel: products of gathered rows, all trials in one launch."""
+    """By our kernel, all trials in one launch."""
     stride, dilation = set(options["stride"]), set(options["dilation"])
     if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build has not
+    from plait.fusion.kernels.trial_convolution import (
+        trial_convolution,  # needs Triton, which a CPU build lacks
+    )
 
     wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"])
     return unfold_channels(wide, weight.shape[0])
@@ -174,13 +176,13 @@ _WAYS = {
 
 
 def _pointwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A kernel of one point is a dense layer on each point, channels innermost."""
+    """A 1x1 convolution as a dense layer on each pixel, channels last."""
     rows = x.movedim(2, -1)
     return batched_linear(rows, weight.flatten(2), bias).movedim(-1, 2)
 
 
 def _pointwise_columns(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same product with points innermost: one small matrix product for each image."""
+    """A 1x1 convolution with pixels innermost: one small matrix product per image."""
     count, batch = x.shape[:2]
     columns = x.flatten(3)
     out = torch.matmul(weight.flatten(2).unsqueeze(1), columns)
@@ -197,7 +199,7 @@ def _pointwise_grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def _pointwise_gathered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     options = {"stride": (1, 1), "dilation": (1, 1), "padding": (0, 0)}
     if x.dim() != 4 and x.dim() != 5:
-        raise RuntimeError("the kernel is for one or two axes of points")
+        raise RuntimeError("the kernel supports one or two spatial axes")
     if x.dim() == 5:
         return _gathered(F.conv2d, x, weight, bias, options)
     return _gathered(F.conv2d, x.unsqueeze(3), weight.unsqueeze(3), bias, options).squeeze(3)
@@ -213,7 +215,7 @@ _POINTWISE = {
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Transposed convolutions keep input channels first in the weight, so trials fold there."""
+    """Transposed convolutions, whose weights have the input channels first."""
     given = arguments_of(_TRANSPOSED, _DEFAULTS, args, kwargs)
     x, weight = given["input"], given["weight"]
     trials = trials_of(x, weight)
@@ -248,11 +250,13 @@ def _grouped_up(
 
 
 def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Our own kernel for transposed convolutions."""
+    """By our kernel for transposed convolutions."""
     stride = set(options["stride"])
     if not can_run_on(x) or len(stride) > 1 or set(options["dilation"]) != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.convolution import trial_convolution  # needs Triton, which a CPU build has not
+    from plait.fusion.kernels.trial_convolution import (
+        trial_convolution,  # needs Triton, which a CPU build lacks
+    )
 
     pad = options["padding"]
     height, width = (

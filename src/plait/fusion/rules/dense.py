@@ -1,4 +1,4 @@
-"""Products with weights: one batched matrix product for all trials, or one wide one where data is shared."""
+"""Products with weights: one batched matrix product for all trials, or one wide product for shared inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.fusion.dispatch.fallback import loop, vmap_rule
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.rules.elementwise import place
+from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.cpu_matmul import dense
 
 
@@ -38,7 +38,7 @@ def _bias(bias: Any, trials: Trials) -> Tensor | None:
 
 
 def batched_linear(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
-    """x W^T + b for each trial; axes between the trials and the channels are one batch."""
+    """x W^T + b for each trial; axes between trials and channels are flattened to one batch."""
     count, middle = x_tbc.shape[0], x_tbc.shape[1:-1]
     flat = x_tbc if len(middle) == 1 else x_tbc.reshape(count, -1, x_tbc.shape[-1])
     product = dense(flat, weight_toc, bias_to)
@@ -46,7 +46,7 @@ def batched_linear(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) ->
 
 
 def _shared_input(x: Tensor, weight_toc: Tensor, bias: Any, trials: Trials) -> Tensor:
-    """All trials see the same data: their weights, one above the other, make one product."""
+    """One product of a shared input with the stacked weights of all trials."""
     flat_bias = None if bias is None else unwrap(bias, trials).reshape(-1)
     product = F.linear(x, weight_toc.flatten(0, 1), flat_bias)
     return product.view(*product.shape[:-1], trials.count, -1).movedim(-2, 0)
@@ -72,7 +72,7 @@ def bilinear(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("matmul", "__matmul__", "bmm", "mm", "__rmatmul__")
 def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Batched products; vectors, which torch treats apart, go through vmap."""
+    """Batched products; products with vectors use vmap."""
     if "out" in kwargs or len(args) + len(kwargs) != 2:
         return loop(function, args, kwargs)
     left, right = args if len(args) > 1 else (args[0], next(iter(kwargs.values())))
@@ -83,7 +83,7 @@ def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(left, right)
     dims = max(left.dim(), right.dim())
     like = left if isinstance(left, TrialTensor) else right
-    return wrap(torch.matmul(place(left, dims, like), place(right, dims, like)), trials)
+    return wrap(torch.matmul(align_operand(left, dims, like), align_operand(right, dims, like)), trials)
 
 
 @rule("addmm", "baddbmm")
@@ -95,7 +95,7 @@ def add_product(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("embedding")
 def embedding(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Rows of all trials' tables, one above the other."""
+    """One lookup in the stacked tables of all trials."""
     names = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
     defaults = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
     given = arguments_of(names, defaults, args, kwargs)
@@ -112,22 +112,22 @@ def embedding(function: Function, args: Arguments, kwargs: Options) -> Any:
     if given["scale_grad_by_freq"]:
         return loop(F.embedding, (), given)
     rows, index = _rows(weight, given["input"])
-    found = F.embedding(index, rows)
+    looked_up = F.embedding(index, rows)
     if padding is not None:
-        # Each trial has a padding row; torch's function knows one row whose gradient stays zero.
+        # Each trial has a padding row; torch's function supports only one row with zero gradient.
         at_padding = (unwrap(given["input"], trials) == padding % weight.shape[0]).unsqueeze(-1)
-        found = torch.where(at_padding, found.detach(), found)
-    return wrap(found, trials)
+        looked_up = torch.where(at_padding, looked_up.detach(), looked_up)
+    return wrap(looked_up, trials)
 
 
 @torch.no_grad()
 def _limit_norms(weight: TrialTensor, given: Options) -> None:
-    """Shorten the rows that are asked for to `max_norm`, as torch does in place before it looks them up."""
+    """Renormalize the selected rows to `max_norm`, as torch does in place before the lookup."""
     norm_type = given.get("norm_type", 2.0)
     tables = []
-    for number, own in enumerate(weight.stacked.detach().unbind()):
+    for number, table in enumerate(weight.stacked.detach().unbind()):
         index = given["input"].stacked[number] if isinstance(given["input"], TrialTensor) else given["input"]
-        tables.append(own.clone(memory_format=torch.contiguous_format))
+        tables.append(table.clone(memory_format=torch.contiguous_format))
         torch.embedding_renorm_(tables[-1], index.contiguous(), given["max_norm"], norm_type)
     weight.stacked.detach().copy_(torch.stack(tables))
 
@@ -136,15 +136,15 @@ def _rows(weight: TrialTensor, index: Tensor) -> tuple[Tensor, Tensor]:
     count, rows = weight.stacked.shape[:2]
     offsets = torch.arange(0, count * rows, rows, device=weight.device, dtype=index.dtype)
     inner = index.stacked if isinstance(index, TrialTensor) else index.unsqueeze(0)
-    places = inner + offsets.view(-1, *(1,) * (inner.dim() - 1))
-    # A number past a trial's own rows must not reach its neighbour's: no table has this place.
-    places = torch.where((inner >= 0) & (inner < rows), places, count * rows)
-    return weight.stacked.flatten(0, 1), places
+    indices = inner + offsets.view(-1, *(1,) * (inner.dim() - 1))
+    # An index out of a trial's range must not select a row of the next trial: make it invalid.
+    indices = torch.where((inner >= 0) & (inner < rows), indices, count * rows)
+    return weight.stacked.flatten(0, 1), indices
 
 
 @rule("embedding_bag")
 def embedding_bag(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Bags of all trials' tables; bags given by offsets, and rarer options, trial by trial."""
+    """One call on the stacked tables; offsets and rare options trial by trial."""
     names = (
         "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights "
         "include_last_offset padding_idx"
@@ -163,10 +163,10 @@ def embedding_bag(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(bags, weight)
     rows, index = _rows(weight, bags)
     weights = given.get("per_sample_weights")
-    found = F.embedding_bag(
+    pooled = F.embedding_bag(
         index.flatten(0, 1),
         rows,
         mode=given.get("mode", "mean"),
         per_sample_weights=None if weights is None else unwrap(weights, trials).flatten(0, 1),
     )
-    return wrap(found.unflatten(0, (trials.count, -1)), trials)
+    return wrap(pooled.unflatten(0, (trials.count, -1)), trials)

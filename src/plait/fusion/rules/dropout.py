@@ -1,4 +1,4 @@
-"""Dropout of every kind from each trial's own random stream, with each trial's own probability."""
+"""Dropout of every kind, with a random stream and a probability per trial."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def chance_of(p: float) -> float | tuple[float, ...]:
 
 
 def drop(inner: Tensor, p: float, trials: Trials) -> Tensor:
-    """`inner`, with its batch first, with elements dropped per trial."""
+    """`inner`, batch first, with elements dropped per trial."""
     return inner * streams_of(trials).keep(tuple(inner.shape[1:]), chance_of(p), inner.dtype)
 
 
-# What draws numbers of a shape from streams: (trials, *shape).
+# Draws numbers of shape (trials, *shape) from streams.
 Draw = Callable[[Streams, tuple[int, ...]], Tensor]
 
 
 def drawn(x: TrialTensor, shape: tuple[int, ...], draw: Draw, each: Sequence[Draw] | None = None) -> Tensor:
-    """Numbers for `x`: (trials, *shape). Each trial of a padded batch gets those that it draws alone.
+    """Random numbers for `x` of shape (trials, *shape); in a padded batch equal to those of an unpadded one.
 
-    Numbers come in the order of elements, so padding rows that lie behind a trial's own disturb nobody.
-    Where the batch is not the first axis, each trial draws for its own rows; `each` holds its own draws.
+    Numbers are drawn in the order of elements, so padding rows at the end do not change earlier ones. If the
+    batch is not the first axis, each trial draws separately for its rows, by its function in `each`.
     """
     rows, at, streams = x.trials.rows, x.rows_at, streams_of(x.trials)
     if rows is None or not at or shape[at] == 1:
@@ -50,16 +50,16 @@ def drawn(x: TrialTensor, shape: tuple[int, ...], draw: Draw, each: Sequence[Dra
     singles = [streams.of_trial(number) for number in range(x.trials.count)]
     parts = []
     for number, single in enumerate(singles):
-        own = rows.counts[number] * rows.times(shape[at])
-        part = (draw if each is None else each[number])(single, (*shape[:at], own, *shape[at + 1 :]))
-        index = torch.arange(shape[at], device=part.device).clamp(max=own - 1)
+        count = rows.counts[number] * rows.times(shape[at])
+        part = (draw if each is None else each[number])(single, (*shape[:at], count, *shape[at + 1 :]))
+        index = torch.arange(shape[at], device=part.device).clamp(max=count - 1)
         parts.append(part.index_select(at + 1, index))
     streams.follow(singles)
     return torch.cat(parts)
 
 
 def keep(x: TrialTensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    """1 / (1 - p) for what is kept and 0 for what is dropped: elements, or slices where `shape` is 1."""
+    """The dropout mask: 1 / (1 - p) or 0, for elements, or for slices along axes where `shape` is 1."""
     kind = x.stacked.dtype
     chances = p.values if isinstance(p, PerTrial) else (float(p),) * x.trials.count
     each = [lambda streams, own, q=q: streams.keep(own, q, kind) for q in chances]
@@ -78,7 +78,7 @@ def dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
 @takes_per_trial
 @rule("dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_")
 def feature_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Whole channels of (batch, channels, ...), or of (channels, ...) where there is an axis fewer."""
+    """Dropout of whole channels of (batch, channels, ...), or of (channels, ...)."""
     x, p, active = _given(args, kwargs)
     if not active:
         return x
@@ -87,7 +87,7 @@ def feature_dropout(function: Function, args: Arguments, kwargs: Options) -> Any
 
 def _channels(function: Function, x: Tensor) -> tuple[int, ...]:
     spatial = {"dropout1d": 1, "dropout2d": 2, "dropout3d": 3}.get(function.__name__, x.dim() - 2)
-    # F.dropout2d takes three axes for a batch, as torch's warning says; the others for one sample.
+    # F.dropout2d treats three axes as a batch (see torch's warning); the others treat them as one sample.
     leading = max(x.dim() - spatial, 1) if function.__name__ != "dropout2d" or x.dim() != 3 else 2
     return (*x.shape[:leading], *(1,) * (x.dim() - leading))
 

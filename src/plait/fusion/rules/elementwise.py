@@ -1,4 +1,4 @@
-"""Element by element: operands broadcast behind the trials axis, and torch's own function does the rest."""
+"""Elementwise functions: operands are broadcast after the trials axis, then torch's function is called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.dispatch import aliases
+from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.fallback import is_in_place, loop, refuse_shared_target, refuse_values
 from plait.fusion.dispatch.registry import (
     RULES,
@@ -51,12 +51,12 @@ _SEVERAL = (
 )
 
 
-# Beside one tensor, numbers of these types need no alignment; a hyperparameter of the trials has another.
+# Numbers of these types need no alignment with a tensor; a `PerTrial` has another type.
 _NUMBERS = frozenset((int, float, bool))
 
 
 def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A function of one tensor, whatever its other arguments: applied to all trials as they lie."""
+    """A function of one tensor, applied to the stacked tensor."""
     x, others = args[0], args[1:]
     if not isinstance(x, TrialTensor) or any(isinstance(v, TrialTensor) for v in (*others, *kwargs.values())):
         return elementwise(function, args, kwargs)
@@ -66,9 +66,11 @@ def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @takes_per_trial
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A function of several tensors that broadcast: a tensor's own axes end up behind the trials."""
+    """A function of several tensors that broadcast after the trials axis."""
     if "out" in kwargs:
-        raise FusionError(f"{user_line()}\n  writes to out=...; a fused model cannot; use what is returned")
+        raise FusionError(
+            f"{user_line()}\n  writes to out=..., which fused models do not support; use the returned tensor"
+        )
     if type(args[0]) is TrialTensor and not kwargs and all(type(value) in _NUMBERS for value in args[1:]):
         return unary(function, args, kwargs)
     trials = trials_of(args, kwargs)
@@ -79,20 +81,21 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dims = max(operand.dim() for operand in operands)
     if is_in_place(function) and args[0].dim() < dims:
-        # The target cannot grow, and torch says so of one trial.
+        # The target cannot be broadcast; torch raises the error for one trial.
         return loop(function, args, kwargs)
     like = next(operand for operand in operands if isinstance(operand, TrialTensor))
     scalars = _scalar_type(operands[1:] if function.__name__ == "where" else operands)
-    placed = [place(value, dims, like, scalars) for value in args]
-    named = {name: place(value, dims, like, scalars) for name, value in kwargs.items()}
+    placed = [align_operand(value, dims, like, scalars) for value in args]
+    named = {name: align_operand(value, dims, like, scalars) for name, value in kwargs.items()}
     outcome = function(*placed, **named)
     return args[0] if is_in_place(function) else wrap(outcome, trials)
 
 
 def _scalar_type(operands: list[Tensor]) -> torch.dtype | None:
-    """The type that lone scalar tensors take next to tensors with axes; None where they keep their own.
+    """The dtype to which 0-dim tensors are cast; None if they keep their own.
 
-    A scalar tensor widens a result only to another kind of number. With the trials axis it would always.
+    By type promotion a 0-dim tensor changes the dtype of a result only if it is of a higher category. With
+    the trials axis it would no longer be 0-dim.
     """
     kinds = [operand.dtype for operand in operands if operand.dim()]
     scalars = [operand.dtype for operand in operands if not operand.dim()]
@@ -106,34 +109,34 @@ def _scalar_type(operands: list[Tensor]) -> torch.dtype | None:
 
 
 def _rank(kind: torch.dtype) -> int:
-    """Truth values, whole numbers, floats, complex numbers: in the order in which they widen."""
+    """The category of a dtype for type promotion: bool, integer, float, complex."""
     if kind.is_complex:
         return 3
     return 2 if kind.is_floating_point else int(kind != torch.bool)
 
 
-def place(value: Any, dims: int, like: TrialTensor, scalars: torch.dtype | None = None) -> Any:
-    """`value` as an operand for all trials: (trials, 1..., *its shape), `dims` axes behind the trials.
+def align_operand(value: Any, dims: int, like: TrialTensor, scalars: torch.dtype | None = None) -> Any:
+    """`value` as an operand for all trials: (trials, 1..., *shape), with `dims` axes after the trials.
 
-    A tensor without axes takes the type `scalars`, if given.
+    A 0-dim tensor is cast to `scalars`, if given.
     """
     if isinstance(value, PerTrial):
-        # A number takes part in type promotion as a number does: it follows the tensor's type.
+        # As in type promotion with Python numbers, use the tensor's dtype.
         kind = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         return on_device(value.values, kind, like.device).view(-1, *(1,) * dims)
     if not isinstance(value, TrialTensor):
-        # Beside the trials' scalars one that all share must not look like a mere number.
+        # With 0-dim tensors of the trials, a shared 0-dim tensor must not be treated as a number.
         return value.view(1) if dims == 0 and isinstance(value, Tensor) and value.dim() == 0 else value
-    inner, own = value.stacked, value.stacked.dim() - 1
-    if own == dims:
+    inner, axes = value.stacked, value.stacked.dim() - 1
+    if axes == dims:
         return inner
-    if own == 0 and scalars is not None:
+    if axes == 0 and scalars is not None:
         inner = inner.to(scalars)
-    return inner.reshape(inner.shape[0], *(1,) * (dims - own), *inner.shape[1:])
+    return inner.reshape(inner.shape[0], *(1,) * (dims - axes), *inner.shape[1:])
 
 
 def cast(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """`x.to(...)`, `x.type_as(y)`, `x.type()`: where only `y` has trials, its type and device count alone."""
+    """`x.to(...)`, `x.type_as(y)`, `x.type()`; if only `y` has trials, only its dtype and device are used."""
     x = args[0]
     if not isinstance(x, TrialTensor):
         others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, TrialTensor)]
@@ -150,12 +153,12 @@ def cast(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _without_layout(kwargs: Options) -> Options:
-    """Without the order of axes in memory that is asked for: with the trials, rules choose their own."""
+    """Without `memory_format`: rules choose the layout of trial tensors."""
     return {k: v for k, v in kwargs.items() if k != "memory_format"}
 
 
 def contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The same values, in memory that a view can reshape; a lone tensor mostly is its own outcome."""
+    """A contiguous tensor; in a single model it is usually the tensor itself."""
     x = args[0]
     outcome = x.stacked.contiguous()
     if outcome is x.stacked:
@@ -166,13 +169,13 @@ def contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
-    """Tie `made`, if it is a copy of `x`, to it: a lone model may have one memory for both.
+    """Link `made` to `x` if it is a copy: in a single model both may share memory.
 
-    `surely` says that it has; elsewhere that hangs on the order of the axes in memory.
+    `surely`: they do; otherwise it depends on the memory layout.
     """
-    if made.stacked.untyped_storage() is x.stacked.untyped_storage() or x.turned:
+    if made.stacked.untyped_storage() is x.stacked.untyped_storage() or x.permuted:
         return
-    aliases.link(x.stacked, made.stacked, surely or aliases.is_view_alone(x.stacked))
+    alias_links.link(x.stacked, made.stacked, surely or alias_links.is_view_alone(x.stacked))
 
 
 for _spelling in spellings(_UNARY.split()):
@@ -186,14 +189,14 @@ for _spelling in spellings(("contiguous",)):
 
 
 def where(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A choice by a condition; of a condition alone, the places where it holds, which differ by trial."""
+    """torch.where; with only a condition it returns indices, whose number differs by trial."""
     one_argument = len(args) + len(kwargs) == 1
     return (refuse_values if one_argument else elementwise)(function, args, kwargs)
 
 
 @rule("masked_fill", "masked_fill_", "fill_", "full_like")
 def fill(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """One value in many places; of each trial's own value torch's functions take one at a time."""
+    """Fill with a value; a value per trial is broadcast, which torch's functions do not support."""
     masks = function.__name__.startswith("masked")
     given = arguments_of("input mask value" if masks else "input value", {}, args, kwargs)
     if isinstance(given.get("value", given.get("fill_value")), TrialTensor):
@@ -209,7 +212,7 @@ RULES[getter("real")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.real
 RULES[getter("imag")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.imag, args[0].trials)
 RULES[getter("_version")] = lambda f, args, kwargs: args[0].stacked._version
 RULES[getter("data")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.data, args[0].trials)
-# What autograd knows, it knows of the inner tensor.
+# Autograd state belongs to the inner tensor.
 RULES[getter("requires_grad")] = lambda f, args, kwargs: args[0].stacked.requires_grad
 RULES[getter("is_leaf")] = lambda f, args, kwargs: args[0].stacked.is_leaf
 RULES[getter("grad_fn")] = lambda f, args, kwargs: args[0].stacked.grad_fn
@@ -217,7 +220,7 @@ RULES[getter("grad_fn")] = lambda f, args, kwargs: args[0].stacked.grad_fn
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def new(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A new tensor like a trial's: one for each trial, since the model may write into it."""
+    """`x.new_zeros(...)` and similar: one tensor per trial, since the model may write to it."""
     x = args[0]
     shared = function(x.stacked, *args[1:], **kwargs)
     return TrialTensor(unwrap(shared, x.trials).clone(), x.trials)
@@ -225,7 +228,7 @@ def new(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("relu")
 def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A ReLU right after a batch norm joins it, where that waits."""
+    """A ReLU directly after a pending batch norm is fused with it."""
     given = arguments_of("input inplace", {"inplace": False}, args, kwargs)
     joined = _join_norm(given["input"], 0.0, given["inplace"])
     return unary(function, args, kwargs) if joined is None else joined
@@ -233,7 +236,7 @@ def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("leaky_relu")
 def leaky_relu(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A leaky ReLU right after a batch norm joins it, where that waits."""
+    """A leaky ReLU directly after a pending batch norm is fused with it."""
     defaults = {"negative_slope": 0.01, "inplace": False}
     given = arguments_of("input negative_slope inplace", defaults, args, kwargs)
     joined = _join_norm(given["input"], given["negative_slope"], given["inplace"])
@@ -241,9 +244,9 @@ def leaky_relu(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _join_norm(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | None:
-    """The norm that `x` waits for, cut by a slope; None where it waits for none, or was cut before.
+    """The pending norm of `x` with an activation of this slope; None if there is none, or it has one already.
 
-    A slope below zero would turn the largest value of a norm into another one's.
+    With a negative slope the maximum of the norm would not be the maximum of the activation.
     """
     pending = x.pending
     if pending is None or pending.slope != 1.0 or slope < 0.0:
@@ -256,13 +259,13 @@ def _join_norm(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | No
 
 @rule("prelu")
 def prelu(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Each trial's own slopes below zero, one for all channels or one each."""
+    """PReLU with slopes per trial, one for all channels or one per channel."""
     given = arguments_of("input weight", {}, args, kwargs)
     x, weight = given["input"], given["weight"]
     trials = trials_of(x, weight)
     dims = x.dim()
     slopes = unwrap(weight, trials)
-    # Channels are the second axis of a batch; a lone axis has one slope.
+    # Channels are the second axis of a batch; a 1-dim tensor has one slope.
     channels = (1,) * min(dims, 1) + (-1,) + (1,) * (dims - 2) if dims > 1 else (-1,) * dims
     slopes = slopes.reshape(trials.count, *channels)
     inner = unwrap(x, trials)

@@ -1,4 +1,4 @@
-"""Hooks on a tensor's gradient, and what can be set on a tensor: each trial's own."""
+"""Per-trial gradient hooks, and setters of tensor properties."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ GradientHook = Callable[[Tensor], Tensor | None]
 
 
 def each_trial(hooks: list[list[GradientHook]]) -> Callable[[Tensor], Tensor]:
-    """A hook for the gradient of all trials that gives each trial's part to the hooks of that trial."""
+    """A hook on the gradient of all trials that passes each trial's slice to the hooks of that trial."""
 
     def apply(gradient: Tensor) -> Tensor:
         parts = []
-        for own, each in zip(hooks, gradient):
-            found = each
-            for hook in own:
-                changed = hook(found)
-                found = found if changed is None else changed
-            parts.append(found)
+        for trial_hooks, each in zip(hooks, gradient):
+            value = each
+            for hook in trial_hooks:
+                changed = hook(value)
+                value = value if changed is None else changed
+            parts.append(value)
         return torch.stack(parts)
 
     return apply
@@ -41,12 +41,12 @@ def retain_grad(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def gradient(function: Function, args: Arguments, kwargs: Options) -> Any:
-    found = args[0].stacked.grad
-    return None if found is None else TrialTensor(found, args[0].trials)
+    grad = args[0].stacked.grad
+    return None if grad is None else TrialTensor(grad, args[0].trials)
 
 
 def set_data(function: Function, args: Arguments, kwargs: Options) -> None:
-    """Put other data under a tensor's name, in all trials."""
+    """Set `tensor.data`, in all trials."""
     x, value = args
     inner = unwrap(value, x.trials).detach()
     x.stacked.data = inner if isinstance(value, TrialTensor) else inner.clone()
@@ -63,17 +63,17 @@ def set_gradient(function: Function, args: Arguments, kwargs: Options) -> None:
 
 def refuse_set(function: Function, args: Arguments, kwargs: Options) -> None:
     raise FusionError(
-        f"{user_line()}\n  sets a property of a tensor, which fused trials cannot",
+        f"{user_line()}\n  sets a property of a tensor, which fused trials do not support",
         "name this module in fuse(..., unfused=[...])",
     )
 
 
 def _setters() -> dict[str, Function]:
-    found = {}
+    setters = {}
     for name, member in vars(torch._C.TensorBase).items():
         if type(member).__name__ == "getset_descriptor":
-            found[name] = member.__set__
-    return found
+            setters[name] = member.__set__
+    return setters
 
 
 for _name, _setter in _setters().items():

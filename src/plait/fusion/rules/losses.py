@@ -1,4 +1,4 @@
-"""Losses of torch.nn: one value a trial, with each trial's own smoothing."""
+"""Losses of torch.nn: one value per trial, with label smoothing per trial."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from plait.fusion.dispatch.registry import (
 )
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError
-from plait.fusion.rules.elementwise import place
+from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.trials.rows import require_rows_first
 
-# Losses of two tensors, element by element, that differ in nothing but the formula.
+# Elementwise losses of two tensors, which differ only in the formula.
 _ELEMENTWISE = (
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
 )
 
 
 def elementwise_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The mean or sum over a trial's elements of what torch computes for each."""
+    """The mean or sum of an elementwise loss over each trial's elements."""
     names = {"input", "target", *_tensor_options(kwargs)}
     given = {**dict(zip(("input", "target"), args)), **kwargs}
     if len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
@@ -48,7 +48,8 @@ def elementwise_loss(function: Function, args: Arguments, kwargs: Options) -> An
         return descend(function, args, kwargs)
     like = wrap(unwrap(given["input"], trials), trials)
     placed = {
-        name: place(wrap(unwrap(tensor, trials), trials), dims, like) for name, tensor in tensors.items()
+        name: align_operand(wrap(unwrap(tensor, trials), trials), dims, like)
+        for name, tensor in tensors.items()
     }
     rest = {k: v for k, v in given.items() if k not in names and k != "reduction"}
     each = function(**placed, **rest, reduction="none")
@@ -69,7 +70,7 @@ def _reduce(each: Tensor, reduction: str) -> Tensor:
 @takes_per_trial
 @rule("cross_entropy")
 def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Cross entropy of class numbers; classes given as probabilities go through torch's own function."""
+    """Cross entropy with class indices; with class probabilities torch's function is run per trial."""
     names = "input target weight size_average ignore_index reduce reduction label_smoothing"
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
     given = arguments_of(names, defaults, args, kwargs)
@@ -95,33 +96,33 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _check_targets(name: str, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse targets that are not one for each row of outputs: too few would count as all of them."""
+    """Raise for targets whose number differs from the rows of the outputs."""
     outputs_shape, found_shape = tuple(outputs.shape), tuple(targets.shape)
-    # Class numbers have the shape of the outputs without their classes, which are the second axis if any.
-    numbers_shape = (*outputs_shape[: min(1, len(outputs_shape) - 1)], *outputs_shape[2:])
-    are_numbers = not targets.is_floating_point()
-    takes_chances = name == "cross_entropy"
-    if found_shape == numbers_shape and are_numbers:
+    # Class indices have the shape of the outputs without the class axis, which is the second axis of a batch.
+    indices_shape = (*outputs_shape[: min(1, len(outputs_shape) - 1)], *outputs_shape[2:])
+    are_indices = not targets.is_floating_point()
+    takes_probabilities = name == "cross_entropy"
+    if found_shape == indices_shape and are_indices:
         return
-    if found_shape != outputs_shape or are_numbers or not takes_chances:
-        kind = "class numbers" if are_numbers else "chances"
-        other = f" or chances of shape {outputs_shape}" if takes_chances else ""
+    if found_shape != outputs_shape or are_indices or not takes_probabilities:
+        kind = "class indices" if are_indices else "probabilities"
+        other = f" or probabilities of shape {outputs_shape}" if takes_probabilities else ""
         raise FusionError(
             f"{name}: found outputs of shape {outputs_shape} and {kind} of shape {found_shape} in each "
-            f"trial, expected whole class numbers of shape {numbers_shape}{other}"
+            f"trial, expected integer class indices of shape {indices_shape}{other}"
         )
 
 
 def _without_padding(target: Any, ignored: int, trials: Trials) -> Any:
-    """Class numbers with those of padding rows replaced by the one that is ignored."""
+    """Class indices with those of padding rows replaced by `ignored`."""
     assert trials.rows is not None
     inner = unwrap(target, trials)
-    own = trials.rows.mask(inner.shape[1], inner.device)
-    return wrap(inner.masked_fill(~own.view(*own.shape, *(1,) * (inner.dim() - 2)), ignored), trials)
+    real = trials.rows.mask(inner.shape[1], inner.device)
+    return wrap(inner.masked_fill(~real.view(*real.shape, *(1,) * (inner.dim() - 2)), ignored), trials)
 
 
 def _plain_cross_entropy(logits_tbc: Tensor, target_tb: Tensor, given: Options) -> Tensor:
-    """The usual case: rows of all trials in one call of torch's, then a sum for each trial."""
+    """The common case: rows of all trials in one call, then a sum per trial."""
     ignored, reduction = given["ignore_index"], given["reduction"]
     rows, targets = logits_tbc.flatten(0, 1), target_tb.flatten()
     each = F.cross_entropy(rows, targets, ignore_index=ignored, reduction="none").view(target_tb.shape)
@@ -148,7 +149,7 @@ def nll_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
 def _negative_log(
     log_chance: Tensor, target: Tensor, weight: Any, ignore_index: int, reduction: str, smoothing: float
 ) -> Tensor:
-    """-log of the chance of each target, smoothed and weighted by class as torch does, reduced per trial."""
+    """Negative log likelihood with smoothing and class weights as in torch, reduced per trial."""
     count = log_chance.shape[0]
     axis = 1 if log_chance.dim() == 2 else 2
     classes = log_chance.shape[axis]
@@ -198,7 +199,7 @@ for _name in _ELEMENTWISE.split():
 
 @rule("backward")
 def backward(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Gradients of each trial's own loss: the trials share nothing, so their sum has them all."""
+    """backward() of each trial's loss, computed from their sum, since trials are independent."""
     loss = args[0]
     gradient = kwargs.pop("gradient", args[1] if len(args) > 1 else None)
     inner = torch.ones_like(loss.stacked) if gradient is None else unwrap(gradient, loss.trials)
@@ -220,17 +221,17 @@ def gradients(function: Function, args: Arguments, kwargs: Options) -> Any:
         for outer, start in zip(outers, starts)
     ]
     rest = {k: v for k, v in given.items() if k not in ("outputs", "inputs", "grad_outputs")}
-    found = torch.autograd.grad(outers, [unwrap(x, trials) for x in inputs], ones, **rest)
-    return tuple(None if gradient is None else wrap(gradient, trials) for gradient in found)
+    grads = torch.autograd.grad(outers, [unwrap(x, trials) for x in inputs], ones, **rest)
+    return tuple(None if gradient is None else wrap(gradient, trials) for gradient in grads)
 
 
 RULES[torch.autograd.grad] = gradients
-# It looks at its variances, in Python, for negative ones.
+# It checks in Python for negative variances.
 RULES[F.gaussian_nll_loss] = loop
 
 
 def _over_own_rows(usual: Rule) -> Rule:
-    """`usual`; over padded batches the loss of one trial after another, each on its own rows."""
+    """`usual`; with padded batches the loss trial by trial, each without padding rows."""
 
     def loss(function: Function, args: Arguments, kwargs: Options) -> Any:
         rows = trials_of(args, kwargs).rows

@@ -1,4 +1,4 @@
-"""Normalisation with each trial's own statistics, scales and shifts."""
+"""Normalisation with statistics, weights and biases per trial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap,
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
-from plait.fusion.rules.elementwise import place
+from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.trials.padding import masked_norm, numbers
 from plait.fusion.trials.per_trial import PerTrial
@@ -22,16 +22,16 @@ from plait.fusion.trials.rows import require_rows_first
 
 
 def _flat(value: Any, trials: Trials) -> Tensor | None:
-    """One number a channel, trials and channels in one axis; statistics are a view, to be written through."""
+    """One number per channel, with trials and channels in one axis; running statistics stay views."""
     if value is None:
         return None
     return unwrap(value, trials).reshape(-1)
 
 
 def _can_write(given: Options) -> bool:
-    """Whether running statistics are each trial's own, and lie so that a view has them all in one axis."""
-    found = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
-    return all(isinstance(x, TrialTensor) and x.stacked.is_contiguous() for x in found)
+    """Whether running statistics are per trial and contiguous, so that they can be viewed as one axis."""
+    statistics = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
+    return all(isinstance(x, TrialTensor) and x.stacked.is_contiguous() for x in statistics)
 
 
 @takes_per_trial
@@ -55,7 +55,7 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
             inner, folded, mean, variance, weight, bias, given["momentum"], given["eps"], trials
         )
         return TrialTensor(inner, trials, pending)
-    # Torch sees channels that lie innermost only in images, and would copy sequences.
+    # Torch supports channels-last only for images, and would copy sequences.
     is_sequence = folded.dim() == 3 and folded.is_cuda and folded.stride(1) == 1
     x = folded.unsqueeze(2) if is_sequence else folded
     y = F.batch_norm(x, mean, variance, weight, bias, given["training"], given["momentum"], given["eps"])
@@ -73,11 +73,11 @@ def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
 
 
 def _waits(folded: Tensor) -> bool:
-    """Whether our kernels compute the norm: on a GPU, in 16 bits, with the channels innermost."""
+    """Whether our kernels compute the norm: on a GPU, in 16 bits, channels last."""
     half = folded.dtype in (torch.bfloat16, torch.float16)
-    several = folded.numel() > folded.shape[1]  # of one value a channel torch says what is wrong
+    several = folded.numel() > folded.shape[1]  # torch raises for one value per channel
     ours = can_run_on(folded) and half and folded.dim() in (3, 4) and several
-    # Tensors of inference mode do not tell whether they were written since.
+    # Tensors of inference mode have no version counter.
     return ours and folded.movedim(1, -1).is_contiguous() and not folded.is_inference()
 
 
@@ -92,8 +92,8 @@ def _pending(
     eps: float,
     trials: Trials,
 ) -> PendingNorm:
-    """Statistics now, the rest when it is known what follows."""
-    from plait.fusion.kernels import normalisation as kernels  # needs Triton, which a CPU build has not
+    """Compute the statistics now, and the rest when the next operation is known."""
+    from plait.fusion.kernels import batch_norm as kernels  # needs Triton, which a CPU build lacks
 
     rows = folded.movedim(1, -1).flatten(1, -2)
     running = None
@@ -108,9 +108,9 @@ def _pending(
         return unfold_channels(y.view(shape).movedim(-1, 1), trials.count)
 
     def largest(slope: float) -> tuple[Tensor, Tensor]:
-        found = kernels.trial_norm_largest(rows, weight, bias, table, slope)
-        value, place = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in found)
-        return value, place
+        pair = kernels.trial_norm_largest(rows, weight, bias, table, slope)
+        value, index = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in pair)
+        return value, index
 
     return PendingNorm(
         norm, largest if folded.dim() == 3 else None, folded, inner, folded._version, torch.is_grad_enabled()
@@ -183,7 +183,7 @@ def rms_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _affine(normal: Tensor, weight: Any, bias: Any, x: TrialTensor) -> Tensor:
-    scale = place(weight, x.dim(), x)
+    scale = align_operand(weight, x.dim(), x)
     if weight is None:
-        return normal if bias is None else normal + place(bias, x.dim(), x)
-    return normal * scale if bias is None else torch.addcmul(place(bias, x.dim(), x), normal, scale)
+        return normal if bias is None else normal + align_operand(bias, x.dim(), x)
+    return normal * scale if bias is None else torch.addcmul(align_operand(bias, x.dim(), x), normal, scale)

@@ -1,4 +1,4 @@
-"""What treats each image, or each channel, alike: trials fold into the axis next to them in memory."""
+"""Functions of separate images or channels: trials are folded into the batch or the channels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POOLS = "max_pool avg_pool adaptive_max_pool adaptive_avg_pool"
 
 
 def pool(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A pool of any kind; images without a batch axis take the trials for one."""
+    """Pooling; for images without a batch axis the trials are the batch."""
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k != "input"}
     spatial = _SPATIAL[function]
@@ -43,7 +43,7 @@ for _kind in _POOLS.split():
 
 @rule("interpolate", "upsample", "unfold", "fold", "grid_sample", "affine_grid")
 def per_image(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Functions of a batch of images, computed for the images of all trials."""
+    """Functions of a batch of images; trials are folded into the batch."""
     if isinstance(args[0], TrialTensor) and function is torch.Tensor.unfold:
         x, dim = args[0], args[1] if len(args) > 1 else kwargs.pop("dimension")
         return TrialTensor(x.stacked.unfold(dim + 1 if dim >= 0 else dim, *args[2:], **kwargs), x.trials)
@@ -62,5 +62,5 @@ def per_image(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("pixel_shuffle", "pixel_unshuffle")
 def shuffle(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Takes any number of leading axes, the trials among them."""
+    """Pixel shuffle, which supports any number of leading axes."""
     return TrialTensor(function(args[0].stacked, *args[1:], **kwargs), args[0].trials)

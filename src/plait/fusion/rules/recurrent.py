@@ -1,4 +1,4 @@
-"""LSTM, GRU and plain recurrent layers: one batched product a time step for all trials."""
+"""LSTM, GRU and plain recurrent layers: one batched product per time step for all trials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.fusion.rules.dropout import drop
 from plait.fusion.trials.per_trial import PerTrial
 
 State = tuple[Tensor, ...]
-# (what the input contributes, state, weight, bias of the state's product) -> the next state, output first
+# (input projection, state, weight_hh, bias_hh) -> the next state, output first
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
 
 
@@ -38,7 +38,7 @@ def _gru_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | N
     reset, update, new = from_input.unflatten(-1, (3, -1)).unbind(-2)
     hidden_reset, hidden_update, hidden_new = _product(hidden, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
     candidate = (new + (reset + hidden_reset).sigmoid() * hidden_new).tanh()
-    # Not lerp: under autocast the products are in 16 bits and the first state is not.
+    # Not lerp, as under autocast the products are in 16 bits and the first state is not.
     return (candidate + (update + hidden_update).sigmoid() * (hidden - candidate),)
 
 
@@ -61,7 +61,7 @@ _STEPS: dict[str, Step] = {
 @takes_per_trial
 @rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """All layers over all time steps; packed sequences and projections go trial by trial."""
+    """All layers over all time steps; packed sequences and projections run trial by trial."""
     if isinstance(args[3], (list, tuple)):
         return _packed(function, args)
     x, state, weights, has_bias, count, dropout, training, both_ways, batch_first = args
@@ -82,9 +82,9 @@ def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
         outputs = []
         for direction in range(directions):
             number = layer * directions + direction
-            own = flat_weights[number * per_layer : (number + 1) * per_layer]
+            layer_weights = flat_weights[number * per_layer : (number + 1) * per_layer]
             first = tuple(part[number] for part in begin)
-            out, end = _run(_STEPS[function.__name__], inner, first, own, backwards=direction == 1)
+            out, end = _run(_STEPS[function.__name__], inner, first, layer_weights, backwards=direction == 1)
             outputs.append(out)
             ends.append(end)
         inner = torch.cat(outputs, -1) if both_ways else outputs[0]
@@ -107,7 +107,7 @@ def _run(
 
 
 def _as_products(state: Tensor) -> Tensor:
-    """A first state in the type that autocast gives products on a GPU, as torch's own layers take it."""
+    """The initial state in the autocast dtype of products on a GPU, as in torch's layers."""
     if not (state.is_cuda and torch.is_autocast_enabled("cuda")):
         return state
     return state.to(torch.get_autocast_dtype("cuda"))
@@ -131,7 +131,7 @@ def _packed(function: Function, args: Arguments) -> Any:
 
 @rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def cell(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """One time step as a module of its own."""
+    """LSTMCell, GRUCell and RNNCell: one time step."""
     x, state, *weights = args
     trials: Trials = trials_of(args)
     if x.dim() != 2 or len(weights) != 4:

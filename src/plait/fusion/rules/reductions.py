@@ -1,4 +1,4 @@
-"""Functions along axes of one tensor: the axes shift by one behind the trials."""
+"""Functions along axes of one tensor: axes are shifted by one for the trials axis."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from plait.fusion.dispatch.fallback import loop, vmap_rule
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, rule, spellings
 from plait.fusion.dispatch.tensor import TrialTensor, wrap
 
-# Functions whose second argument is one axis, which they need.
+# Functions whose second argument is one axis, which is required.
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin glu argsort logsumexp"
-# Functions that reduce all axes where none is given, and take several at once.
+# Functions that reduce all axes by default, and accept several.
 _REDUCE = "sum mean nansum nanmean amax amin var std count_nonzero any all"
-# Functions that reduce all axes where none is given, and take one at most.
+# Functions that reduce all axes by default, and accept at most one.
 _REDUCE_ONE = "max min argmax argmin prod median nanmedian"
 
 
 def shift(axis: int) -> int:
-    """Where a lone tensor's axis lies behind the trials axis."""
+    """The index of a trial's axis in the stacked tensor."""
     return axis + 1 if axis >= 0 else axis
 
 
@@ -36,7 +36,7 @@ def along(function: Function, args: Arguments, kwargs: Options) -> Any:
     named = next((name for name in ("dim", "dims") if name in kwargs), None)
     axes = others[0] if others else None if named is None else kwargs[named]
     if axes is None:
-        # Torch picks the axis by how many there are, and must not count the trials.
+        # Torch's default axis depends on the number of axes, which must not include the trials.
         return loop(function, args, kwargs)
     if not _are_axes(axes) or (not isinstance(axes, int) and not axes):
         return loop(function, args, kwargs)
@@ -49,13 +49,13 @@ def along(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _are_axes(axes: Any) -> bool:
-    """Whether `axes` is a whole number or several, not the truth value or the type of another signature."""
+    """Whether `axes` is an int or several, and not a bool or dtype of another signature."""
     several = axes if isinstance(axes, (tuple, list)) else (axes,)
     return all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several)
 
 
 def reduce(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A sum or its kind, over the given axes or over all of a trial's."""
+    """sum and similar, over the given axes or over all axes of a trial."""
     x = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     everything = dim is None or (isinstance(dim, (tuple, list)) and not dim)
@@ -67,7 +67,7 @@ def reduce(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A maximum or its kind, along one axis or over all of a trial's."""
+    """max and similar, along one axis or over all axes of a trial."""
     x, name = args[0], function.__name__
     second = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("other"))
     if isinstance(second, Tensor):
@@ -84,7 +84,7 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
             return loop(function, args, kwargs)
         return wrap(function(x.stacked, shift(second), *args[2:], **rest), x.trials)
     if name in ("max", "min"):
-        # Over all elements equal ones share the gradient; along an axis one of them has all of it.
+        # Over all elements, ties share the gradient; along an axis, one element gets all of it.
         return wrap((torch.amax if name == "max" else torch.amin)(x.stacked.flatten(1), 1), x.trials)
     if name in ("median", "nanmedian"):
         return loop(function, args, kwargs)
@@ -92,13 +92,13 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _joins(x: TrialTensor, args: Arguments, kwargs: Options) -> bool:
-    """Whether a maximum can be computed together with the batch norm before it."""
+    """Whether a maximum can be fused with a pending batch norm."""
     return x.pending is not None and x.pending.largest is not None and not args and not kwargs
 
 
 @rule("norm", "vector_norm")
 def norm(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Vector norms per trial; the rarer matrix norms go through vmap."""
+    """Vector norms per trial; matrix norms use vmap."""
     x, order = args[0], (args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2)))
     if not isinstance(x, TrialTensor) or not isinstance(order, (int, float)) or len(args) > 3:
         return vmap_rule(function, args, kwargs)
@@ -112,7 +112,7 @@ def norm(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("topk", "sort")
 def ordered(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """The largest, or all, in order along one axis."""
+    """topk, sort and similar, along one axis."""
     names = "input k dim largest sorted" if function.__name__ == "topk" else "input dim descending"
     given = arguments_of(names, {"dim": -1}, args, kwargs)
     x, dim = given.pop("input"), given.pop("dim")

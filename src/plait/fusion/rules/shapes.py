@@ -1,4 +1,4 @@
-"""Shapes: views, joins and cuts of a trial's tensor, with the trials axis kept in front."""
+"""Views, joins, splits and indexing; the trials axis stays first."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from plait.fusion.dispatch.fallback import loop, refuse_shared_target, vmap_rule
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter, rule
 from plait.fusion.dispatch.tensor import TrialTensor, leaves, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.rules.elementwise import link_copy, place
+from plait.fusion.rules.elementwise import align_operand, link_copy
 from plait.fusion.rules.reductions import shift, shift_all
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    """`x.view(2, 3)` and `x.view((2, 3))` alike."""
+    """The sizes of `x.view(2, 3)` or `x.view((2, 3))`."""
     first = values[0] if values else ()
     return tuple(first) if isinstance(first, (tuple, list, torch.Size)) else tuple(values)
 
@@ -34,7 +34,7 @@ def reshape(function: Function, args: Arguments, kwargs: Options) -> Any:
     if -1 in shape:
         rest = -math.prod(shape)
         shape = tuple(math.prod(x.shape) // rest if size == -1 else size for size in shape) if rest else shape
-    # A lone view may need a copy here, since the trials may lie between the axes that merge.
+    # A view may need a copy here, since the trials axis may be between the merged axes.
     return _reshaped(x, x.stacked.reshape(x.trials.count, *shape), surely=function.__name__ == "view")
 
 
@@ -79,7 +79,7 @@ def permute(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 def _turned(x: TrialTensor, outcome: Tensor) -> TrialTensor:
     made = TrialTensor(outcome, x.trials)
-    made.turned = True
+    made.permuted = True
     return made
 
 
@@ -130,7 +130,7 @@ def squeeze(function: Function, args: Arguments, kwargs: Options) -> Any:
 def expand(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
     shape = sizes(args[1:] or (kwargs["size"],))
-    return TrialTensor(place(x, len(shape), x).expand(-1, *shape), x.trials)
+    return TrialTensor(align_operand(x, len(shape), x).expand(-1, *shape), x.trials)
 
 
 @rule("expand_as")
@@ -145,12 +145,12 @@ def repeat(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0]
     times = sizes(args[1:] or tuple(kwargs.values()))
     times = (1,) * (x.dim() - len(times)) + times
-    return TrialTensor(place(x, len(times), x).repeat(1, *times), x.trials)
+    return TrialTensor(align_operand(x, len(times), x).repeat(1, *times), x.trials)
 
 
 @rule("cat", "concat", "concatenate", "stack")
 def join(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Tensors that all trials share are repeated where they are joined with a trial's own."""
+    """cat, stack and similar; shared tensors are expanded."""
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if "out" in kwargs or not tensors:
@@ -162,7 +162,7 @@ def join(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _without_bare_ones(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """`tensors`; an empty one with a single axis, which torch joins with all others, gets their axes."""
+    """`tensors`; an empty 1-dim tensor, which torch.cat accepts, is reshaped like the others."""
     like = next((tensor for tensor in tensors if tuple(tensor.shape) != (0,)), None)
     if like is None or like.dim() == 1:
         return list(tensors)
@@ -173,7 +173,7 @@ def _without_bare_ones(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
 
 @rule("split", "chunk", "tensor_split", "unbind", "narrow", "select", "flip", "roll", "split_with_sizes")
 def cut(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Pieces along one axis; what follows the axis in the arguments stays as it is."""
+    """split, chunk and similar, along one axis."""
     x, name = args[0], function.__name__
     if not isinstance(x, TrialTensor):
         return vmap_rule(function, args, kwargs)
@@ -209,9 +209,9 @@ def get_item(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 def _is_simple(index: tuple[Any, ...]) -> bool:
-    """Whether the axes of an index by slices, numbers and at most one tensor stay in their places.
+    """Whether an index has at most one tensor, so that the axes keep their order.
 
-    Several tensors make one axis, which goes first where they stand apart: in front of the trials.
+    Several index tensors that are not adjacent put their common axis first, before the trials.
     """
     plain = (int, slice, type(None), type(...), torch.SymInt)
     others = [part for part in index if isinstance(part, bool) or not isinstance(part, plain)]
@@ -229,7 +229,7 @@ def _indexed_by_trials(function: Function, x: Tensor, index: Any) -> Any:
     masks = [i for i in leaves(index) if isinstance(i, TrialTensor) and i.dtype in (torch.bool, torch.uint8)]
     if masks and trials.count > 1:
         raise FusionError(
-            f"{user_line()}\n  picks elements by a mask, as many as the mask has; trials may differ in that; "
+            f"{user_line()}\n  selects elements by a mask, whose number may differ between trials; "
             f"use torch.where or masked_fill"
         )
     return (loop if masks else vmap_rule)(function, (x, index), {})
@@ -249,21 +249,21 @@ def set_item(function: Function, args: Arguments, kwargs: Options) -> Any:
     ):
         if isinstance(value, Tensor) and value.numel() > 1 and value.dim() > x.dim() - mask.dim():
             _refuse_many_values()
-        # As many values as the mask has elements cannot be assigned to trials; one value for all can.
+        # A list of values cannot be assigned by a mask that differs by trial; one value can.
         x.copy_(torch.where(_mask_like(mask, x), value, x))
         return None
     if not _is_simple(index):
         return loop(function, args, kwargs)
     target = x.stacked[(slice(None), *index)]
-    new = place(value, target.dim() - 1, x) if isinstance(value, TrialTensor) else value
+    new = align_operand(value, target.dim() - 1, x) if isinstance(value, TrialTensor) else value
     x.stacked[(slice(None), *index)] = new
     return None
 
 
 def _refuse_many_values() -> None:
     raise FusionError(
-        f"{user_line()}\n  writes as many values as a mask has elements; trials may differ in that; use "
-        f"torch.where, or x[mask] = one number"
+        f"{user_line()}\n  writes one value per element of a mask, whose number may differ between trials; "
+        f"use torch.where, or x[mask] = one number"
     )
 
 
@@ -273,7 +273,7 @@ def _mask_like(mask: TrialTensor, x: TrialTensor) -> Tensor:
 
 @rule("pad")
 def pad(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Constant padding as it is; the other modes take trials folded into the batch or the channels."""
+    """Constant padding directly; for other modes trials are folded into the batch or the channels."""
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k != "input"}
     mode = args[2] if len(args) > 2 else rest.get("mode", "constant")

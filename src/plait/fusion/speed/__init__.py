@@ -1,1 +1,1 @@
-"""Faster ways to compute the same: chosen by measurement, captured, compiled."""
+"""Speed: autotuning, CUDA graphs, torch.compile."""

@@ -1,4 +1,4 @@
-"""Which of several ways computes an operation fastest here: measured once for each shape, then remembered."""
+"""Selects the fastest implementation of an operation by measuring: once for each shape, then cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 Way = Callable[..., Tensor]
 
-# Keyed by what decides speed: operation, shapes, layout, type, device, threads, whether a gradient follows.
+# Keyed by operation, shapes, layout, dtype, device, threads, and whether gradients are needed.
 _CHOSEN: dict[tuple[Any, ...], str] = {}
 
 _REPEATS = 3
@@ -20,11 +20,11 @@ _HEAD_START_CYCLES = 5_000_000
 
 
 def choose(operation: str, ways: Mapping[str, Way], *operands: Tensor | None) -> Tensor:
-    """The outcome of the way that was fastest for these shapes, forward and backward together.
+    """The result of the fastest of `ways` for these shapes, forward and backward together.
 
-    All ways compute the same function. The first call for a shape measures each on copies of its operands;
-    during a CUDA graph's capture, where nothing can be measured, an unknown shape takes the first way that
-    there is.
+    All ways compute the same function. The first call for a shape measures each on copies of its operands.
+    During the capture of a CUDA graph nothing can be measured, so an unknown shape uses the first way that
+    works.
     """
     key = _key(operation, operands)
     name = _CHOSEN.get(key)
@@ -40,13 +40,13 @@ def _first_that_works(ways: Mapping[str, Way], operands: tuple[Tensor | None, ..
     for way in others:
         try:
             return way(*operands)
-        except RuntimeError:  # a way may not exist for a type or device
+        except RuntimeError:  # a way may not support a dtype or device
             continue
     return last(*operands)
 
 
 def chosen() -> dict[tuple[Any, ...], str]:
-    """What was measured so far: the way taken for each key."""
+    """The selected way for each key measured so far."""
     return dict(_CHOSEN)
 
 
@@ -61,7 +61,7 @@ def _key(operation: str, operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]
 
 
 def _can_measure(x: Tensor | None) -> bool:
-    """Fake and proxy tensors have shapes but no time, and nothing can be timed inside a graph's capture."""
+    """Whether `x` is a real tensor, and no CUDA graph is being captured."""
     if type(x) not in (Tensor, torch.nn.Parameter):
         return False
     return not (x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -69,7 +69,7 @@ def _can_measure(x: Tensor | None) -> bool:
 
 def _measure(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> str:
     copies = [None if x is None else _copy(x) for x in operands]
-    # What is measured is no part of the model: a checkpoint around it must not keep it.
+    # The measurement is not part of the model: an enclosing checkpoint must not save its tensors.
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         return _fastest(ways, copies)
 
@@ -80,7 +80,7 @@ def _fastest(ways: Mapping[str, Way], copies: list[Tensor | None]) -> str:
     for name, way in ways.items():
         try:
             times[name] = min(seconds(way, copies) for _ in range(_REPEATS))
-        except RuntimeError:  # a way may not exist for a type or device, or need more memory than there is
+        except RuntimeError:  # a way may not support a dtype or device, or need too much memory
             continue
     return min(times, key=lambda name: times[name]) if times else next(iter(ways))
 
@@ -96,9 +96,9 @@ def _seconds(way: Way, operands: list[Tensor | None]) -> float:
 
 
 def _gpu_seconds(way: Way, operands: list[Tensor | None]) -> float:
-    """What the GPU takes, whatever the host takes to ask for it: that falls away when a step is captured."""
+    """The time on the GPU, without launch overhead, which a captured step does not have."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # While the GPU sleeps, the host gets ahead of it.
+    # While the GPU sleeps, the host queues the kernels.
     torch.cuda._sleep(_HEAD_START_CYCLES)
     start.record()
     _forward_and_backward(way, operands)

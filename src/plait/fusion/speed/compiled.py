@@ -1,6 +1,6 @@
-"""torch.compile for a fused module: its forward is traced into a graph of plain tensors, which compiles.
+"""torch.compile for a fused module: its forward is traced to a graph of plain tensors, which is compiled.
 
-Given the module itself, torch.compile breaks the graph at each operation on tensors that carry the trials.
+torch.compile on the module itself would break the graph at each operation on trial tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.fusion.shared import Shared
 
 
 class CompiledForward:
-    """The forward of `fused`, compiled once for each shape and mode it meets; `options` go to torch."""
+    """The forward of `fused`, compiled once for each shape and mode; `options` are those of torch.compile."""
 
     def __init__(self, fused: nn.Module, options: dict[str, Any]) -> None:
         self._fused = fused
@@ -26,14 +26,14 @@ class CompiledForward:
         self._graphs: dict[Any, Callable[..., Any]] = {}
 
     def forget(self) -> None:
-        """Compile anew from now on: the graphs hold numbers of the trials."""
+        """Drop the compiled graphs, which contain hyperparameters of the trials."""
         self._graphs.clear()
 
     def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `forward(*args, **kwargs)` returns."""
+        """The result of `forward(*args, **kwargs)`, compiled."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Shared))]
-        inputs = [_inner(leaves[place]) for place in places]
+        indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Shared))]
+        inputs = [_inner(leaves[index]) for index in indices]
         _check_device(inputs)
         names, tensors = self._state()
         key = (spec, self._key(leaves), self._fused.training, torch.is_grad_enabled())
@@ -41,15 +41,17 @@ class CompiledForward:
 
             def call(state: list[Tensor], given: list[Tensor]) -> Any:
                 values = list(leaves)
-                for place, tensor in zip(places, given):
-                    values[place] = Shared(tensor) if isinstance(values[place], Shared) else tensor
+                for index, tensor in zip(indices, given):
+                    values[index] = Shared(tensor) if isinstance(values[index], Shared) else tensor
                 some_args, some_kwargs = pytree.tree_unflatten(values, spec)
                 with _swapped(self._fused, dict(zip(names, state))):
                     outcome = forward(*some_args, **some_kwargs)
-                    # The graph knows tensors, not names: buffers that got another one are outcomes too.
+                    # Buffers that the forward reassigns are additional outputs of the graph.
                     now = dict(self._fused.named_buffers())
                     changed = {
-                        name: now[name] for name, own in zip(names, state) if now.get(name, own) is not own
+                        name: now[name]
+                        for name, tensor_before in zip(names, state)
+                        if now.get(name, tensor_before) is not tensor_before
                     }
                 return outcome, changed
 
@@ -73,9 +75,9 @@ class CompiledForward:
     def _compile(
         self, call: Callable[..., Any], state: list[Tensor], inputs: list[Tensor]
     ) -> Callable[..., Any]:
-        """Trace `call` as it runs for real, then put buffers back as they were."""
+        """Trace `call` on real tensors, then restore the buffers."""
         before = [buffer.clone() for buffer in self._fused.buffers()]
-        # Once untraced: operations measure their fastest ways, which is no part of the graph.
+        # Run once without tracing: autotuning must not become part of the graph.
         call(state, inputs)
         graph = make_fx(call, pre_dispatch=True)(state, inputs)
         with torch.no_grad():
@@ -88,8 +90,8 @@ class CompiledForward:
 
 
 def _inner(leaf: Any) -> Tensor:
-    found: Tensor = leaf.tensor if isinstance(leaf, Shared) else leaf
-    return found
+    tensor: Tensor = leaf.tensor if isinstance(leaf, Shared) else leaf
+    return tensor
 
 
 def _describe(x: Tensor) -> tuple[Any, ...]:
@@ -97,7 +99,7 @@ def _describe(x: Tensor) -> tuple[Any, ...]:
 
 
 def _swapped(module: nn.Module, tensors: dict[str, Tensor]) -> Any:
-    """Within, `module` holds `tensors` in place of its own."""
+    """Context in which `module` holds `tensors` in place of its parameters and buffers."""
     from torch.nn.utils.stateless import _reparametrize_module
 
     return _reparametrize_module(module, tensors)
@@ -106,6 +108,6 @@ def _swapped(module: nn.Module, tensors: dict[str, Tensor]) -> Any:
 def _check_device(inputs: list[Tensor]) -> None:
     if any(x.is_cuda for x in inputs) and torch.is_autocast_enabled("cuda"):
         raise FusionError(
-            "fused module: in 16 bits on a GPU it has kernels of its own, which torch.compile cannot see; "
+            "fused module: in 16 bits on a GPU it uses custom kernels, which torch.compile cannot trace; "
             "capture the step as a CUDA graph (plait.fusion.speed.cuda_graph.CapturedStep), or do not compile"
         )

@@ -1,7 +1,7 @@
-"""Dense layers of all trials on a CPU, where a product's speed hangs on which operand lies transposed.
+"""Dense layers of all trials on a CPU, where the speed of a product depends on which operand is transposed.
 
-OpenBLAS multiplies small matrices as they lie several times faster than with one transposed; copying the
-smaller operand first is cheap compared with that.
+OpenBLAS multiplies small matrices several times faster if none is transposed; copying the smaller operand
+first is cheap compared with that.
 """
 
 from __future__ import annotations

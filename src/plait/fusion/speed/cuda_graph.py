@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: what Python does for a step is done once."""
+"""A training step captured as one CUDA graph, which removes the Python overhead."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 class CapturedStep:
     """Replays `step(*inputs)` with new inputs of the same shapes.
 
-    The step runs a few times first, for real: weights move, and operations measure their fastest ways. What
-    it reads from Python while it is captured stays as it was; a learning rate set in the optimizer reaches
-    the replays, since it lies on the device. Outputs are overwritten by the next call.
+    The step first runs a few times without capture: weights change, and operations are autotuned. Python
+    values that it reads during capture are fixed; a learning rate set in the optimizer affects replays, since
+    it is on the device. Outputs are overwritten by the next call.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class CapturedStep:
             self._outputs = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """What the step returns for these inputs."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        """The output of the step for these inputs."""
+        for static, given in zip(self._inputs, inputs, strict=True):
+            static.copy_(given)
         self._graph.replay()
         return pytree.tree_map(lambda x: x, self._outputs)

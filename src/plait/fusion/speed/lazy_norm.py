@@ -1,4 +1,4 @@
-"""Batch norms that wait for what follows: a ReLU, leaky or not, or a maximum joins them in one pass."""
+"""Batch norms that are computed lazily, so that a following (leaky) ReLU or maximum is fused with them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from plait.fusion.errors import FusionError
 
 @dataclass(frozen=True)
 class PendingNorm:
-    """A batch norm whose statistics are known and whose outcome nobody has asked for yet.
+    """A batch norm whose statistics are computed and whose output is not.
 
-    `norm(slope)` computes it, `largest(slope)` its maximum over the last axis and where that is; the slope is
-    what a ReLU multiplies negative values by, 1 where none follows. Both run under the gradient mode and on
-    the values that the model had when it called the norm. `like` has the outcome's shape, trials first.
+    `norm(slope)` computes it, `largest(slope)` its maximum over the last axis and the index of that; the
+    slope is the ReLU's factor for negative values, 1 without a ReLU. Both run in the gradient mode and on the
+    values at the time of the call. `like` has the shape of the output, trials first.
     """
 
     norm: Callable[[float], Tensor]
@@ -43,7 +43,7 @@ class PendingNorm:
     def _as_called(self) -> torch.set_grad_enabled:
         if self.source._version != self.version:
             raise FusionError(
-                "a batch norm's input was written in place before the norm's outcome was used; write the "
+                "a batch norm's input was written in place before the norm's output was used; write the "
                 "in-place operation out of place"
             )
         return torch.set_grad_enabled(self.grad)

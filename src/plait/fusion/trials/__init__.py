@@ -1,1 +1,1 @@
-"""Trials of an array: who is in it, what each has of its own, and each of them alone."""
+"""Trials of an array: membership, per-trial values, padding, and modules that run trial by trial."""

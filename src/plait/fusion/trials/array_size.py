@@ -1,4 +1,4 @@
-"""How many trials fit: a step on tensors without memory says what a step with memory would need."""
+"""How many trials fit into memory, computed from steps on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from plait.core.units import show_bytes
 from plait.fusion.errors import FusionError
 
-# What libraries and the allocator take besides the tensors that a step on fake ones counts: 540 and 545 MB on
-# an H200 (transformer and ResNet-18, 8 trials, bf16); to be measured anew for another machine.
+# Memory of libraries and the allocator, which fake tensors do not count: 540 and 545 MB on an H200
+# (transformer and ResNet-18, 8 trials, bf16); measure it again for another machine.
 OVERHEAD_BYTES = 600 * 10**6
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Memory of a fused step: bytes for any width, and bytes for each trial."""
+    """Memory of a fused step: constant bytes, and bytes per trial."""
 
     fixed_bytes: float
     trial_bytes: float
@@ -31,7 +31,7 @@ class MemoryNeed:
         return self.fixed_bytes + self.trial_bytes * width
 
     def largest(self, memory_bytes: float, overhead_bytes: float = OVERHEAD_BYTES) -> int:
-        """The most trials that fit into `memory_bytes`; an error where not even one does."""
+        """The largest number of trials that fit into `memory_bytes`; raises if not even one fits."""
         width = int((memory_bytes - overhead_bytes - self.fixed_bytes) // self.trial_bytes)
         if width < 1:
             raise FusionError(
@@ -42,7 +42,7 @@ class MemoryNeed:
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes that storages made while it is on held at once."""
+    """Records the peak bytes of storages created while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,21 +64,21 @@ class _Peak(TorchDispatchMode):
 
 
 def step_bytes(make_step: Callable[[int], Callable[[], Any]], width: int) -> int:
-    """The most memory that making and running a step of `width` trials takes, without taking it."""
+    """The peak memory of building and running a step of `width` trials, without allocating it."""
     with FakeTensorMode(allow_non_fake_inputs=True), _Peak() as peak, warnings.catch_warnings():
-        # Where memory lies is asked for to notice that it moved; that there is none does no harm.
+        # Data pointers are compared to notice moved memory; for fake tensors that is harmless.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         step = make_step(width)
         step()
         step()
-    found: int = peak.peak
-    return found
+    peak_bytes: int = peak.peak
+    return peak_bytes
 
 
 def measure_need(
     make_step: Callable[[int], Callable[[], Any]], widths: tuple[int, int] = (2, 4)
 ) -> MemoryNeed:
-    """What a step needs for each trial, from steps of two widths on tensors without memory.
+    """The memory need of a step, from steps of two widths on fake tensors.
 
     `make_step(width)` builds models, optimizer and data for `width` trials and returns the step.
     """

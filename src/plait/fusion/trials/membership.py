@@ -1,4 +1,4 @@
-"""Who is in the array: trials leave, enter and take another's place while the others train on undisturbed."""
+"""Changes of the trials in an array: trials leave, join or are replaced, without affecting the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from plait.fusion.check import check_structure, different_attributes, tensor_att
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.optim.groups import torch_names
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.param_groups import torch_names
 from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.unfused import gradient_hooks, own_copy
+from plait.fusion.trials.unfused import gradient_hooks, independent_copy
 
 
 def keep_trials(
@@ -25,9 +25,9 @@ def keep_trials(
     numbers: Sequence[int],
     seeds: Sequence[int] | None = None,
 ) -> None:
-    """Make the array the trials `numbers`, in this order; those not named leave it.
+    """Keep the trials `numbers`, in this order; the others leave the array.
 
-    A number that comes twice makes a copy, as population-based training wants: weights, buffers, optimizer
+    A number that occurs twice makes a copy, as in population-based training: weights, buffers, optimizer
     state and hyperparameters. `seeds` gives the trials new random streams.
     """
     wrong = [number for number in numbers if not 0 <= number < fused.trials]
@@ -36,7 +36,7 @@ def keep_trials(
             f"keep_trials: found {list(numbers)}, expected one or more of the trials 0 to {fused.trials - 1}"
         )
     index = torch.tensor(list(numbers), device=fused.seeds.device)
-    frozen = [place for place, number in enumerate(numbers) if number in fused.frozen]
+    frozen = [position for position, number in enumerate(numbers) if number in fused.frozen]
     before = fused.trials
     if fused.first_call is not None:
         fused.first_call.keep(numbers)
@@ -56,16 +56,16 @@ def add_trials(
     hyperparameters: Mapping[str, Sequence[float]] | None = None,
     steps: Sequence[int] | None = None,
 ) -> None:
-    """Let new models join as the last trials, each with a fresh optimizer state.
+    """Add new models as the last trials, each with a fresh optimizer state.
 
-    Hyperparameters not given, by the names that torch's optimizers have for them, are those of trial 0.
+    `hyperparameters` are keyed by torch's names; those not given are copied from trial 0.
     """
     before = fused.trials
     keep_trials(fused, optimizer, [*range(before), *[0] * len(models)])
     for offset, model in enumerate(models):
-        own = {name: values[offset] for name, values in (hyperparameters or {}).items()}
+        trial_hyperparameters = {name: values[offset] for name, values in (hyperparameters or {}).items()}
         limit = None if steps is None else steps[offset]
-        replace_trial(fused, optimizer, before + offset, model, seeds[offset], own, limit)
+        replace_trial(fused, optimizer, before + offset, model, seeds[offset], trial_hyperparameters, limit)
 
 
 @torch.no_grad()
@@ -78,16 +78,16 @@ def replace_trial(
     hyperparameters: Mapping[str, float] | None = None,
     steps: int | None = None,
 ) -> None:
-    """Put a new model in the place of trial `number`; memory stays where it is.
+    """Replace trial `number` by a new model, in the same memory.
 
-    `steps` is how many the new trial will make, where the optimizer counts them.
+    `steps` is the number of steps of the new trial, if the optimizer limits them.
     """
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
     if fused.first_call is not None:
         fused.first_call.replace(number, model)
-    for name, modules in fused.own_modules().items():
-        modules.replace(number, own_copy(model.get_submodule(name)))
+    for name, modules in fused.per_trial_modules().items():
+        modules.replace(number, independent_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
@@ -99,7 +99,7 @@ def replace_trial(
         raise FusionError(f"replace_trial: the optimizer has no hyperparameter {unknown!r}{hint}")
     for group in optimizer.groups:
         group.set_trial(number, changed)
-    # After the hyperparameters are the new trial's: some of them say what a state begins with.
+    # After the hyperparameters are set, as the initial state depends on some of them.
     optimizer.forget_trial(number)
     if steps is not None and optimizer.limits is not None:
         optimizer.limits[number] = steps
@@ -108,21 +108,24 @@ def replace_trial(
 
 
 def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
-    """Refuse models that cannot join those that are fused, as they are now: after steps, say."""
+    """Raise FusionError for models that cannot join the fused ones in their current state."""
     if models:
         check_structure([fused.trial(0), *models])
 
 
 def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
-    """Run submodules trial by trial whose Python state, a counter say, has moved on from a newcomer's."""
+    """Unfuse submodules whose Python state, such as a counter, differs from that of the new model."""
     check_structure([fused.trial(number), model])
     for path, name in different_attributes(fused.trial(number), model):
-        if not any(path == own or path.startswith(f"{own}.") or not own for own in fused.own_modules()):
+        if not any(
+            path == unfused or path.startswith(f"{unfused}.") or not unfused
+            for unfused in fused.per_trial_modules()
+        ):
             fused.unfuse(path, f"its attribute {name} changes as it trains")
 
 
 def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> None:
-    """Give one trial a limit of its own for the norm of its gradients; None is no limit."""
+    """Set the gradient norm limit of one trial; None is no limit."""
     if optimizer.clip_norm is None:
         if limit is None:
             return
@@ -133,9 +136,9 @@ def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> No
 def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
     for hooks, parameter in zip(fused.gradient_hooks, model.parameters()):
         hooks[number] = gradient_hooks(parameter)
-    own = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
     stacked = [*fused.module.parameters(), *fused.module.buffers()]
-    for target, source in zip(stacked, own):
+    for target, source in zip(stacked, tensors):
         target.data[number].copy_(source.detach())
     parts = dict(model.named_modules())
     for path, name, (before, after) in tensor_attributes([fused.trial(number), model]):
@@ -156,7 +159,7 @@ def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:
     for parameter in fused.module.parameters():
         parameter.data = change(parameter.data)
         parameter.grad = None
-    # A buffer that several names have in common stays one.
+    # A buffer with several names stays one tensor.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for part in fused.module.modules():
         for name, buffer in part._buffers.items():
@@ -169,9 +172,9 @@ def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _rewrite_attributes(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to what forwards left in plain attributes, also in lists, tuples and dictionaries.
+    """Apply `change` to trial tensors in plain attributes, also in lists, tuples and dicts.
 
-    Their history ends here: it leads to parameters that had as many trials as before.
+    They are detached, as their autograd history refers to parameters with the old number of trials.
     """
     kept = [
         value
@@ -191,5 +194,5 @@ def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]]
     for hooks in fused.gradient_hooks:
         hooks[:] = change(hooks)
     numbers = change(list(range(before)))
-    for modules in fused.own_modules().values():
+    for modules in fused.per_trial_modules().values():
         modules.reorder(numbers)

@@ -1,4 +1,4 @@
-"""Batches of unlike sizes in one array: the shorter are padded, and what mixes rows leaves padding out."""
+"""Batches of different sizes in one array: shorter ones are padded; what mixes rows ignores padding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 
-# Whether any batch of this process was padded: elsewhere nobody follows where rows lie.
+# Whether any batch of this process was padded; if not, batch axes are not tracked.
 used = False
 
 
 class Rows:
-    """How many of the batch's rows are a trial's own; the rest of the `length` rows is padding at the end."""
+    """How many of the `length` rows of each trial's batch are real; the rest is padding at the end."""
 
     def __init__(self, counts: Sequence[int], length: int) -> None:
         if not counts or min(counts) < 1 or max(counts) > length:
@@ -32,7 +32,7 @@ class Rows:
         return Rows(self.counts[number : number + 1], self.length)
 
     def times(self, rows: int) -> int:
-        """How many of `rows` each row of the batch became; a tensor that was cut otherwise is refused."""
+        """`rows` divided by the rows of the batch; raises if it does not divide."""
         if rows % self.length:
             raise FusionError(
                 f"{user_line()}\n  mixes {rows} rows, which the batch's {self.length} rows do not divide, so "
@@ -41,40 +41,40 @@ class Rows:
         return rows // self.length
 
     def mask(self, rows: int, device: torch.device) -> Tensor:
-        """Which of `rows` rows are a trial's own: (trials, rows); the batch is taken to lie outermost."""
+        """A mask of real rows, of shape (trials, rows); the batch must be the outermost part of the rows."""
         key = (rows, device)
         if key not in self._masks:
-            own = torch.tensor(self.counts, device=device) * self.times(rows)
-            self._masks[key] = torch.arange(rows, device=device) < own.unsqueeze(1)
+            real = torch.tensor(self.counts, device=device) * self.times(rows)
+            self._masks[key] = torch.arange(rows, device=device) < real.unsqueeze(1)
         return self._masks[key]
 
     def cut(self, x: Tensor, number: int) -> Tensor:
-        """A trial's own rows of its slice `x`; what has no rows, a scalar or a class weight, stays whole."""
+        """The real rows of a trial's slice `x`; a tensor without rows (a scalar) is returned whole."""
         if x.dim() == 0 or x.shape[0] % self.length:
             return x
         return x[: self.counts[number] * self.times(x.shape[0])]
 
     def can_fill(self, x: Tensor, number: int) -> bool:
-        """Whether `x` can be what became of a trial's own rows."""
+        """Whether `x` can be computed from a trial's real rows."""
         return x.dim() > 0 and x.shape[0] % self.counts[number] == 0
 
     def fill(self, x: Tensor, number: int) -> Tensor:
-        """What became of a trial's own rows, with padding after it."""
+        """`x`, computed from a trial's real rows, with padding after it."""
         return _padded(x, x.shape[0] // self.counts[number] * self.length)
 
 
-def pad(pieces: Sequence[Tensor], length: int) -> Tensor:
-    """Trials' batches stacked: (trials, length, ...); the shorter ones repeat their own rows.
+def pad(batches: Sequence[Tensor], length: int) -> Tensor:
+    """The trials' batches stacked to (trials, length, ...); shorter ones repeat their rows.
 
-    Rows that occur in the data give finite numbers wherever real ones do; zeros may not.
+    Repeated rows give finite results wherever the data does; rows of zeros may not.
     """
-    return torch.stack([_padded(piece, length) for piece in pieces])
+    return torch.stack([_padded(batch, length) for batch in batches])
 
 
-def _padded(piece: Tensor, length: int) -> Tensor:
-    if len(piece) == length:
-        return piece
-    return piece[torch.arange(length, device=piece.device) % len(piece)]
+def _padded(batch: Tensor, length: int) -> Tensor:
+    if len(batch) == length:
+        return batch
+    return batch[torch.arange(length, device=batch.device) % len(batch)]
 
 
 def masked_norm(
@@ -87,19 +87,19 @@ def masked_norm(
     momentum: Tensor,
     eps: Tensor,
 ) -> Tensor:
-    """Batch norm of (trials, batch, channels, ...) by the statistics of each trial's own rows.
+    """Batch norm of (trials, batch, channels, ...) with statistics of the real rows of each trial.
 
-    The other tensors are (trials, channels); running statistics are written. `momentum` and `eps` hold one
-    number a trial.
+    The other tensors are (trials, channels); running statistics are updated. `momentum` and `eps` have one
+    value per trial.
     """
     shape = (x.shape[0], 1, x.shape[2]) + (1,) * (x.dim() - 3)
-    own = rows.mask(x.shape[1], x.device).view(*x.shape[:2], *(1,) * (x.dim() - 2))
+    real = rows.mask(x.shape[1], x.device).view(*x.shape[:2], *(1,) * (x.dim() - 2))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = [1, *range(3, x.dim())]
-    count = own.sum(1).flatten().to(wide.dtype).unsqueeze(1) * wide[0, 0, 0].numel()
-    average = torch.where(own, wide, 0.0).sum(dims) / count
+    count = real.sum(1).flatten().to(wide.dtype).unsqueeze(1) * wide[0, 0, 0].numel()
+    average = torch.where(real, wide, 0.0).sum(dims) / count
     centred = wide - average.view(shape)
-    spread = torch.where(own, centred, 0.0).square().sum(dims) / count
+    spread = torch.where(real, centred, 0.0).square().sum(dims) / count
     if mean is not None and variance is not None:
         with torch.no_grad():
             share = momentum.to(mean.dtype).unsqueeze(1)
@@ -111,6 +111,6 @@ def masked_norm(
 
 
 def numbers(value: Any, trials: int, device: torch.device) -> Tensor:
-    """One number a trial, from one for all or a `PerTrial`."""
+    """One number per trial, from a float or a `PerTrial`."""
     values = getattr(value, "values", None) or [float(value)] * trials
     return torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""A float hyperparameter that each trial has its own value of, such as a dropout probability."""
+"""A float hyperparameter with one value per trial, such as a dropout probability."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Number = float | Sequence[float] | Tensor
 
 
 class PerTrial(float):
-    """A float in the eyes of a module, and one value a trial in those of the rules.
+    """A float to modules, and one value per trial to the rules.
 
-    Arithmetic stays per trial. A comparison answers where all trials agree, and is refused elsewhere: the
-    fused forward cannot take both branches. C code that reads the float itself, `math.sqrt` say, finds NaN:
-    one trial's value would pass unseen for all.
+    Arithmetic is per trial. A comparison returns the common answer of all trials, and raises if they differ,
+    as the fused forward cannot take both branches. C code that reads the float, such as `math.sqrt`, gets
+    NaN, so that one trial's value is not silently used for all.
     """
 
     values: tuple[float, ...]
-    # Whether this process has ever made one: calls are searched for them only then.
+    # Whether this process has created any; arguments are searched for them only then.
     made_any: ClassVar[bool] = False
 
     def __new__(cls, values: Sequence[float]) -> PerTrial:
@@ -97,7 +97,7 @@ class PerTrial(float):
 
 
 def one_each(name: str, value: Number, trials: int) -> list[float]:
-    """The value of each trial, from one for all or one each."""
+    """The value of each trial, from one value or one per trial."""
     values = value.tolist() if isinstance(value, Tensor) else value
     if isinstance(values, PerTrial):
         values = values.values
@@ -111,11 +111,11 @@ def one_each(name: str, value: Number, trials: int) -> list[float]:
 
 
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One number a trial as a tensor; kept, since a copy to a device cannot be part of a CUDA graph."""
+    """One number per trial as a tensor; cached, since a CUDA graph cannot contain the copy to the device."""
     key = (values, dtype, device)
     if key not in _on_device:
         made = torch.tensor(values, dtype=dtype, device=device)
-        if type(made) is not Tensor:  # it has no memory, and is of no use but here
+        if type(made) is not Tensor:  # a fake tensor, which must not be cached
             return made
         if len(_on_device) >= _MOST_KEPT:
             del _on_device[next(iter(_on_device))]
@@ -153,8 +153,8 @@ def _comparison(operation: Callable[[float, float], bool]) -> Callable[..., Any]
         if len(answers) > 1:
             raise FusionError(
                 f"{user_line()}\n  compares a hyperparameter that differs between trials {self.values} with "
-                f"{other}, and the answers differ",
-                "fuse trials with equal answers together, or name this module in fuse(..., unfused=[...])",
+                f"{other}, and the results differ",
+                "fuse trials with equal results together, or name this module in fuse(..., unfused=[...])",
             )
         return answers.pop()
 

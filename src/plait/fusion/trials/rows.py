@@ -1,7 +1,7 @@
-"""Where the rows of a padded batch lie in a tensor that the model computed: on which of its axes.
+"""Tracks the batch axis of trial tensors while batches are padded.
 
-What mixes rows must leave padding out, and takes the batch to be the first axis. A model may move it: a
-time-major one has it second. While batches are padded, each tensor of the trials remembers its batch axis.
+Functions that mix rows must ignore padding, and expect the batch on the first axis. A model may move it: in a
+time-major model it is the second axis. So each trial tensor records its batch axis.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError, user_line
 
-# Rows and something else share an axis, with the rows not outermost; or it is not known where they are.
+# Rows share an axis with something else and are not outermost, or their axis is unknown.
 MIXED = -1
 
 _MOVES = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "unsqueeze", "__get__")
@@ -24,7 +24,7 @@ _RESHAPES = ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten")
 
 
 def follow(function: Function, args: Arguments, kwargs: Options, outcome: Any) -> None:
-    """Note for what `function` returned on which axis its rows lie."""
+    """Record the batch axis of the result of `function`."""
     given = [x for x in leaves((args, kwargs)) if isinstance(x, TrialTensor) and x.rows_at is not None]
     if not given or given[0].trials.rows is None:
         return
@@ -50,21 +50,21 @@ def _rows_after(
     if name in _RESHAPES:
         return _reshaped(tuple(source.shape), at, shape, rows.length)
     if name == "__getitem__" and source is args[0]:
-        found = _indexed(args[1], at, source.dim())
-        if found is not None:
-            return found
+        axis = _indexed(args[1], at, source.dim())
+        if axis is not None:
+            return axis
     return _aligned(tuple(source.shape), at, shape, rows.length)
 
 
 def _moved(function: Function, args: Arguments, kwargs: Options, at: int) -> int:
-    """By the same move of a tensor without memory, whose sizes identify its axes."""
+    """The axis after the same permutation of a meta tensor whose sizes identify its axes."""
     sizes = [axis + 2 for axis in range(args[0].dim())]
     moved = function(torch.empty(sizes, device="meta"), *args[1:], **kwargs)
     return list(moved.shape).index(at + 2)
 
 
 def _reshaped(before: Sequence[int], at: int, after: Sequence[int], length: int) -> int:
-    """The axis that begins where the rows began, and holds them outermost."""
+    """The axis after a reshape, if the rows are outermost in it."""
     outer = math.prod(before[:at])
     for axis in range(len(after)):
         if math.prod(after[:axis]) == outer and after[axis] % length == 0:
@@ -73,15 +73,15 @@ def _reshaped(before: Sequence[int], at: int, after: Sequence[int], length: int)
 
 
 def _indexed(index: Any, at: int, dims: int) -> int | None:
-    """After an index by numbers, slices and new axes; None of any other index."""
+    """The axis after an index by ints, slices and None; None for any other index."""
     index = index if isinstance(index, tuple) else (index,)
     if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in index):
         return None
-    taken = sum(part is not None and part is not ... for part in index)
-    fill = [slice(None)] * (dims - taken)
+    used = sum(part is not None and part is not ... for part in index)
+    fill = [slice(None)] * (dims - used)
     if ... in index:
-        place = index.index(...)
-        index = (*index[:place], *fill, *index[place + 1 :])
+        position = index.index(...)
+        index = (*index[:position], *fill, *index[position + 1 :])
     else:
         index = (*index, *fill)
     before = after = 0
@@ -97,7 +97,7 @@ def _indexed(index: Any, at: int, dims: int) -> int | None:
 
 
 def _aligned(before: Sequence[int], at: int, after: Sequence[int], length: int) -> int | None:
-    """Where operands that broadcast keep the axis; elsewhere the one axis as long as the rows, if any."""
+    """The axis after broadcasting; otherwise the only axis as long as the rows, if there is one."""
     candidate = len(after) - len(before) + at
     if at == 0 and len(after) <= len(before) and after[0] == before[0]:
         return 0
@@ -112,11 +112,11 @@ def _aligned(before: Sequence[int], at: int, after: Sequence[int], length: int) 
 
 
 def require_rows_first(what: str, *values: Any) -> None:
-    """Refuse tensors of a padded batch whose rows are not the first axis."""
+    """Raise FusionError for tensors of a padded batch whose batch axis is not the first."""
     for x in leaves(values):
         if isinstance(x, TrialTensor) and x.trials.rows is not None and x.rows_at:
             raise FusionError(
-                f"{user_line()}\n  {what} mixes the rows of batches of unlike sizes, and the batch is not "
+                f"{user_line()}\n  {what} mixes the rows of batches of different sizes, and the batch is not "
                 f"its first axis (shape {tuple(x.shape)}); put the batch first, or give these trials batches "
                 f"of one size"
             )

@@ -1,8 +1,8 @@
-"""Submodules that run trial by trial inside a fused model: real modules, one for each trial.
+"""Submodules that run trial by trial inside a fused model: ordinary modules, one per trial.
 
 Each has its own Python state, hooks and attributes, and runs the user's code on plain tensors. Its parameters
-and buffers lie in the memory of the fused ones, so that optimizers, checkpoints and changes of the trials
-see one tensor for all.
+and buffers are views of the fused ones, so that optimizers, checkpoints and changes of the trials see one
+tensor for all trials.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from plait.fusion.describe import describe
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.patches import Patch
-from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.fusion.forward_patches import Patch
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -32,81 +32,83 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class OwnModules:
-    """The trials' own modules behind one submodule `part` of a fused model.
+class PerTrialModules:
+    """The per-trial modules of one submodule `part` of a fused model.
 
-    `own` become this object's. Parameters of `part` that other submodules hold too are in `tied`: their
-    gradients come back through slices, those of the others through parameters of the trials.
+    This object takes ownership of `modules`. `tied` are the parameters of `part` that other submodules also
+    hold: their gradients flow through slices, those of the others through per-trial parameters.
     """
 
     def __init__(
-        self, part: nn.Module, own: Sequence[nn.Module], trials: Trials, tied: set[int], why: str
+        self, part: nn.Module, modules: Sequence[nn.Module], trials: Trials, tied: set[int], why: str
     ) -> None:
         self.part = part
-        self.modules = list(own)
+        self.modules = list(modules)
         self.trials = trials
         self.why = why
         self._tied = tied
-        # Whether the module writes into tensors that all trials share, so that each gets a copy.
+        # Whether the module writes to shared input tensors, so that each trial needs a copy; None if unknown.
         self._copies: bool | None = None
-        for name in _HOOKS:  # the trials' own modules have them
+        for name in _HOOKS:  # the per-trial modules have them
             setattr(part, name, OrderedDict())
         part.forward = Patch(self._run, part)
         self.point()
 
     def _parameters(self, module: nn.Module) -> list[tuple[nn.Parameter, Any]]:
-        """The fused parameters and one trial's, each once."""
+        """Pairs of a fused parameter and one trial's, without duplicates."""
         stacked = dict(_named(self.part, "_parameters"))
-        found = {}
-        for name, own in _named(module, "_parameters"):
-            if name in stacked and own.is_leaf:
-                found[id(own)] = (_inner(stacked[name]), own)
-        return list(found.values())
+        pairs = {}
+        for name, parameter in _named(module, "_parameters"):
+            if name in stacked and parameter.is_leaf:
+                pairs[id(parameter)] = (_inner(stacked[name]), parameter)
+        return list(pairs.values())
 
     def point(self) -> None:
-        """Let parameters and buffers of the trials lie where the fused ones are now.
+        """Make the trials' parameters and buffers views of the current fused ones.
 
-        Gradients of the parameters arrive at the fused ones.
+        Gradients of the trials' parameters are added to the fused ones.
         """
         for number, module in enumerate(self.modules):
-            for stacked, own in self._parameters(module):
-                self._point_at(stacked, own, number)
+            for stacked, parameter in self._parameters(module):
+                self._point_at(stacked, parameter, number)
         buffers = dict(_named(self.part, "_buffers"))
         for number, module in enumerate(self.modules):
             kept: dict[int, Tensor] = {}
             for holder, name, key in _slots(module, "_buffers"):
                 if buffers.get(key) is not None:
                     inner = _inner(buffers[key])
-                    # By `data` autograd sees one tensor a trial: what one writes is no change of others'.
+                    # Through `data`, each trial has its own version counter.
                     holder[name] = kept.setdefault(id(inner), inner.detach()[number].data)
 
-    def _point_at(self, stacked: nn.Parameter, own: nn.Parameter, number: int) -> None:
-        if own.requires_grad != stacked.requires_grad:
-            own.requires_grad_(stacked.requires_grad)
+    def _point_at(self, stacked: nn.Parameter, parameter: nn.Parameter, number: int) -> None:
+        if parameter.requires_grad != stacked.requires_grad:
+            parameter.requires_grad_(stacked.requires_grad)
         slice_ = stacked.data[number]
-        if not _is_same_memory(own, slice_):
-            own.data = slice_
-        if own.requires_grad and id(stacked) not in self._tied and "deliver" not in own.__dict__:
-            own.__dict__["deliver"] = own.register_post_accumulate_grad_hook(_Deliver(stacked, number))
+        if not _is_same_memory(parameter, slice_):
+            parameter.data = slice_
+        if parameter.requires_grad and id(stacked) not in self._tied and "deliver" not in parameter.__dict__:
+            parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(
+                _Deliver(stacked, number)
+            )
 
     def restore(self, tied: set[int]) -> None:
-        """Find the fused parameters again, after all was copied or unpickled."""
+        """Connect to the fused parameters again, after copying or unpickling."""
         self._tied = tied
         self._replace_all(self.modules)
 
     def reorder(self, numbers: Sequence[int]) -> None:
-        """Let the trials be those at `numbers` so far; one that comes twice is copied."""
-        taken: set[int] = set()
+        """Select the trials `numbers`, in this order; one that occurs twice is copied."""
+        used: set[int] = set()
         modules = []
         for number in numbers:
             module = self.modules[number]
-            modules.append(own_copy(module) if number in taken else module)
-            taken.add(number)
+            modules.append(independent_copy(module) if number in used else module)
+            used.add(number)
         self._replace_all(modules)
 
     def replace(self, number: int, module: nn.Module) -> None:
-        """Put another trial's module in the place of one."""
-        self._replace_all([module if place == number else own for place, own in enumerate(self.modules)])
+        """Replace the module of one trial."""
+        self._replace_all([module if index == number else other for index, other in enumerate(self.modules)])
 
     def _replace_all(self, modules: list[nn.Module]) -> None:
         for module in self.modules:
@@ -117,15 +119,15 @@ class OwnModules:
         self.point()
 
     def copy_of(self, number: int, memo: dict[int, Any]) -> nn.Module:
-        """The module of one trial, apart from the fused model; `memo` has copies of its tensors."""
+        """A copy of one trial's module, independent of the fused model; `memo` has copies of its tensors."""
         module = self.modules[number]
         self.point()
         for kind in ("_parameters", "_buffers"):
             stacked = dict(_named(self.part, kind))
-            for key, own in _named(module, kind):
+            for key, tensor in _named(module, kind):
                 if key in stacked and id(stacked[key]) in memo:
-                    memo[id(own)] = memo[id(stacked[key])]
-        return own_copy(module, memo)
+                    memo[id(tensor)] = memo[id(stacked[key])]
+        return independent_copy(module, memo)
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         trials = self.trials
@@ -153,62 +155,62 @@ class OwnModules:
         versions = [leaf._version for leaf in plain] if counted else []
         outcomes = []
         for number, (module, streams) in enumerate(zip(self.modules, singles)):
-            own_args, own_kwargs = given[number]
-            # The last trial may write into the tensor itself, as a model alone would.
+            trial_args, trial_kwargs = given[number]
+            # The last trial may write to the tensor itself, as a single model would.
             if self._copies and (number if pristine else number < self.trials.count - 1):
-                own_args, own_kwargs = _with_copies((own_args, own_kwargs), plain, pristine)
+                trial_args, trial_kwargs = _with_copies((trial_args, trial_kwargs), plain, pristine)
             _follow_modes(self.part, module)
-            shape = _shape_of_objects(own_args, own_kwargs) if self._copies is None else None
-            with _Slices(self, module, number, slices), seeded_for(streams), LoneMode(streams):
-                outcomes.append(module(*own_args, **own_kwargs))
+            shape = _shape_of_objects(trial_args, trial_kwargs) if self._copies is None else None
+            with _Slices(self, module, number, slices), seeded_for(streams), SingleTrialMode(streams):
+                outcomes.append(module(*trial_args, **trial_kwargs))
             if self._copies is None:
-                self._refuse_changed(shape, _shape_of_objects(own_args, own_kwargs))
+                self._refuse_changed(shape, _shape_of_objects(trial_args, trial_kwargs))
                 if counted:
                     self._copies = versions != [leaf._version for leaf in plain]
-                else:  # in inference mode nobody counts writes
+                else:  # inference mode has no version counters
                     self._copies = any(not torch.equal(leaf, pristine[id(leaf)]) for leaf in plain)
         return outcomes
 
     def _refuse_changed(self, before: Any, after: Any) -> None:
-        """Refuse a module that changes an object of its caller, a cache say, which all trials share."""
+        """Raise FusionError if a module changes an argument object, such as a cache, that trials share."""
         if before != after:
             raise FusionError(
-                f"{type(self.part).__qualname__} changes an object that it was given and that all trials "
+                f"{type(self.part).__qualname__} changes an argument object that all trials "
                 f"share; run the module that calls it trial by trial"
             )
 
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
-        found = {}
+        slices = {}
         for _, stacked in _named(self.part, "_parameters"):
             inner = _inner(stacked)
             if id(inner) in self._tied:
-                found[id(inner)] = inner.unbind()
-        return found
+                slices[id(inner)] = inner.unbind()
+        return slices
 
     @torch.no_grad()
     def _keep_written(self) -> None:
-        """Keep what forwards put in the place of parameters' data and of buffers."""
+        """Copy replaced parameter data and buffers back to the fused tensors."""
         for number, module in enumerate(self.modules):
-            for stacked, own in self._parameters(module):
+            for stacked, parameter in self._parameters(module):
                 slice_ = stacked.data[number]
-                if not _is_same_memory(own, slice_):
-                    slice_.copy_(own.data)
-                    own.data = slice_
+                if not _is_same_memory(parameter, slice_):
+                    slice_.copy_(parameter.data)
+                    parameter.data = slice_
         every = [dict(_named(module, "_buffers")) for module in self.modules]
         for holder, name, key in _slots(self.part, "_buffers"):
-            if holder[name] is None or any(key not in own for own in every):
+            if holder[name] is None or any(key not in parameter for parameter in every):
                 continue
-            inner, pieces = _inner(holder[name]), [own[key] for own in every]
-            if all(_is_same_memory(piece, inner[number]) for number, piece in enumerate(pieces)):
+            inner, values = _inner(holder[name]), [parameter[key] for parameter in every]
+            if all(_is_same_memory(value, inner[number]) for number, value in enumerate(values)):
                 continue
-            if len({tuple(piece.shape) for piece in pieces}) > 1:
-                raise FusionError(f"buffer {key}: has another shape in some trials, fused trials have one")
+            if len({tuple(value.shape) for value in values}) > 1:
+                raise FusionError(f"buffer {key}: has different shapes in different trials, expected one")
             with torch.enable_grad():
-                holder[name] = TrialTensor(torch.stack(pieces), self.trials)
+                holder[name] = TrialTensor(torch.stack(values), self.trials)
 
 
 class _Joiner:
-    """Makes one outcome of what each trial returned."""
+    """Joins the results of all trials into one."""
 
     def __init__(self, trials: Trials, who: str) -> None:
         self.trials = trials
@@ -217,7 +219,7 @@ class _Joiner:
     def join(self, outcomes: list[Any]) -> Any:
         flat = [pytree.tree_flatten(outcome) for outcome in outcomes]
         if any(spec != flat[0][1] for _, spec in flat):
-            raise FusionError(f"{user_line()}\n  returns something of another structure in some trials")
+            raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
         joined = [self._join_one(values) for values in zip(*(values for values, _ in flat))]
         return pytree.tree_unflatten(joined, flat[0][1])
 
@@ -234,12 +236,12 @@ class _Joiner:
             return self._join_objects(values)
         raise FusionError(
             f"{self.who} returns {values[0]!r} in one trial and "
-            f"{next(v for v in values if describe(v) != describe(values[0]))!r} in another, which the fused "
-            f"model around it cannot both use; run the module that calls it trial by trial"
+            f"{next(v for v in values if describe(v) != describe(values[0]))!r} in another, and the "
+            f"fused model around it cannot use both; run the module that calls it trial by trial"
         )
 
     def _join_objects(self, values: tuple[Any, ...]) -> Any:
-        """An object of the user's own class that holds each trial's tensors."""
+        """An object of the user's class that holds each trial's tensors."""
         made = copy.copy(values[0])
         for name in vars(values[0]):
             made.__dict__[name] = self.join([getattr(value, name) for value in values])
@@ -249,16 +251,16 @@ class _Joiner:
 def apply_alone(
     trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What `function` returns for each trial, on plain tensors: a custom function of autograd, say."""
+    """The result of `function`, such as a custom autograd function, for each trial, on plain tensors."""
     assert trials.streams is not None
     singles = [trials.streams.of_trial(number) for number in range(trials.count)]
     before, trials.is_alone = trials.is_alone, True
     outcomes = []
     try:
         for number, streams in enumerate(singles):
-            own_args, own_kwargs = _slice_of((args, kwargs), number, None)
-            with LoneMode(streams):
-                outcomes.append(function(*own_args, **own_kwargs))
+            trial_args, trial_kwargs = _slice_of((args, kwargs), number, None)
+            with SingleTrialMode(streams):
+                outcomes.append(function(*trial_args, **trial_kwargs))
     finally:
         trials.is_alone = before
     trials.streams.follow(singles)
@@ -266,25 +268,25 @@ def apply_alone(
 
 
 class _Deliver:
-    """Adds the gradient of one trial's parameter to the fused one's."""
+    """Gradient hook that adds one trial's gradient to the fused parameter's."""
 
     def __init__(self, stacked: nn.Parameter, number: int) -> None:
         self.stacked = stacked
         self.number = number
 
-    def __call__(self, own: Tensor) -> None:
-        assert own.grad is not None
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
         if self.stacked.grad is None:
             self.stacked.grad = torch.zeros_like(self.stacked)
-            # Trials that are not in it have no gradient: not even one of zeros.
+            # Trials that are not in this set have no gradient, not even zeros.
             self.stacked.grad.__dict__["of_trials"] = set()
-        self.stacked.grad[self.number].add_(own.grad)
+        self.stacked.grad[self.number].add_(parameter.grad)
         self.stacked.grad.__dict__.get("of_trials", set()).add(self.number)
-        own.grad = None
+        parameter.grad = None
 
 
 def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
-    """The trials of which a fused parameter has no gradient."""
+    """The trials for which a fused parameter has no gradient."""
     if parameter.grad is None:
         return tuple(range(count))
     known = parameter.grad.__dict__.get("of_trials")
@@ -294,7 +296,7 @@ def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
 
 
 def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
-    """Say of which trials a fused parameter's gradient is; of all where none is given."""
+    """Set the trials that have a gradient of a fused parameter; none given means all."""
     if parameter.grad is not None:
         parameter.grad.__dict__.pop("of_trials", None)
         if trials:
@@ -302,10 +304,10 @@ def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
 
 
 class _Slices:
-    """Within, one trial's module holds slices of the fused parameters that other submodules use too."""
+    """Context in which one trial's module holds slices of tied fused parameters."""
 
     def __init__(
-        self, modules: OwnModules, module: nn.Module, number: int, slices: dict[int, tuple[Tensor, ...]]
+        self, modules: PerTrialModules, module: nn.Module, number: int, slices: dict[int, tuple[Tensor, ...]]
     ) -> None:
         stacked = dict(_named(modules.part, "_parameters"))
         self._held = [
@@ -319,22 +321,22 @@ class _Slices:
             holder[name] = slice_
 
     def __exit__(self, *_: object) -> None:
-        for holder, name, own, slice_ in self._held:
-            if not _is_same_memory(slice_, own):  # its data were set anew
-                own.data.copy_(slice_.data)
-            holder[name] = own
+        for holder, name, parameter, slice_ in self._held:
+            if not _is_same_memory(slice_, parameter):  # its data was replaced
+                parameter.data.copy_(slice_.data)
+            holder[name] = parameter
 
 
-def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool = True) -> nn.Module:
-    """A copy that shares no memory; tensors that a forward left in it are copied without their history.
+def independent_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool = True) -> nn.Module:
+    """A deep copy; tensors that a forward stored in it are copied without autograd history.
 
-    With `hooks`, parameters keep those that their gradients have, which a copy by Python loses.
+    With `hooks`, gradient hooks of parameters are copied too, which deepcopy drops.
     """
     memo = {} if memo is None else memo
     for value in held_values(module):
         if isinstance(value, Tensor) and not isinstance(value, TrialTensor) and not value.is_leaf:
             memo.setdefault(id(value), value.detach().clone())
-    # Without gradients, as copies of scripted modules would remember where they come from.
+    # Under no_grad, as copies of scripted modules would keep autograd history.
     with torch.no_grad(), copied_closures(module):
         try:
             made = copy.deepcopy(module, memo)
@@ -344,31 +346,31 @@ def own_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool 
             line = " ".join(str(failure).split())[:200]
             raise FusionError(
                 f"fuse: {type(module).__qualname__} cannot be copied ({type(failure).__name__}: {line}), "
-                f"which fused trials are made by; train each model alone"
+                f"which fusing needs; train each model alone"
             ) from failure
-    for parameter, own in zip(module.parameters(), made.parameters()):
-        if own.requires_grad != parameter.requires_grad:
-            own.requires_grad_(parameter.requires_grad)
-        for hook in gradient_hooks(parameter) if hooks and parameter is not own else ():
-            own.register_hook(hook)
+    for parameter, copied in zip(module.parameters(), made.parameters()):
+        if copied.requires_grad != parameter.requires_grad:
+            copied.requires_grad_(parameter.requires_grad)
+        for hook in gradient_hooks(parameter) if hooks and parameter is not copied else ():
+            copied.register_hook(hook)
     return made
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:
-    """The functions that were registered for a parameter's gradient."""
+    """The gradient hooks of a parameter."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def copy_hooks(hooks: Sequence[Any], parameter: Tensor) -> None:
-    """Register hooks for a parameter's gradient where a copy has lost them."""
+    """Register gradient hooks again that a copy has dropped."""
     if not gradient_hooks(parameter):
         for hook in hooks:
             parameter.register_hook(hook)
 
 
 def held_values(module: nn.Module) -> list[Any]:
-    """What the attributes of a module and its submodules hold, also within containers and plain objects."""
-    found: list[Any] = []
+    """The tensors and `PerTrial`s in attributes of a module and its submodules, also within objects."""
+    values: list[Any] = []
     seen: set[int] = set()
     waiting = [value for part in module.modules() for value in vars(part).values()]
     while waiting:
@@ -377,24 +379,24 @@ def held_values(module: nn.Module) -> list[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            found.append(value)
+            values.append(value)
         elif isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
             waiting += value
         elif isinstance(value, PerTrial):
-            found.append(value)
+            values.append(value)
         elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, Patch)):
             waiting += vars(value).values()
-    return found
+    return values
 
 
 def _follow_modes(part: nn.Module, module: nn.Module) -> None:
-    """Let a trial's module and its submodules be in training where the fused ones are."""
+    """Set the training mode of a trial's module and its submodules to that of the fused ones."""
     parts = dict(part.named_modules())
-    for path, own in module.named_modules():
-        if path in parts and own.training != parts[path].training:
-            own.training = parts[path].training
+    for path, submodule in module.named_modules():
+        if path in parts and submodule.training != parts[path].training:
+            submodule.training = parts[path].training
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -403,7 +405,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _shape_of_objects(args: Any, kwargs: Any) -> Any:
-    """What arguments hold besides tensors, in a form that can be compared."""
+    """A comparable description of the arguments without tensors."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module))]
     return spec, describe(objects)
@@ -419,7 +421,7 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _slots(module: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
-    """Where the parameters or buffers are held: the dictionary, the name there, the whole name."""
+    """The slots of parameters or buffers: dictionary, name in it, full name."""
     return [
         (getattr(part, kind), name, f"{path}.{name}" if path else name)
         for path, part in module.named_modules(remove_duplicate=False)
@@ -434,8 +436,8 @@ def _named(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
 def _slice_of(values: Any, number: int, rows: Rows | None) -> Any:
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
-            own = value.stacked[number]
-            return own if rows is None else rows.cut(own, number)
+            part = value.stacked[number]
+            return part if rows is None else rows.cut(part, number)
         if rows is not None and type(value) is Tensor and value.dim() and len(value) == rows.length:
             return rows.cut(value, number)
         return value.of(number) if isinstance(value, PerTrial) else value
@@ -444,7 +446,7 @@ def _slice_of(values: Any, number: int, rows: Rows | None) -> Any:
 
 
 def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) -> Any:
-    """The values with tensors that all trials share as they were before the first trial ran."""
+    """The values with shared tensors as they were before the first trial ran."""
     known = {id(leaf) for leaf in plain}
 
     def pick(value: Any) -> Any:
@@ -456,7 +458,7 @@ def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) 
 
 
 def _padded(values: tuple[Tensor, ...], rows: Rows | None) -> list[Tensor]:
-    """The trials' outcomes in one shape: what has rows of their own gets its padding back."""
+    """The trials' results in one shape: padding is added to results without it."""
     shapes = sorted({tuple(value.shape) for value in values})
     if len(shapes) == 1:
         return list(values)
@@ -464,4 +466,6 @@ def _padded(values: tuple[Tensor, ...], rows: Rows | None) -> list[Tensor]:
         filled = [rows.fill(value, number) for number, value in enumerate(values)]
         if len({tuple(value.shape) for value in filled}) == 1:
             return filled
-    raise FusionError(f"{user_line()}\n  has another shape in some trials: {shapes}; fused trials have one")
+    raise FusionError(
+        f"{user_line()}\n  has different shapes in different trials: {shapes}; fused trials need one shape"
+    )

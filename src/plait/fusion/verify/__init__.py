@@ -1,4 +1,4 @@
-"""Verification of fused trials: what they compute together is what each computes alone."""
+"""Verifies that fused trials compute the same as each trial's plain model."""
 
 from plait.fusion.verify.candidates import (
     TF32_EPS,
@@ -7,9 +7,17 @@ from plait.fusion.verify.candidates import (
     FirstCallCandidate,
     NothingToCompareError,
 )
-from plait.fusion.verify.check import FEW_PHASES, PHASES, Verdict, log_verdict, verify_fused
+from plait.fusion.verify.verifier import FEW_PHASES, PHASES, FusionReport, log_report, verify_fused
 
 __all__ = [
-    "FEW_PHASES", "PHASES", "TF32_EPS", "BatchCandidate", "Candidate", "FirstCallCandidate",
-    "NothingToCompareError", "Verdict", "log_verdict", "verify_fused",
+    "FEW_PHASES",
+    "PHASES",
+    "TF32_EPS",
+    "BatchCandidate",
+    "Candidate",
+    "FirstCallCandidate",
+    "FusionReport",
+    "NothingToCompareError",
+    "log_report",
+    "verify_fused",
 ]  # fmt: skip

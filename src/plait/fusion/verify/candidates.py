@@ -1,4 +1,4 @@
-"""How trials run, together and alone: on batches that are given, or on the arguments of a first call."""
+"""How trials run, fused and singly, on given batches or on the arguments of a first call."""
 
 from __future__ import annotations
 
@@ -16,72 +16,71 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.shared import Shared
 
-# What products of float32 may be rounded to on a GPU: convolutions are, unless torch is configured otherwise.
+# The precision of float32 products in TF32, which torch uses for convolutions on a GPU by default.
 TF32_EPS = 2.0**-10
 
 
 class NothingToCompareError(FusionError):
-    """What a model returns holds nothing that can be seen."""
+    """The output of a model contains no tensors that could be compared."""
 
 
 class Candidate(ABC):
-    """Trials to be fused, and how some of them run on their batches, 0 and 1: together and alone.
+    """Trials to be fused, and how they run on their batches, 0 and 1: fused and singly.
 
-    `models` are the plain models, as whoever makes them made them; they stay as they are. `rounding` is that
-    of the coarsest numbers which are computed with. `in_stages` says that trials are cut, so that the fused
-    form opens some of the modules, and `loss_alone` that losses are computed trial by trial; verification
-    sets it where they must be.
+    `models` are the plain models, which are not changed. `rounding` is the precision of the coarsest dtype in
+    the computation. `in_stages`: trials are cut into stages, so the fused form traces through some modules.
+    `loss_alone`: losses are computed trial by trial; verification sets it if that is necessary.
     """
 
     in_stages = False
     loss_alone = True
 
     def __init__(
-        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], rounding: float
+        self, models: Sequence[nn.Module], seeds: Sequence[int], rng_steps: Sequence[int], rounding: float
     ) -> None:
-        self.models, self.seeds, self.ages, self.rounding = models, seeds, ages, rounding
+        self.models, self.seeds, self.rng_steps, self.rounding = models, seeds, rng_steps, rounding
 
     def prepare(self, trial: int) -> None:  # noqa: B027  (most have their own)
-        """Give the model of a trial, which is borrowed, the weights it begins with, where not its own."""
+        """Load the initial weights of a trial into its model, if the model does not have them already."""
 
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
-        """Some trials fused as they are to be trained: in one module, or in one for each stage."""
+        """Fuse some trials as they will be trained: in one module, or in one per stage."""
         check_models([self.models[trial] for trial in trials])
         return [self._module(trials, unfused)]
 
     def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
-        seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
-        return FusedModule([self.models[trial] for trial in trials], seeds, ages, unfused)
+        seeds, rng_steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
+        return FusedModule([self.models[trial] for trial in trials], seeds, rng_steps, unfused)
 
     @abstractmethod
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
-        """The outputs of all trials that are fused, trials first, and their losses."""
+        """The outputs of the fused trials, trials axis first, and their losses."""
 
     @abstractmethod
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
-        """What one trial's plain model gives for its own batch, and its loss."""
+        """The output of one trial's plain model for its batch, and its loss."""
 
 
 class CallCandidate(Candidate):
-    """Trials whose models are called; the loss is a weighting of all that a call returns."""
+    """Trials whose models are called; the loss is a weighted sum of all outputs."""
 
     def _call(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
     @abstractmethod
     def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
-        """What the plain model of a trial is called with: in the memory layout that it would be, too."""
+        """The arguments for the plain model of a trial, in the usual memory layout."""
 
     @abstractmethod
     def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
-        """What the fused module of some trials is called with."""
+        """The arguments for the fused module of some trials."""
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
         args, kwargs = self._stacked(trials, batch)
         outputs = whole.call(self._call, *args, **kwargs)
         each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
-        return outputs, torch.stack([_total(own) for own in each])
+        return outputs, torch.stack([_total(trial_outputs) for trial_outputs in each])
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
         args, kwargs = self._arguments(trial, batch)
@@ -90,48 +89,54 @@ class CallCandidate(Candidate):
 
 
 class BatchCandidate(CallCandidate):
-    """Trials on batches that plain models take: a tensor, a tuple of them, or named ones.
+    """Trials on batches for the plain models: a tensor, a tuple, or a dict of named arguments.
 
-    The first batch is the same for all trials; in the second each trial has one of its own: where the batches
-    are not of one shape, a copy with numbers that are a little smaller.
+    Batch 0 is the same for all trials. Batch 1 differs by trial; if the given batches differ in shape, it is
+    a copy with slightly smaller values.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], seeds: Sequence[int], ages: Sequence[int], batches: Sequence[Any]
+        self,
+        models: Sequence[nn.Module],
+        seeds: Sequence[int],
+        rng_steps: Sequence[int],
+        batches: Sequence[Any],
     ) -> None:
         if not batches:
             raise FusionError("fuse: verify found no batches, expected one or more that the models take")
-        super().__init__(models, seeds, ages, _rounding_of(models[0]))
+        super().__init__(models, seeds, rng_steps, _rounding_of(models[0]))
         self._batches = [_as_arguments(batch) for batch in batches]
         tensors = [[x for x in pytree.tree_leaves(b) if isinstance(x, Tensor)] for b in self._batches]
         self._are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1
 
     def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
-        place = trial + 1 if batch == 1 and self._are_alike else batch
+        index = trial + 1 if batch == 1 and self._are_alike else batch
         factor = 1.0 - 0.01 * trial if batch == 1 and not self._are_alike else 1.0
 
-        def own(x: Tensor) -> Tensor:
+        def varied(x: Tensor) -> Tensor:
             return x * factor if factor != 1.0 and x.is_floating_point() else x.clone()
 
-        found: tuple[Any, Any] = pytree.tree_map_only(Tensor, own, self._batches[place % len(self._batches)])
-        return found
+        arguments: tuple[Any, Any] = pytree.tree_map_only(
+            Tensor, varied, self._batches[index % len(self._batches)]
+        )
+        return arguments
 
     def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
         each = [self._arguments(trial, batch) for trial in trials]
-        found: tuple[Any, Any]
+        stacked: tuple[Any, Any]
         if batch == 0:
-            found = pytree.tree_map_only(Tensor, Shared, each[0])
+            stacked = pytree.tree_map_only(Tensor, Shared, each[0])
         else:
-            parts = zip(*(pytree.tree_leaves(own) for own in each))
+            parts = zip(*(pytree.tree_leaves(arguments) for arguments in each))
             leaves = [torch.stack(x) if isinstance(x[0], Tensor) else x[0] for x in parts]
-            found = pytree.tree_unflatten(leaves, pytree.tree_structure(each[0]))
-        return found
+            stacked = pytree.tree_unflatten(leaves, pytree.tree_structure(each[0]))
+        return stacked
 
 
 class FirstCallCandidate(CallCandidate):
-    """Trials on the arguments of a fused module's call, with the weights that it has now.
+    """Trials on the arguments of a fused module's call, with its current weights.
 
-    Both batches are those arguments: others might be none that the models take.
+    Both batches are those arguments, as the models may not accept others.
     """
 
     def __init__(
@@ -151,15 +156,15 @@ class FirstCallCandidate(CallCandidate):
         return self._parts(torch.tensor(trials), Shared)
 
     def _parts(self, index: Any, shared: Callable[[Tensor], Any]) -> tuple[Any, Any]:
-        """The arguments of some trials; `shared` makes what is an argument of all of them."""
+        """The arguments of some trials; `shared` converts arguments that all trials share."""
 
         def part(x: Any) -> Any:
             if isinstance(x, Shared):
                 return shared(x.tensor.detach().clone())
             return x.detach()[index].clone() if isinstance(x, Tensor) else x
 
-        found: tuple[Any, Any] = pytree.tree_map(part, self._given)
-        return found
+        arguments: tuple[Any, Any] = pytree.tree_map(part, self._given)
+        return arguments
 
     def prepare(self, trial: int) -> None:
         _follow(self.models[trial], self._fused.module, lambda x: x.detach()[trial].clone())
@@ -172,9 +177,9 @@ class FirstCallCandidate(CallCandidate):
 
 
 def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
-    """Give `model` the tensors that `pick` takes of the fused ones, their modes and what is frozen."""
-    parts, own = dict(fused.named_modules()), dict(model.named_modules())
-    for path, part in own.items():
+    """Copy tensors, selected by `pick`, training modes and requires_grad from the fused module to `model`."""
+    parts, modules = dict(fused.named_modules()), dict(model.named_modules())
+    for path, part in modules.items():
         if path in parts:
             part.training = parts[path].training
     for kind in ("named_parameters", "named_buffers"):
@@ -187,7 +192,7 @@ def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]
 
 
 def _rounding_of(model: nn.Module) -> float:
-    """How coarsely numbers are rounded beyond their own type: by autocast, or by products in TF32."""
+    """The precision of the computation, if autocast or TF32 makes it coarser than the dtype."""
     device = next((p.device.type for p in model.parameters()), "cpu")
     if torch.is_autocast_enabled(device):
         return torch.finfo(torch.get_autocast_dtype(device)).eps
@@ -202,7 +207,7 @@ def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _total(outputs: Any) -> Tensor:
-    """Something to differentiate: a fixed weighting of all numbers that a model returned."""
+    """A scalar to differentiate: a fixed weighted sum of all numbers in the output."""
     tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
     parts = [
         (x * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype, device=x.device).view(x.shape)).sum()
@@ -210,8 +215,8 @@ def _total(outputs: Any) -> Tensor:
     ]
     if not parts:
         raise NothingToCompareError(
-            f"verify: the model returns {_kind(outputs)}, in which no tensors of numbers are seen; return a "
-            f"tensor, a tuple, a dict or a named tuple of tensors"
+            f"verify: the model returns {_kind(outputs)}, in which torch sees no tensors of numbers; return "
+            f"a tensor, a tuple, a dict or a named tuple of tensors"
         )
     return torch.stack([part.to(parts[0]) for part in parts]).sum()
 

@@ -1,4 +1,4 @@
-"""What a step of fused trials left: of each trial, under the names that its plain model has."""
+"""Observations of a step of fused trials, per trial, under the names of the plain model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTRIBUTE = "the attribute "
 
 
 class FusedStep:
-    """What a step of all trials left: outputs, losses, and of each module gradients, buffers and numbers."""
+    """Outputs, losses, gradients, buffers and Python numbers after a step of all trials."""
 
     def __init__(
         self,
@@ -34,18 +34,18 @@ class FusedStep:
         self._parts = [_left_in(one, training, first_names) for one in fused]
 
     def of_trial(self, trial: int, model: nn.Module) -> dict[str, Tensor | None]:
-        """What one trial did, under the names that its plain model has."""
-        found: dict[str, Tensor | None] = dict(
+        """The observations of one trial, under the names of its plain model."""
+        observation: dict[str, Tensor | None] = dict(
             observe_outputs(pytree.tree_map(lambda leaf: _of_trial(leaf, trial), self._outputs))
         )
-        found["the loss"] = self._losses[trial]
-        # Of what no stage holds there is no gradient, and its buffers stay.
+        observation["the loss"] = self._losses[trial]
+        # Parameters that no stage holds have no gradient, and buffers that no stage holds do not change.
         if self._training:
-            found |= {f"{GRADIENT}{name}": None for name, _ in model.named_parameters()}
-        found |= {f"{BUFFER}{name}": buffer for name, buffer in model.named_buffers()}
+            observation |= {f"{GRADIENT}{name}": None for name, _ in model.named_parameters()}
+        observation |= {f"{BUFFER}{name}": buffer for name, buffer in model.named_buffers()}
         for part in self._parts:
-            found |= part[trial]
-        return found
+            observation |= part[trial]
+        return observation
 
 
 def _of_trial(leaf: Any, trial: int) -> Any:
@@ -57,46 +57,46 @@ def _of_trial(leaf: Any, trial: int) -> Any:
 def _left_in(
     fused: FusedModule, training: bool, first_names: Mapping[str, str]
 ) -> list[dict[str, Tensor | None]]:
-    """Of each trial, the gradients, buffers and numbers that a step left in a fused module."""
-    found: list[dict[str, Tensor | None]] = [{} for _ in range(fused.trials)]
-    module, own = fused.module, fused.own_modules()
+    """The gradients, buffers and Python numbers of each trial in a fused module."""
+    states: list[dict[str, Tensor | None]] = [{} for _ in range(fused.trials)]
+    module, per_trial = fused.module, fused.per_trial_modules()
     for name, parameter in module.named_parameters() if training else ():
         key = f"{GRADIENT}{first_names.get(name, name)}"
         absent = trials_without_gradient(parameter, fused.trials)
-        # The step's own tensor: the next step begins another.
-        for trial, state in enumerate(found):
+        # Not copied: the next step creates another gradient tensor.
+        for trial, state in enumerate(states):
             state[key] = None if trial in absent or parameter.grad is None else parameter.grad[trial]
     for name, buffer in module.named_buffers():
         copied = buffer.detach().clone()
-        for trial, state in enumerate(found):
+        for trial, state in enumerate(states):
             state[f"{BUFFER}{first_names.get(name, name)}"] = copied[trial]
-    for trial, state in enumerate(found):
-        for path, modules in own.items():
+    for trial, state in enumerate(states):
+        for path, modules in per_trial.items():
             for name, buffer in modules.modules[trial].named_buffers(prefix=path):
                 state[f"{BUFFER}{first_names.get(name, name)}"] = buffer.detach().clone()
-        state |= numbers_in(module, trial, {path: m.modules[trial] for path, m in own.items()})
-    return found
+        state |= numbers_in(module, trial, {path: m.modules[trial] for path, m in per_trial.items()})
+    return states
 
 
 def numbers_in(
-    model: nn.Module, trial: int = 0, own: Mapping[str, nn.Module] | None = None
+    model: nn.Module, trial: int = 0, per_trial: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Tensor]:
-    """Numbers that modules keep in attributes; those of submodules in `own` are looked up there."""
-    found = {}
-    parts = {path: part for path, part in model.named_modules() if not is_within(path, own or {})}
-    for path, module in (own or {}).items():
+    """Numbers in attributes of modules; submodules in `per_trial` are replaced by the modules there."""
+    numbers = {}
+    parts = {path: part for path, part in model.named_modules() if not is_within(path, per_trial or {})}
+    for path, module in (per_trial or {}).items():
         parts |= dict(module.named_modules(prefix=path))
     for path, part in parts.items():
         for name, value in vars(part).items():
             if isinstance(value, PerTrial):
                 value = value.of(trial)
             if isinstance(value, (bool, int, float)) and name not in ("training", "call_super_init"):
-                found[f"{ATTRIBUTE}{path}.{name}"] = torch.tensor(value, dtype=torch.float64)
-    return found
+                numbers[f"{ATTRIBUTE}{path}.{name}"] = torch.tensor(value, dtype=torch.float64)
+    return numbers
 
 
 def changes_in_python(seen: Sequence[Observation]) -> bool:
-    """Whether numbers kept in Python change from one training step to the next."""
+    """Whether Python numbers change between the first two steps."""
     if len(seen) < 2:
         return False
     first, second = ({n: v for n, v in one.items() if n.startswith(ATTRIBUTE)} for one in seen[:2])

@@ -1,1 +1,1 @@
-"""Layers that compute faster on a CPU than torch's own, with the same result."""
+"""Faster CPU implementations of torch layers, with the same result."""

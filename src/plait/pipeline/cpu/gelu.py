@@ -1,8 +1,8 @@
-"""GELU on ARM, with a backward that takes half or a third of the time of torch's, and the same result.
+"""GELU on ARM with a backward that is two to three times faster than torch's, with the same result.
 
-There torch computes tanh, and the product of erf and exp, much slower than sigmoid, erf and exp by
-themselves. 262,144 numbers on one Neoverse-N1 core: by tanh 3.3 ms and 1.8 ms here, by erf 7.7 ms and 2.6 ms
-here.
+On ARM, torch computes tanh, and the fused product of erf and exp, much slower than sigmoid, erf and exp
+alone. Backward of 262,144 elements on one Neoverse-N1 core: tanh 3.3 ms in torch and 1.8 ms here, erf 7.7 ms
+in torch and 2.6 ms here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ROOT = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
-def quicken_gelu(module: nn.Module) -> list[nn.Module]:
-    """Give the GELU layers of `module`, which are returned, a faster backward."""
+def use_fast_gelu(module: nn.Module) -> list[nn.Module]:
+    """Replace the forward of GELU layers in `module` by one with a faster backward; returns the layers."""
     layers = [m for m in module.modules() if type(m) is nn.GELU and "forward" not in m.__dict__]
     for layer in layers:
         layer.forward = functools.partial(_forward, layer.approximate)  # type: ignore[method-assign]
@@ -50,16 +50,16 @@ class _Gelu(torch.autograd.Function):
 
 
 def _slope_by_tanh(x: Tensor) -> Tensor:
-    """The slope of x sigmoid(w), w = 2 sqrt(2/pi) (x + 0.044715 x^3), which is x (1 + tanh(w/2)) / 2."""
+    """The derivative of x sigmoid(w), w = 2 sqrt(2/pi) (x + 0.044715 x^3), which is x (1 + tanh(w/2)) / 2."""
     slope = x * x
-    share = torch.addcmul(x, slope, x, value=_CUBIC).mul_(2 * _ROOT).sigmoid_()
-    # x dw/dx share (1 - share), and the share itself.
-    slope.mul_(6 * _ROOT * _CUBIC).add_(2 * _ROOT).mul_(x).mul_(share)
-    return slope.addcmul_(slope, share, value=-1).add_(share)
+    sigmoid = torch.addcmul(x, slope, x, value=_CUBIC).mul_(2 * _ROOT).sigmoid_()
+    # x dw/dx sigmoid (1 - sigmoid) + sigmoid.
+    slope.mul_(6 * _ROOT * _CUBIC).add_(2 * _ROOT).mul_(x).mul_(sigmoid)
+    return slope.addcmul_(slope, sigmoid, value=-1).add_(sigmoid)
 
 
 def _slope_by_erf(x: Tensor) -> Tensor:
-    """The slope of x (1 + erf(x / sqrt 2)) / 2."""
+    """The derivative of x (1 + erf(x / sqrt 2)) / 2."""
     slope = (x * x).mul_(-0.5).exp_().mul_(x).mul_(_ROOT / 2)
-    share = (x * math.sqrt(0.5)).erf_().add_(1)
-    return slope.add_(share, alpha=0.5)
+    erf = (x * math.sqrt(0.5)).erf_().add_(1)
+    return slope.add_(erf, alpha=0.5)

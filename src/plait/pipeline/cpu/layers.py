@@ -1,4 +1,4 @@
-"""Layers of a stage that are faster on a CPU than torch's own, with the same result."""
+"""Replaces layers of a stage by faster CPU implementations, with the same result."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Collection, Iterable
 from torch import nn
 from torch.nn import Parameter
 
-from plait.pipeline.cpu.gelu import quicken_gelu
-from plait.pipeline.cpu.linear import add_weight_gradients, turn_weights
+from plait.pipeline.cpu.gelu import use_fast_gelu
+from plait.pipeline.cpu.linear import add_weight_gradients, transpose_weights
 
 
-def quicken(
-    module: nn.Module, add: bool = True, turn: bool = True, shared: Collection[Parameter] = ()
+def use_fast_layers(
+    module: nn.Module, add: bool = True, transpose: bool = True, shared: Collection[Parameter] = ()
 ) -> list[nn.Module]:
-    """Give layers of `module` faster forwards; the layers that have another forward now.
+    """Replace the forwards of layers in `module` by faster ones; returns the replaced layers.
 
-    `add`: linear layers add up the gradients of their weights. `turn`: on ARM, where that was measured to be
-    better, their weights lie in memory another way, all but `shared`.
+    `add`: linear layers accumulate their weight gradients in place. `transpose`: on ARM, where it was
+    measured to be faster, their weights are stored transposed, except `shared`.
     """
     changed = add_weight_gradients(module) if add else []
     if platform.machine() in ("aarch64", "arm64"):
-        changed += quicken_gelu(module)
-        if turn:
-            turn_weights(module, shared)
+        changed += use_fast_gelu(module)
+        if transpose:
+            transpose_weights(module, shared)
     return changed
 
 
 def plain_forwards(layers: Iterable[nn.Module]) -> None:
-    """Give layers that were changed the forwards of their kinds back."""
+    """Restore the class's forward on layers that `use_fast_layers` changed."""
     for layer in layers:
         del layer.__dict__["forward"]

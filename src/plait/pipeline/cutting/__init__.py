@@ -1,1 +1,1 @@
-"""From a traced model and a plan's layers to modules that run, or to source that runs without Plait."""
+"""Cuts a traced model into stages: modules that run, or source code that runs without Plait."""

@@ -1,4 +1,4 @@
-"""Constructors: a torch.nn module in, the source expression that makes another like it out."""
+"""The source expression that constructs a torch.nn module like a given one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-# What a constructor takes that its module does not keep, or that a stage sets otherwise.
+# Constructor arguments that the module does not keep, or that a stage sets differently.
 _SKIPPED = frozenset({"self", "device", "dtype", "args", "kwargs", "_weight", "_freeze"})
 _PLAIN = (int, float, bool, str, type(None), tuple, list)
 
@@ -19,7 +19,7 @@ class NoConstructor(Exception):
 
 
 def constructor(module: nn.Module) -> str:
-    """`nn.Conv2d(3, 64, 3, padding=1)` for such a module; checked by making one."""
+    """The constructor call of a module, such as `nn.Conv2d(3, 64, 3, padding=1)`; checked by running it."""
     name = f"nn.{type(module).__name__}"
     if getattr(nn, type(module).__name__, None) is not type(module):
         raise NoConstructor("it is not one of torch.nn's own modules")
@@ -65,7 +65,7 @@ def _parameters(module: nn.Module) -> list[inspect.Parameter]:
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
-    """What `module` keeps of its arguments, by the arguments' names."""
+    """The constructor arguments that `module` keeps as attributes, by name."""
     kept = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
     if "bias" in module._parameters:
         kept["bias"] = module.bias is not None
@@ -90,13 +90,13 @@ def _kept(module: nn.Module) -> dict[str, Any]:
 
 
 def _shortest(module: nn.Module, value: Any, default: Any) -> Any:
-    """A convolution keeps `(3, 3)` for 3."""
+    """The value as an int if a convolution keeps it as a tuple, such as `(3, 3)` for 3."""
     is_even = isinstance(value, tuple) and len(set(value)) == 1 and isinstance(module, _ConvNd)
     return value[0] if is_even and (default is inspect.Parameter.empty or isinstance(default, int)) else value
 
 
 def _check(module: nn.Module, text: str) -> None:
-    """Refuse `text` unless it makes a module with the same parts, settings and tensors."""
+    """Raise NoConstructor unless `text` makes a module with the same submodules, settings and tensors."""
     try:
         with torch.device("meta"):
             twin: nn.Module = eval(text, {"nn": nn, "torch": torch})
@@ -104,9 +104,9 @@ def _check(module: nn.Module, text: str) -> None:
         raise NoConstructor(f"{text} fails: {failure}") from failure
     ours, theirs = dict(module.named_modules()), dict(twin.named_modules())
     if ours.keys() != theirs.keys():
-        raise NoConstructor(f"{text} has other parts")
+        raise NoConstructor(f"{text} has other submodules")
     for path, part in ours.items():
-        # What a fresh module has not was put there by others, and its forward knows nothing of it.
+        # Attributes that a fresh module lacks were set from outside, and its forward does not use them.
         mine, fresh = _settings(part), _settings(theirs[path])
         if other := [name for name, value in fresh.items() if mine.get(name, value) != value]:
             raise NoConstructor(f"{text} has another {other[0]} in {path or 'itself'}")
@@ -121,7 +121,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    # A recurrent module keeps lists of its weights, which are no settings.
+    # A recurrent module keeps lists of its weights, which are not settings.
     if isinstance(value, list):
         return all(_is_plain(part) for part in value)
     return isinstance(value, _PLAIN)

@@ -1,4 +1,4 @@
-"""Cutting: a traced model and the layers of each stage in, runnable stages out."""
+"""Cuts a traced model into runnable stages, given the layers of each stage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class StageError(InputError):
 
 @dataclass(frozen=True, eq=False)
 class StageModule:
-    """A slice of a model that runs by itself.
+    """A slice of a model that can be run without the rest.
 
     `module(*inputs)` returns a tuple, in the order of `outputs`. Values of the same name in two stages are
-    the same tensor: what one stage gives, any later one may take (skips reach over stages between), and an
-    input named like an argument of the model's forward is that argument. Inputs are never written into.
-    The parameters are the model's own objects under their original names; `first_names` maps each to the
-    first name the model has for it, equal for tied parameters wherever they are. In evaluation mode the
-    module takes `evaluation_inputs` and returns `evaluation_outputs`.
+    the same tensor: any later stage may use the output of a stage (skip connections cross stages), and an
+    input named like an argument of the model's forward is that argument. Inputs are never written to.
+    Parameters are the model's objects under their original names; `first_names` maps each to its first name
+    in the model, which is equal for tied parameters in all stages. In evaluation mode the module takes
+    `evaluation_inputs` and returns `evaluation_outputs`.
     """
 
     layers: tuple[str, ...]
@@ -34,18 +34,18 @@ class StageModule:
     first_names: dict[str, str]
     evaluation_inputs: tuple[Value, ...] = ()
     evaluation_outputs: tuple[Value, ...] = ()
-    # Frozen parameters that forward writes, and modules that keep something in Python between two forwards.
+    # Frozen parameters that forward writes, and modules that keep Python state between two forwards.
     written: frozenset[str] = frozenset()
     keeping: tuple[str, ...] = ()
 
 
 def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
-    """The stage that consists of the layers named, whatever their order; they run in the model's order."""
+    """The stage with the given layers, in any order; they run in the order of the model."""
     layers = traced.select(layer_ids)
     if not layers:
         raise StageError("found a stage without layers; expected at least one")
     if traced.concerns:
-        raise StageError(f"{traced.concerns[0].words}, or let no cut pass through that module")
+        raise StageError(f"{traced.concerns[0].message}, or do not cut through that module")
     boundary = traced.boundary(layers)
     module = build(traced, layers, boundary, own_inputs=True)
     first: dict[int, str] = {}
@@ -72,7 +72,7 @@ def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:
 
 
 def _holds(module: LayersModule, path: str) -> bool:
-    return any(path == own for own, _ in module.named_modules())
+    return any(path == name for name, _ in module.named_modules())
 
 
 def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
@@ -81,7 +81,7 @@ def _values(traced: TracedModel, boundary: Boundary) -> tuple[tuple[Value, ...],
 
 
 def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
-    """Refuse stages that leave a layer out, hold one twice, or need a value from a later stage."""
+    """Raise StageError if a layer is in no stage or in two, or needs a value from a later stage."""
     stage_of: dict[str, int] = {}
     for index, ids in enumerate(stages):
         for layer in traced.select(ids):
@@ -102,23 +102,23 @@ def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
 
 
 def check_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
-    """Refuse a tensor that one stage writes and another uses: each worker has a copy of its own."""
-    for name, found in shared_tensors(traced, stages).items():
+    """Raise StageError if one stage writes a tensor that another uses: each worker has its own copy."""
+    for name, users in shared_tensors(traced, stages).items():
         raise StageError(
-            f"{describe_tensor(traced, name)} is written by forward and used in stages {sorted(found)}, each "
-            f"of which would have its own; expected one: let no cut come between the layers that use it"
+            f"{describe_tensor(traced, name)} is written by forward and used in stages {sorted(users)}, each "
+            f"of which would have its own copy; expected one stage: do not cut between the layers that use it"
         )
 
 
 def shared_tensors(traced: TracedModel, stages: Sequence[Sequence[str]]) -> dict[str, set[int]]:
     """The parameters, buffers and constants that forward writes and several stages use, with those stages."""
-    found: dict[str, set[int]] = {}
+    stages_of: dict[str, set[int]] = {}
     for stage, ids in enumerate(stages):
         for layer in (*traced.select(ids), *traced.evaluated_with(ids)):
             for name in used_tensors(layer):
                 if name in traced.written:
-                    found.setdefault(name, set()).add(stage)
-    return {name: used for name, used in found.items() if len(used) > 1}
+                    stages_of.setdefault(name, set()).add(stage)
+    return {name: used for name, used in stages_of.items() if len(used) > 1}
 
 
 def used_tensors(layer: Layer) -> tuple[str, ...]:
@@ -128,9 +128,9 @@ def used_tensors(layer: Layer) -> tuple[str, ...]:
 
 
 def describe_tensor(traced: TracedModel, name: str) -> str:
-    """`parameter 'a.weight'`, or what else the tensor of that name is."""
+    """The kind and name of a tensor for messages, such as `parameter 'a.weight'`."""
     if name in traced.constants:
-        return f"a tensor of shape {tuple(traced.constants[name].shape)}, no buffer of the model,"
+        return f"a tensor of shape {tuple(traced.constants[name].shape)}, which is not a buffer of the model,"
     parameters = {each for each, _ in traced.model.named_parameters()}
     return f"{'parameter' if name in parameters else 'buffer'} {name!r}"
 
@@ -142,9 +142,10 @@ def written_buffers_of_replicas(traced: TracedModel, pipeline_layout: PipelineLa
 
 
 def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
-    """Refuse what forwards keep in a stage of several workers, each of which sees some microbatches only.
+    """Raise StageError for state that forwards keep in a stage with several workers.
 
-    Also weights that forward writes, where they have several versions: it would write into one of them.
+    Each of them sees only some of the microbatches. Also for weights that forward writes and that have
+    several versions: it would write to only one of them.
     """
     replicated = [s for s, _ in enumerate(pipeline_layout.stages) if len(pipeline_layout.holders(s)) > 1]
     inside = {layer.id: s for s, ids in enumerate(pipeline_layout.stages) for layer in traced.select(ids)}
@@ -153,8 +154,8 @@ def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
         for layer in traced.inside(kept.paths):
             if inside[layer.id] in replicated:
                 raise StageError(
-                    f"{kept.words}, but stage {inside[layer.id]} has several workers, each of which sees "
-                    f"some of the microbatches only; keep it in a buffer that may differ, or {advice}"
+                    f"{kept.message}, but stage {inside[layer.id]} has several workers, each of which sees "
+                    f"only some of the microbatches; keep it in a buffer that may differ, or {advice}"
                 )
     trained = {name: p.requires_grad for name, p in traced.model.named_parameters()}
     for layer in traced.layers:
@@ -168,7 +169,7 @@ def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
             versions = not pipeline_layout.schedule.synchronous
             if trained.get(name) and (versions or stage in pipeline_layout.recompute):
                 raise StageError(
-                    f"parameter {name!r} is trained, and written by forward, which is right only where there "
+                    f"parameter {name!r} is trained, and written by forward, which is correct only if there "
                     f"is one version of the weights and each forward runs once; use schedule flush without "
                     f"recompute"
                 )
@@ -177,11 +178,11 @@ def check_state(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
 def evaluation_stages(
     traced: TracedModel, stages: Sequence[Sequence[str]]
 ) -> tuple[TracedModel, tuple[tuple[str, ...], ...]]:
-    """The trace that an evaluation runs, and the layers of each stage in it."""
+    """The trace of evaluation mode, and the layers of each stage in it."""
     if traced.evaluation is None:
         return traced, tuple(tuple(ids) for ids in stages)
-    found = tuple(tuple(layer.id for layer in traced.evaluated_with(ids)) for ids in stages)
-    return traced.evaluation, found
+    evaluated = tuple(tuple(layer.id for layer in traced.evaluated_with(ids)) for ids in stages)
+    return traced.evaluation, evaluated
 
 
 def _check_flow(traced: TracedModel, stage_of: dict[str, int], when: str) -> None:

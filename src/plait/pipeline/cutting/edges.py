@@ -1,4 +1,4 @@
-"""Routes: which values each stage sends to which later stage, directly, also past other stages."""
+"""Which values each stage sends to which later stage, directly, also past other stages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from plait.profiler.traced import TracedModel
 
 @dataclass(frozen=True)
 class StageEdge:
-    """Values that stage `source` hands to stage `target`; gradients of `grad_names` come back.
+    """Values that stage `source` sends to stage `target`; it receives the gradients of `grad_names`.
 
-    The loader belongs to stage 0: what later stages need of the model's inputs starts there, and so does
-    the batch's target (`takes_target`), which the last stage needs for the loss.
+    Stage 0 has the data loader, so it also sends the model inputs that later stages need, and the batch's
+    target (`takes_target`), which the last stage needs for the loss.
     """
 
     source: int
@@ -24,14 +24,14 @@ class StageEdge:
 
 
 def find_routes(traced: TracedModel, stages: Sequence[Sequence[str]]) -> tuple[StageEdge, ...]:
-    """All routes between `stages` (layers of each), in the order of their sources, then targets."""
+    """All edges between `stages` (layers of each), sorted by source, then target."""
     boundaries = [traced.boundary(traced.select(ids)) for ids in stages]
     source_of = dict.fromkeys(traced.inputs, 0)
     source_of |= {name: s for s, boundary in enumerate(boundaries) for name in boundary.outputs}
     last = len(stages) - 1
     carried: dict[tuple[int, int], list[str]] = {(0, last): []} if last else {}
     for stage, boundary in enumerate(boundaries):
-        # The loss needs all that the model returns, whichever stage makes it.
+        # The loss needs all outputs of the model, whichever stage computes them.
         needed = dict.fromkeys([*boundary.inputs, *(traced.outputs if stage == last else ())])
         for name in needed:
             if source_of[name] != stage:

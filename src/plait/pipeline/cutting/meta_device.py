@@ -1,9 +1,9 @@
-"""Models larger than one device: built without memory, then only the tensors that a worker holds are made.
+"""Models larger than one device: built without memory, then only the worker's own tensors are materialized.
 
-The model's factory is run twice. The first run makes tensors without memory and notes which operation makes
-which parameter or buffer. The second makes those of the worker's own stages with memory, and gives each of
-the others back as soon as it is made; random numbers are drawn for all of them, so a worker's tensors are,
-bit by bit, those of the whole model. At no time does a worker hold more than its own tensors and one other.
+The model's factory is run twice. The first run creates fake tensors and records which operation creates which
+parameter or buffer. The second materializes those of the worker's stages, and frees each of the others as
+soon as it is created. Random numbers are drawn for all of them, so a worker's tensors are bitwise equal to
+those of the whole model. A worker never holds more than its own tensors and one other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.core.errors import InputError
 from plait.verification import unchanged_random_numbers
 
-# Tensors up to this size keep their memory: some are read while the model is built.
+# Tensors with up to this many elements are always real: some are read while the model is built.
 _SMALL = 256
 
 
@@ -30,7 +30,7 @@ class NotInPiecesError(InputError):
 
 
 class OwnTensors:
-    """A model without memory, whose tensors can be made one by one as its factory would make them.
+    """A model of fake tensors, some of which can be materialized with the values that its factory gives them.
 
     `make` runs the factory, with the same random numbers each time; its result is not used otherwise.
     """
@@ -51,13 +51,13 @@ class OwnTensors:
         self.model = _emptied(model, dtype, device)
 
     def weight_bytes(self) -> int:
-        """The memory of all parameters."""
+        """The size of all parameters."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def fill(self, names: Collection[str]) -> None:
-        """Give the tensors of `names` in `model` their memory and the values that the factory gives them."""
-        own = {self._makers[name] for name in names}
-        others = {maker for name, maker in self._makers.items() if name not in names} - own
+        """Materialize the tensors `names` of `model` with the values that the factory gives them."""
+        needed = {self._makers[name] for name in names}
+        others = {maker for name, maker in self._makers.items() if name not in names} - needed
         with _Building(others.__contains__, draws=True, expected=self._operations).filling():
             made = dict(_named_tensors(_made(self._make)))
         for name, tensor in _named_tensors(self.model):
@@ -65,7 +65,7 @@ class OwnTensors:
                 continue
             value = made[name].detach()
             if isinstance(value, FakeTensor):
-                raise NotInPiecesError(f"model: {name!r} is made of a tensor that another worker holds")
+                raise NotInPiecesError(f"model: {name!r} is computed from a tensor that another worker holds")
             tensor.data = value.to(self._device, self._dtype if value.is_floating_point() else None)
 
 
@@ -75,21 +75,21 @@ def _made(make: Callable[[], nn.Module]) -> nn.Module:
     except NotInPiecesError:
         raise
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as failure:
-        raise NotInPiecesError(f"model: it cannot be made without memory ({failure})") from failure
+        raise NotInPiecesError(f"model: it cannot be built with fake tensors ({failure})") from failure
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, also those that checkpoints leave out; a tied one under its first name."""
+    """Parameters and buffers, including non-persistent ones; a tied one under its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 class _Building(TorchDispatchMode):
-    """Takes the memory of what an operation made, where `is_without` says so of its number.
+    """Replaces the result of an operation by a fake tensor if `is_without(number of the operation)`.
 
-    What is computed from tensors without memory has none either. They look as if they lay on their device, so
-    the factory does the same with all. With `draws` random numbers are drawn for them all the same.
-    `expected` are the operations of a run before, which must be these.
+    Results computed from fake tensors are fake too. Fake tensors report the device of real ones, so the
+    factory treats both alike. With `draws`, random numbers are still drawn for fake tensors. `expected` are
+    the operations of an earlier run, which must be repeated.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class _Building(TorchDispatchMode):
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
-        """While the factory runs: truncated normals, which draw again by what they drew, are drawn apart."""
+        """Active while the factory runs. Truncated normals, which resample by value, are drawn separately."""
         plain = torch.nn.init._no_grad_trunc_normal_
 
         def drawn_apart(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -127,13 +127,13 @@ class _Building(TorchDispatchMode):
             torch.nn.init._no_grad_trunc_normal_ = plain
 
     def maker_of(self, tensor: Tensor) -> int:
-        """The number of the operation that made the memory of `tensor`."""
-        found = self._made_by.get(tensor.untyped_storage()._cdata)
-        if found is None and tensor.numel() <= _SMALL:
+        """The number of the operation that created the storage of `tensor`."""
+        made = self._made_by.get(tensor.untyped_storage()._cdata)
+        if made is None and tensor.numel() <= _SMALL:
             return -1
-        if found is None:
-            raise NotInPiecesError("model: it holds a tensor that was made before its factory was called")
-        return found[1]
+        if made is None:
+            raise NotInPiecesError("model: it holds a tensor that was created before its factory was called")
+        return made[1]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,7 +144,7 @@ class _Building(TorchDispatchMode):
         has_memory = not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
         outcome = func(*args, **kwargs) if has_memory else self._without_memory(func, args, kwargs)
         made = [leaf for leaf in pytree.tree_leaves(outcome) if isinstance(leaf, Tensor)]
-        # What torch.tensor makes comes here first as an alias of itself.
+        # The result of torch.tensor arrives here first through lift_fresh, as an alias.
         is_new = func is torch.ops.aten.lift_fresh.default
         if not is_new and any(result.alias_info is not None for result in func._schema.returns):
             made = []
@@ -154,20 +154,20 @@ class _Building(TorchDispatchMode):
             made = [leaf for leaf in pytree.tree_leaves(outcome) if isinstance(leaf, Tensor)]
         for tensor in made:
             storage = tensor.untyped_storage()
-            # Kept, so that no other gets its address; storages without memory cost nothing.
+            # Kept so that its address is not reused; storages of fake tensors cost nothing.
             kept = storage if isinstance(tensor, FakeTensor) else None
             self._made_by[storage._cdata] = (kept, number)
         return outcome
 
     def _count(self, func: Any, made: list[Tensor]) -> int:
-        """The number of an operation, among those that make large tensors or draw random numbers."""
+        """The number of an operation, counting those that create large tensors or draw random numbers."""
         number = len(self.operations)
         is_large = any(tensor.numel() > _SMALL for tensor in made)
         if not is_large and torch.Tag.nondeterministic_seeded not in func.tags:
             return number
         self.operations.append(str(func))
         if self._expected is not None and self._expected[number : number + 1] != [str(func)]:
-            raise NotInPiecesError(f"model: its factory does not do the same each time ({func})")
+            raise NotInPiecesError(f"model: its factory does not repeat the same operations ({func})")
         return number
 
     def _emptied(self, tensor: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class _Building(TorchDispatchMode):
         if any(isinstance(value, Tensor) and not isinstance(value, FakeTensor) for value in written):
             raise NotInPiecesError(f"model: {func} writes what another worker holds into a tensor held here")
         if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
-            # As many random numbers as the tensor takes, and then forgotten.
+            # Draw as many random numbers as the tensor needs, then drop them.
             func(*pytree.tree_map_only(FakeTensor, _scratch, args), **kwargs)
         with self._fakes:
             return func(*args, **kwargs)
@@ -201,7 +201,7 @@ def _scratch(tensor: FakeTensor) -> Tensor:
 
 
 def _check_attributes(model: nn.Module) -> None:
-    """Refuse tensors that are neither parameters nor buffers: nothing would say who holds them."""
+    """Raise for tensors that are neither parameters nor buffers: no stage would hold them."""
     for path, part in model.named_modules():
         for name, value in vars(part).items():
             if name in ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"):
@@ -212,7 +212,7 @@ def _check_attributes(model: nn.Module) -> None:
 
 
 def _emptied(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> nn.Module:
-    """`model` on `device`, its tensors with their sizes but without memory; tied ones stay tied."""
+    """`model` on `device`, its storages empty but with their sizes; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
 
     def emptied(tensor: Tensor) -> Tensor:

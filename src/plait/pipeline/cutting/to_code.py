@@ -1,6 +1,6 @@
-"""Code: a traced model and the layers of each stage in, one Python module per stage out.
+"""Writes the stages of a traced model as source code, one Python module per stage.
 
-What is written needs torch alone and computes what the stage computes.
+The code imports only torch and computes the same as the stage.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from plait.profiler.traced import Boundary, Layer, TracedModel
 
 
 def write_code(traced: TracedModel, stages: Sequence[Sequence[str]], directory: Path) -> tuple[Path, ...]:
-    """Write `stage_0.py`, `stage_1.py`, ... for the layers of each stage; the paths written.
+    """Write `stage_0.py`, `stage_1.py`, ... for the layers of each stage; returns the paths.
 
-    Each holds a class `Stage` with the original model's names of parameters, so that it takes its part
-    of the model's state_dict by `load_model`; INPUTS and OUTPUTS name the values that enter and leave.
-    Tensors that belong to no state_dict are next to it in `stage_0.pt`.
+    Each holds a class `Stage` with the parameter names of the original model; its `load_model` loads its part
+    of the model's state_dict. INPUTS and OUTPUTS name the values that enter and leave. Tensors that are in
+    no state_dict are saved in `stage_0.pt`.
     """
     check_stages(traced, stages)
     check_buffers(traced, stages)
@@ -74,7 +74,7 @@ def _write_stage(traced: TracedModel, index: int, count: int, ids: Sequence[str]
 def _methods(
     traced: TracedModel, layers: Sequence[Layer], boundary: Boundary, source: Source
 ) -> tuple[list[str], list[str]]:
-    """The names of what enters and leaves, and `forward`, which follows the mode as the model does."""
+    """INPUTS, OUTPUTS, and `forward`, which depends on training or evaluation mode as the model does."""
     constants = [f"INPUTS = {boundary.inputs!r}", f"OUTPUTS = {boundary.outputs!r}"]
     if traced.evaluation is None:
         if traced.no_evaluation is not None:
@@ -100,25 +100,25 @@ def _method(name: str, source: Source) -> list[str]:
 
 
 def _imports(source: Source) -> list[str]:
-    """Lines that import what the stage uses of the user's own code."""
+    """Import statements for the user's functions and classes that the stage uses."""
     lines = []
     for name, item in source.objects.items():
-        module, own = getattr(item, "__module__", None), getattr(item, "__name__", name)
+        module, attribute = getattr(item, "__module__", None), getattr(item, "__name__", name)
         try:
-            reached = getattr(importlib.import_module(str(module)), own, None)
+            reached = getattr(importlib.import_module(str(module)), attribute, None)
         except ImportError:
             reached = None
         if reached is not item or module == "__main__":
             raise StageError(
-                f"{own}, which the model uses, cannot be imported from {module!r}; "
-                f"define it at the top level of a module of its own"
+                f"{attribute}, which the model uses, cannot be imported from {module!r}; "
+                f"define it at the top level of an importable module"
             )
-        lines.append(f"from {module} import {own}{'' if own == name else f' as {name}'}")
+        lines.append(f"from {module} import {attribute}{'' if attribute == name else f' as {name}'}")
     return lines
 
 
 def _making(traced: TracedModel, layers: Sequence[Layer]) -> list[str]:
-    """The statements that make the stage's modules, parameters and buffers."""
+    """Statements that create the stage's modules, parameters and buffers."""
     attributes = all_attributes(traced, layers)
     lines: list[str] = []
     made: set[str] = set()
@@ -147,13 +147,13 @@ def _making_containers(path: str, made: set[str], attributes: Sequence[tuple[str
 
 
 def _adding(path: str, module: str) -> str:
-    if path.isdigit():  # the stage itself is no ModuleDict
+    if path.isdigit():  # the stage itself is not a ModuleDict
         return f'self.add_module("{path}", {module})'
     return f"{attribute_path(path, is_module=True)} = {module}"
 
 
 def _is_numbered_part(path: str, container: str, item: Any) -> bool:
-    """Whether `path` goes through a module of `container` that has a number for a name."""
+    """Whether `path` contains a module of `container` whose name is a number."""
     if not path.startswith(f"{container}."):
         return False
     part, _, rest = path[len(container) + 1 :].partition(".")
@@ -184,7 +184,7 @@ def _making_tensor(path: str, tensor: Tensor, persistent: bool) -> str:
 
 
 def _tying(attributes: Sequence[tuple[str, Any, bool]]) -> list[str]:
-    """Statements that let tied parameters of one stage be one again."""
+    """Statements that tie parameters of one stage again."""
     first: dict[int, str] = {}
     lines = []
     for path, item, _ in attributes:

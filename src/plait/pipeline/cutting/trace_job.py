@@ -1,4 +1,4 @@
-"""The job's model as layers, found with samples of its own data, and what its targets must be for stages."""
+"""Traces the job's model with samples of its data, and checks that its targets can be sent between stages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from plait.workloads.losses import describe
 
 
 def trace_inputs(model: torch.nn.Module, inputs: Arguments, evaluation: bool = True) -> TracedModel:
-    """The model as layers; where inputs of another type than the weights made it fail, it says so."""
+    """Trace the model; an error due to inputs of another dtype than the weights says so."""
     with explaining_type_errors(model, inputs):
         return trace(model, inputs, evaluation=evaluation)
 
 
 def check_target(target: Any) -> None:
-    """Refuse targets that cannot be sent between workers; registers the named tuples among them."""
+    """Raise JobError for targets that cannot be sent between workers; registers named tuples with pytree."""
     _register_named_tuples(target)
     leaves, spec = pytree.tree_flatten(target)
     strange = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, str, int, float, bool, type(None)))]
@@ -42,10 +42,10 @@ def check_target(target: Any) -> None:
 
 
 def _register_named_tuples(target: Any) -> None:
-    """Let torch write down and read back what the target's named tuples are."""
+    """Register the target's named tuples, so that torch can serialize their tree structure."""
     if isinstance(target, tuple) and hasattr(target, "_fields"):
         kind = type(target)
-        # Not every version of torch has it; a second registration is a ValueError.
+        # Not every version of torch has it; registering twice is a ValueError.
         register = getattr(pytree, "_register_namedtuple", None)
         with contextlib.suppress(ValueError):
             if register is not None:

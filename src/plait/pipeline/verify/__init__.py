@@ -1,1 +1,1 @@
-"""Whether stages compute what the plain model computes, on batches of the job."""
+"""Verifies that stages compute the same as the plain model, on batches of the job."""

@@ -1,7 +1,7 @@
-"""A model in stages within one process: each stage on a copy of its own, one after the other.
+"""Runs the stages of a model one after the other in one process, each on its own copy of the weights.
 
-What the workers of a pipeline do with one microbatch, by the same runners: values pass detached from stage to
-stage, gradients come back, and what two stages hold of the model are two copies.
+It does what the workers of a pipeline do with one microbatch, using the same runners: values are detached
+between stages, gradients are passed back, and tied weights of two stages are two copies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.data.calling import as_arguments, evaluation_mode
-from plait.pipeline.cpu.layers import quicken
+from plait.pipeline.cpu.layers import use_fast_layers
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
-from plait.pipeline.stage import Autocast, Flight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
 from plait.profiler.traced import TracedModel
 from plait.verification import (
     BUFFER,
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choices:
-    """How stages run: which compute activations again, whether backward is split, with quicker layers."""
+    """How stages run: which recompute activations, whether backward is split and fast layers are used."""
 
     autocast: Autocast = contextlib.nullcontext
     recompute: Collection[int] = ()
@@ -45,9 +45,9 @@ class Choices:
 
 
 class StagedModel:
-    """Copies of the stages of `traced`, with the state that its model has now; the model stays as it is.
+    """Copies of the stages of `traced`, with the model's current state; the model is not changed.
 
-    `fresh` makes the model anew, with the same state, for models that cannot be copied.
+    `fresh` builds another model with the same state, if the model cannot be copied.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StagedModel:
         on_cpu = all(p.device.type == "cpu" for module in self.modules for p in module.parameters())
         if choices.quick and on_cpu:
             for module in self.modules:
-                quicken(module, add=not choices.split, turn=False)
+                use_fast_layers(module, add=not choices.split, transpose=False)
         self._traced = traced
         self._evaluated, ids_evaluated = evaluation_stages(traced, stages)
         self._routes = find_routes(traced, stages)
@@ -84,7 +84,7 @@ class StagedModel:
         ]
 
     def step(self, inputs: Any, target: Any) -> tuple[Any, Tensor]:
-        """What the model returns and its loss; gradients are left in the stages."""
+        """The model's output and loss; gradients are accumulated in the stages."""
         flights = self._forward(inputs, target)
         last = flights[-1]
         assert last.loss is not None
@@ -95,7 +95,7 @@ class StagedModel:
         self._backward(flights)
         return output, loss
 
-    def _forward(self, inputs: Any, target: Any) -> list[Flight]:
+    def _forward(self, inputs: Any, target: Any) -> list[InFlight]:
         for state in self._states:
             state.forget()
         tensors = self._traced.order_inputs(as_arguments(inputs))
@@ -103,19 +103,21 @@ class StagedModel:
         values: dict[str, Tensor] = dict(zip(self._traced.inputs, tensors, strict=True))
         flights = []
         for number, runner in enumerate(self._runners):
-            flight = Flight(_received(number, self._routes, values, self._traced), 0, (), target)
+            flight = InFlight(_received(number, self._routes, values, self._traced), 0, (), target)
             runner.forward(flight)
             values |= flight.outputs
             flights.append(flight)
         return flights
 
-    def _backward(self, flights: Sequence[Flight]) -> None:
+    def _backward(self, flights: Sequence[InFlight]) -> None:
         grads: dict[str, Tensor] = {}
         for number in reversed(range(len(flights))):
             runner, flight = self._runners[number], flights[number]
-            flight.let_go_of_outputs()
-            own = {value.name: grads[value.name] for value in runner.stage.outputs if value.name in grads}
-            runner.backward(flight, own)
+            flight.free_outputs()
+            output_grads = {
+                value.name: grads[value.name] for value in runner.stage.outputs if value.name in grads
+            }
+            runner.backward(flight, output_grads)
             if flight.deferred is not None:
                 runner.own_gradients(flight, ())
                 runner.backward_weight(flight)
@@ -128,7 +130,7 @@ class StagedModel:
                         grads[name] = grads[name] + grad if name in grads else grad
 
     def evaluate(self, inputs: Any) -> Any:
-        """What the model returns in evaluation mode."""
+        """The model's output in evaluation mode."""
         tensors = self._evaluated.order_inputs(as_arguments(inputs))
         self._evaluated.check_inputs(tensors)
         values: dict[str, Tensor] = dict(zip(self._evaluated.inputs, tensors, strict=True))
@@ -137,14 +139,14 @@ class StagedModel:
                 modes.enter_context(evaluation_mode(module))
             for number, runner in enumerate(self._runners):
                 received = _received(number, self._evaluated_routes, values, self._evaluated)
-                flight = Flight(received, 0, ())
+                flight = InFlight(received, 0, ())
                 runner.evaluate(flight)
                 values |= flight.outputs
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of each parameter by its first name, summed over the stages that hold it."""
-        found: dict[str, Tensor | None] = {}
+        summed: dict[str, Tensor | None] = {}
         for stage in self.stages:
             seen: set[int] = set()
             for name, parameter in stage.module.named_parameters(remove_duplicate=False):
@@ -152,20 +154,20 @@ class StagedModel:
                     continue
                 seen.add(id(parameter))
                 first = stage.first_names[name]
-                before, grad = found.get(first), parameter.grad
+                before, grad = summed.get(first), parameter.grad
                 together = before + grad if before is not None and grad is not None else before
-                found[first] = grad if before is None else together
-        return found
+                summed[first] = grad if before is None else together
+        return summed
 
     def buffers(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Each buffer that belongs to the model, with the stage that holds it."""
+        """Each buffer of the model, with the stage that holds it."""
         for number, module in enumerate(self.modules):
             for name, buffer in module.named_buffers():
                 yield number, name, buffer
 
     @property
     def model(self) -> nn.Module:
-        """The model that the stages were cut from, in the state they began with."""
+        """The model that the stages were cut from, in its initial state."""
         return self._traced.model
 
     def drop_gradients(self) -> None:
@@ -177,31 +179,31 @@ class StagedModel:
 def observe_staged(
     staged: StagedModel, expected: Observation, inputs: Any, target: Any, loss: Loss | None
 ) -> Observation:
-    """What `verification.observe_step` would find of the plain model, here found of its stages.
+    """What `verification.observe_step` observes of the plain model, observed of its stages.
 
-    That is `expected`, where they are right. Without a loss it is an evaluation.
+    Correct stages give `expected`. Without a loss, the stages are evaluated.
     """
     staged.drop_gradients()
-    found: dict[str, Tensor | None] = {}
+    observation: dict[str, Tensor | None] = {}
     if loss is None:
-        found |= observe_outputs(staged.evaluate(inputs))
+        observation |= observe_outputs(staged.evaluate(inputs))
     else:
         output, value = staged.step(inputs, target)
-        found |= observe_outputs(output)
-        found["the loss"] = value
+        observation |= observe_outputs(output)
+        observation["the loss"] = value
         grads = staged.gradients()
         for name, _ in staged.model.named_parameters():
-            found[f"{GRADIENT}{name}"] = copied_gradient(grads.get(name))
+            observation[f"{GRADIENT}{name}"] = copied_gradient(grads.get(name))
     for name, buffer in _held_buffers(staged, expected).items():
-        found[name] = buffer.detach().clone()
-    return found
+        observation[name] = buffer.detach().clone()
+    return observation
 
 
 def _held_buffers(staged: StagedModel, expected: Observation) -> dict[str, Tensor]:
-    """The buffers that are `expected`, as the stages have them.
+    """The `expected` buffers, with their values in the stages.
 
-    Of a buffer in several stages, a copy that differs from what is expected. One that no stage holds is as it
-    was before the first step, since nothing in a pipeline changes it.
+    If several stages hold a buffer, a copy that differs from the expected value is preferred. A buffer that
+    no stage holds keeps its initial value, as nothing in a pipeline changes it.
     """
     names = first_names(staged.model)
     known = {name: value for name, value in expected.items() if value is not None and name.startswith(BUFFER)}
@@ -211,11 +213,11 @@ def _held_buffers(staged: StagedModel, expected: Observation) -> dict[str, Tenso
         if name in known and (name not in held or torch.equal(held[name], known[name])):
             held[name] = buffer
     before = {f"{BUFFER}{name}": buffer for name, buffer in staged.model.named_buffers()}
-    return {name: own for name in known if (own := held.get(name, before.get(name))) is not None}
+    return {name: value for name in known if (value := held.get(name, before.get(name))) is not None}
 
 
 def copied(value: T, otherwise: Callable[[], T] | None) -> T:
-    """A copy, to be run and thrown away; what `otherwise` gives where it cannot be copied."""
+    """A deep copy, or `otherwise()` if it cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -227,33 +229,33 @@ def copied(value: T, otherwise: Callable[[], T] | None) -> T:
 def _copied_stage(
     traced: TracedModel, ids: Sequence[str], fresh: Callable[[], nn.Module] | None
 ) -> StageModule:
-    """A stage on a copy of what it holds of the model."""
+    """A stage with its own copy of its modules."""
     stage = cut(traced, ids)
 
-    def anew() -> Any:
+    def rebuilt() -> Any:
         assert fresh is not None
         constants = {name: tensor.detach().clone() for name, tensor in traced.constants.items()}
         return cut(replace(traced, model=fresh(), constants=constants), ids).module
 
-    return replace(stage, module=copied(stage.module, None if fresh is None else anew))
+    return replace(stage, module=copied(stage.module, None if fresh is None else rebuilt))
 
 
 def _received(
     number: int, routes: Sequence[StageEdge], values: Mapping[str, Tensor], traced: TracedModel
 ) -> dict[str, Tensor]:
-    """What a stage gets: leaves of autograd, as they would come from other workers."""
-    found = {name: values[name] for name in traced.inputs} if number == 0 else {}
+    """The inputs of a stage as autograd leaves, as if received from other workers."""
+    inputs = {name: values[name] for name in traced.inputs} if number == 0 else {}
     for route in routes:
         if route.target == number:
             for name in route.names:
                 leaf = values[name].detach()
-                found[name] = leaf.requires_grad_() if name in route.grad_names else leaf
-    return found
+                inputs[name] = leaf.requires_grad_() if name in route.grad_names else leaf
+    return inputs
 
 
 @dataclass
 class _StartingPoint:
-    """Where the random numbers of a stage start: where the stage before has ended, each time it runs."""
+    """The random state at the start of a stage: where the previous stage ended, also when it runs again."""
 
     _state: RandomState | None = None
 

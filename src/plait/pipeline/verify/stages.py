@@ -1,9 +1,9 @@
-"""Verification of a pipeline: its stages, in turn, against the plain model, on batches of the job.
+"""Verifies a pipeline: compares its stages with the plain model, on batches of the job.
 
-Outputs, loss, the gradient of every parameter and the buffers after each step are compared, in training mode
-twice in a row on one batch and once on another, and in evaluation mode on both, with the same random numbers.
-All of it happens on copies. Where the two differ in the code of a module that a cut divides, the module is
-kept in one stage, if that is possible.
+Outputs, loss, the gradient of every parameter and the buffers after each step are compared: in training mode
+twice on one batch and once on another, in evaluation mode on both, with the same random numbers. All runs use
+copies. If the two differ in the code of a module that a cut divides, the module is kept in one stage, if that
+is possible.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from plait.planner import Plan
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.verification import BUFFER, GRADIENT, Difference, Observation, same_random_numbers
+from plait.verification.module_trace import ModuleTrace
 from plait.verification.python_state import unchanged_state
-from plait.verification.trace import ModuleTrace
 from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,
@@ -45,11 +45,11 @@ from plait.verification.verify import (
 _TRAINING = (Phase(True, 0), Phase(True, 0), Phase(True, 1))
 _EVALUATION = (Phase(False, 0), Phase(False, 1))
 _NOT_TWICE = (
-    "because the plain model itself does something else when it is run again from the same state with the "
-    "same random numbers: its forward or its loss goes by what is outside of it (a global variable, a file, "
-    "the time)"
+    "because the plain model itself gives another result when it is run again from the same state with the "
+    "same random numbers: its forward or its loss depends on something outside of it (a global variable, a "
+    "file, the time)"
 )
-# So often the cut is changed before the run is refused.
+# How many times the cut is changed before StageError is raised.
 _ATTEMPTS = 4
 
 
@@ -60,19 +60,19 @@ class Example:
     batches: Sequence[tuple[Any, Any]]
     loss: Loss
     choices: Choices = field(default_factory=Choices)
-    # The model anew, with the state it has now, where it cannot be copied.
+    # Builds another model with the same state, if the model cannot be copied.
     fresh: Callable[[], nn.Module] | None = None
 
     def own_loss(self) -> Loss:
-        """The loss as it is now: one that counts its calls counts those of each model by itself."""
+        """A copy of the loss, as a stateful loss must see the calls of only one model."""
         return copied(self.loss, lambda: self.loss)
 
 
 @dataclass(frozen=True)
 class VerifiedStages:
-    """Stages that compute what the model computes, in whole modules, and what had to be changed for it.
+    """Stages of whole modules that compute the same as the model; `notes` say what was changed for that.
 
-    `fine` are the same stages in the layers of the plan. `seconds` is what the verification took.
+    `fine` are the same stages in layers of the plan. `seconds` is the duration of the verification.
     """
 
     traced: TracedModel
@@ -85,41 +85,41 @@ class VerifiedStages:
 def prepare_stages(
     traced: TracedModel, stages: Sequence[Sequence[str]], retrace: Retrace, example: Example | None
 ) -> VerifiedStages:
-    """The stages, given in layers of `traced`, with all modules whole that no cut divides; verified.
+    """Verify stages, given in layers of `traced`; modules that no cut divides are kept whole.
 
-    Where a cut divides a module whose code a trace cannot repeat, the module is kept in one stage instead,
+    If a cut divides a module whose code cannot be traced correctly, the module is kept in one stage instead,
     if that is possible, and a note says so. Without `example` nothing is verified. Raises StageError.
     """
-    found = VerifiedStages(traced, (), tuple(tuple(ids) for ids in stages))
+    verified = VerifiedStages(traced, (), tuple(tuple(ids) for ids in stages))
 
     def find() -> _Objection | None:
-        nonlocal found
-        coarse, whole = keep_modules_whole(traced, found.fine, retrace)
-        found = replace(found, traced=coarse, stages=whole)
-        objection = _objection(traced, found)
+        nonlocal verified
+        coarse, whole = keep_modules_whole(traced, verified.fine, retrace)
+        verified = replace(verified, traced=coarse, stages=whole)
+        objection = _objection(traced, verified)
         if objection is None and example is not None:
             started = time.perf_counter()
             mismatch = find_mismatch(coarse, whole, example)
-            found = replace(found, seconds=found.seconds + time.perf_counter() - started)
+            verified = replace(verified, seconds=verified.seconds + time.perf_counter() - started)
             if mismatch is not None:
-                words = f"the stages do not compute what the model computes: {mismatch}"
-                words += " (verify: off trains without this check)"
-                objection = _Objection(words, mismatch.module, layers=_inside(traced, mismatch.module))
+                message = f"the stages do not compute what the model computes: {mismatch}"
+                message += " (verify: off trains without this check)"
+                objection = _Objection(message, mismatch.module, layers=_inside(traced, mismatch.module))
         return objection
 
     def mend(objection: _Objection) -> bool:
-        nonlocal found
-        better = keep_together(traced, found.fine, objection.layers)
-        if better is None or better == found.fine:
+        nonlocal verified
+        better = keep_together(traced, verified.fine, objection.layers)
+        if better is None or better == verified.fine:
             return False
-        notes = (*found.notes, f"{objection}; so its layers stay in one stage")
-        found = replace(found, fine=better, notes=notes)
+        notes = (*verified.notes, f"{objection}; so its layers stay in one stage")
+        verified = replace(verified, fine=better, notes=notes)
         return True
 
     left = verify(find, mend, _ATTEMPTS)
     if left is not None:
         raise StageError(f"{left}; cut elsewhere (another number of stages), or train without a plan")
-    return found
+    return verified
 
 
 def verify_stages(
@@ -128,20 +128,20 @@ def verify_stages(
     loss: Loss,
     cuts: Plan | Sequence[str],
 ) -> VerifiedStages:
-    """The stages of `model`, after it is verified in this process that they compute what it computes.
+    """Verify in this process that stages of `model` compute the same as the model; returns the stages.
 
-    `batches` are two pairs of inputs and target, best of different sizes and lengths; inputs are a tensor,
-    or a tuple or dict of the arguments of forward. `loss(output, target)` gives a number to differentiate.
-    `cuts` is a plan, or names the layers with which the second and further stages begin, as a profile names
-    them. `fine` of the answer are the layers of each stage: where a module has to stay whole, other stages
-    than asked for, and `notes` say why. The model is left as it is. Raises StageError where the stages
-    compute something else, with the first module at which they differ.
+    `batches` are two pairs of inputs and target, preferably of different sizes and lengths; inputs are a
+    tensor, or a tuple or dict of the arguments of forward. `loss(output, target)` returns a scalar. `cuts` is
+    a plan, or the names of the first layers of all stages but the first, as in a profile. `fine` of the
+    result are the layers of each stage; they differ from `cuts` if a module has to stay whole, and `notes`
+    say why. The model is not changed. Raises StageError if the stages compute something else, and names the
+    first module at which they differ.
     """
     if len(batches) != 2:
         raise InputError(f"verify_stages: found {len(batches)} batches, expected two, as (inputs, target)")
     first, second = (as_arguments(inputs) for inputs, _ in batches)
     traced = trace(model, first, others=[second], evaluation=False)
-    stages = [s.layers for s in cuts.stages] if isinstance(cuts, Plan) else _begun_by(traced, cuts)
+    stages = [s.layers for s in cuts.stages] if isinstance(cuts, Plan) else _stages_from_cuts(traced, cuts)
 
     def retrace(whole: frozenset[str]) -> TracedModel:
         return trace(model, first, others=[second], whole=whole, before=traced)
@@ -149,10 +149,10 @@ def verify_stages(
     return prepare_stages(traced, stages, retrace, Example(batches, loss))
 
 
-def _begun_by(traced: TracedModel, cuts: Sequence[str]) -> Stages:
-    """The stages of which each but the first begins with one of `cuts`, in whichever order these are."""
+def _stages_from_cuts(traced: TracedModel, cuts: Sequence[str]) -> Stages:
+    """The stages that begin with the layers `cuts`, in any order; the first begins with the model."""
     order = [layer.id for layer in traced.layers]
-    traced.select(cuts)  # refuses names that no layer has
+    traced.select(cuts)  # raises for unknown names
     begins = [0, *sorted(order.index(id) for id in cuts), len(order)]
     if len(set(begins)) != len(begins):
         raise InputError(f"verify_stages: found the first layer {order[0]!r} or one twice among cuts {cuts}")
@@ -161,44 +161,46 @@ def _begun_by(traced: TracedModel, cuts: Sequence[str]) -> Stages:
 
 @dataclass(frozen=True)
 class _Objection(Mismatch):
-    """What is wrong with stages, and the layers that one stage must have for it to be right."""
+    """What is wrong with stages, and the layers that must be in one stage to correct it."""
 
     layers: Sequence[str] = ()
 
 
 def _objection(traced: TracedModel, cut: VerifiedStages) -> _Objection | None:
-    """What is known to be wrong with stages before they run."""
+    """What is known to be wrong with stages without running them."""
     coarse, other = cut.traced, cut.traced.evaluation
     for concern in (*coarse.concerns, *(other.concerns if other is not None else ())):
-        return _Objection(concern.words, concern.path, layers=_inside(traced, concern.path))
+        return _Objection(concern.message, concern.path, layers=_inside(traced, concern.path))
     for name, used in shared_tensors(coarse, cut.stages).items():
-        words = f"{describe_tensor(coarse, name)} is written by forward and used in stages {sorted(used)}"
-        return _Objection(words, layers=[layer.id for layer in traced.layers if name in used_tensors(layer)])
+        message = f"{describe_tensor(coarse, name)} is written by forward and used in stages {sorted(used)}"
+        return _Objection(
+            message, layers=[layer.id for layer in traced.layers if name in used_tensors(layer)]
+        )
     stage_of = {id: stage for stage, ids in enumerate(cut.fine) for id in ids}
     for kept in (*coarse.kept, *(other.kept if other is not None else ())):
         layers = [layer.id for layer in traced.inside(kept.paths)]
-        found = sorted({stage_of[id] for id in layers})
-        if len(found) > 1:
-            words = f"{kept.words}, and is used in stages {found}, each of which would have its own"
-            return _Objection(words, layers=layers)
+        stages = sorted({stage_of[id] for id in layers})
+        if len(stages) > 1:
+            message = f"{kept.message}, and is used in stages {stages}, each of which would have its own copy"
+            return _Objection(message, layers=layers)
     return None
 
 
 def _inside(traced: TracedModel, path: str | None) -> list[str]:
-    """The layers of the module at `path`; none where that is the whole model."""
+    """The layers of the module at `path`; none for the whole model."""
     return [layer.id for layer in traced.inside([path])] if path else []
 
 
 def find_mismatch(traced: TracedModel, stages: Sequence[Sequence[str]], example: Example) -> Mismatch | None:
-    """What the stages of `traced` do otherwise than its model on the batches; None where they do not."""
+    """The first difference between the stages of `traced` and its model on the batches; None if equal."""
     if any(p.device.type == "meta" for p in traced.model.parameters()):
-        raise InputError("verify: the model has no weights here; expected one that is built whole")
+        raise InputError("verify: the model has no weights here; expected a model with all its weights")
     with unchanged_state({"model": traced.model, "loss": example.loss}):
         return _Comparison(traced, stages, example).mismatch()
 
 
 class _PlainModel(Reference):
-    """A copy of the model, with a loss of its own."""
+    """A copy of the model, with its own copy of the loss."""
 
     def __init__(self, traced: TracedModel, example: Example) -> None:
         self._example, self._loss = example, example.own_loss()
@@ -206,7 +208,7 @@ class _PlainModel(Reference):
         super().__init__(copied(traced.model, example.fresh), phases, self._loss)
 
     def forward(self, phase: Phase) -> tuple[Any, Tensor | None]:
-        inputs, target = _own(self._example.batches[phase.batch])
+        inputs, target = _copied_batch(self._example.batches[phase.batch])
         with self._example.choices.autocast():
             if phase.training:
                 output = forward(self.model, inputs)
@@ -216,13 +218,13 @@ class _PlainModel(Reference):
 
 
 class _Comparison:
-    """Stages and the plain model, each on copies."""
+    """Compares stages with the plain model, each on copies."""
 
     def __init__(self, traced: TracedModel, stages: Sequence[Sequence[str]], example: Example) -> None:
         self._traced, self._stages, self._example = traced, stages, example
         self._reference = _PlainModel(traced, example)
         self._expected = list(self._reference.run())
-        # The phase that the stages are in.
+        # The phase that the stages are running.
         self._running = 0
 
     def mismatch(self) -> Mismatch | None:
@@ -232,7 +234,7 @@ class _Comparison:
             return self._part(failure.phase, failure.difference, _NOT_TWICE, None)
         except (PlaitError, torch.OutOfMemoryError):
             raise
-        except Exception as failure:  # the traced code can fail in any way where the model's own does not
+        except Exception as failure:  # traced code can raise anything where the model does not
             line = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
             why = f"the stages fail where the plain model does not: {line}"
             wrong = Difference("the forward", torch.inf, 0.0, why)
@@ -246,21 +248,21 @@ class _Comparison:
     def _run(
         self, staged: StagedModel, until: int | None = None, trace: ModuleTrace | None = None
     ) -> Iterator[Observation]:
-        """What the stages do in each phase up to `until`, in which `trace` watches."""
+        """Run the stages in each phase up to `until`, which `trace` records."""
         for number, phase in enumerate(self._reference.phases[: None if until is None else until + 1]):
-            inputs, target = _own(self._example.batches[phase.batch])
+            inputs, target = _copied_batch(self._example.batches[phase.batch])
             expected, loss = self._expected[number], self._example.loss if phase.training else None
             self._running = number
             with same_random_numbers(number), (trace if number == until else None) or nullcontext():
                 step = observe_staged(staged, expected, inputs, target, loss)
             yield step
 
-    def _part(self, phase: int, difference: Difference, place: str, path: str | None) -> Mismatch:
+    def _part(self, phase: int, difference: Difference, location: str, path: str | None) -> Mismatch:
         mode = self._reference.phases[phase].mode
-        return Mismatch(f"in {mode} mode {difference}; they part {place}", path)
+        return Mismatch(f"in {mode} mode {difference}; they first differ {location}", path)
 
     def _locate(self, phase: int, differences: Sequence[Difference]) -> Mismatch:
-        """Run both once more up to `phase`, and compare them module by module."""
+        """Run both again up to `phase`, and compare them module by module."""
         first = next((d for d in differences if not d.name.startswith(GRADIENT)), None)
         if first is None:
             return self._part(phase, *_in_backward(self._traced, differences))
@@ -269,49 +271,53 @@ class _Comparison:
         deque(self._run(staged, phase, trace), maxlen=0)
         located = locate(self._reference, phase, trace)
         if located is not None:
-            return self._part(phase, first, *_place(self._traced, located[1][0], trace))
+            return self._part(phase, first, *_describe_location(self._traced, located[1][0], trace))
         if first.name.startswith(BUFFER):
             return self._part(phase, first, f"at {first.name}", _owner(self._traced, first.name))
-        place = "in the model's own code behind its last module"
-        return self._part(phase, first, place, _innermost(self._traced))
+        location = "in the model's own code after its last module"
+        return self._part(phase, first, location, _innermost(self._traced))
 
 
-def _own(batch: Any) -> Any:
-    """The batch in memory of its own: a forward may write into it."""
+def _copied_batch(batch: Any) -> Any:
+    """A copy of the batch, as a forward may write to it."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
 
 
-def _place(traced: TracedModel, key: str, trace: ModuleTrace) -> tuple[str, str]:
-    """Where the stages differ first, by a key of the trace, and the opened module whose code that is."""
+def _describe_location(traced: TracedModel, key: str, trace: ModuleTrace) -> tuple[str, str]:
+    """Where the stages first differ, given a key of the trace, and the traced module with that code."""
     path, call, which = key.split("\0")
     parent = _opened(traced, path.rpartition(".")[0])
     what = "gets other inputs" if which.startswith("input") else "computes something else"
     if trace.calls[path] <= int(call):
         what = "is not called as often"
-    own = f"in the code of {_shown(traced, parent)} before it" if what == "gets other inputs" else "there"
-    return f"{own}: {_shown(traced, path)} {what}", parent
+    location = (
+        f"in the code of {_describe_module(traced, parent)} before it"
+        if what == "gets other inputs"
+        else "there"
+    )
+    return f"{location}: {_describe_module(traced, path)} {what}", parent
 
 
-def _shown(traced: TracedModel, path: str) -> str:
+def _describe_module(traced: TracedModel, path: str) -> str:
     kind = type(traced.model.get_submodule(path)).__name__
     return f"{path} ({kind})" if path else kind
 
 
 def _owner(traced: TracedModel, name: str) -> str:
-    """The innermost opened module around the parameter or buffer that a difference names."""
+    """The innermost traced module that contains the parameter or buffer of a difference."""
     return _opened(traced, name.rpartition(" ")[2].rpartition(".")[0])
 
 
 def _opened(traced: TracedModel, path: str) -> str:
-    """The module at `path`, or the first around it that is not called as a whole."""
+    """The module at `path`, or its innermost parent that is not called as a whole."""
     while path and path in traced.whole:
         path = path.rpartition(".")[0]
     return path
 
 
 def _innermost(traced: TracedModel) -> str | None:
-    """The innermost module that was opened, other than the model itself."""
-    opened = {layer.place.path for layer in traced.layers} - traced.whole
+    """The innermost traced module, other than the model itself."""
+    opened = {layer.location.path for layer in traced.layers} - traced.whole
     opened = {path for path in opened if path and not _is_leaf_call(traced, path)}
     return max(opened, key=lambda path: path.count("."), default=None)
 
@@ -323,13 +329,13 @@ def _is_leaf_call(traced: TracedModel, path: str) -> bool:
 def _in_backward(
     traced: TracedModel, differences: Sequence[Difference]
 ) -> tuple[Difference, str, str | None]:
-    """Of right outputs with wrong gradients: the wrong layer that backward comes to first."""
+    """If outputs are equal but gradients are not: the first differing layer in the order of backward."""
     wrong = {d.name.removeprefix(GRADIENT): d for d in differences}
     for number in reversed(range(len(traced.layers))):
         layer = traced.layers[number]
         for name in layer.parameters:
             if name in wrong:
                 behind = traced.layers[number + 1].id if number + 1 < len(traced.layers) else "the loss"
-                place = f"in backward between {behind!r} and {layer.id!r}"
-                return wrong[name], place, _owner(traced, name) or _innermost(traced)
+                location = f"in backward between {behind!r} and {layer.id!r}"
+                return wrong[name], location, _owner(traced, name) or _innermost(traced)
     return differences[0], "in backward", _innermost(traced)

@@ -1,1 +1,1 @@
-"""The partitioning problem: which layers form a stage, how often each stage is replicated."""
+"""The partitioning problem: which layers form a stage, and how many replicas each stage has."""

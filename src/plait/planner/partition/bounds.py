@@ -1,4 +1,4 @@
-"""A proven lower bound on the bottleneck of graphs that have too many ideals to try all.
+"""A proven lower bound on the bottleneck of graphs with too many ideals to try all.
 
 Let the ideals be covered by intervals (graph/intervals.py). A plan cuts at ideals I_1 < ... < I_q, each in
 one interval, several perhaps in the same. For a stage from a cut in interval a to a cut in interval b the
@@ -37,7 +37,7 @@ _STEPS = 12
 
 @dataclass(frozen=True, eq=False)
 class _Relaxed:
-    """What every pair of intervals costs at least; the empty ideal comes first, the whole graph last."""
+    """Lower bounds of the costs of pairs of intervals; the empty ideal is first, the whole graph last."""
 
     compute_s: Floats
     sync_s: Floats
@@ -48,7 +48,7 @@ class _Relaxed:
 
 
 def lower_bound(cover: Cover, levels: tuple[Level, ...], upper: float) -> float:
-    """Seconds that no plan's bottleneck can go below; `upper` is the bottleneck of a plan."""
+    """A lower bound of the bottleneck of all plans, in seconds; `upper` is the bottleneck of a plan."""
     relaxed = _relax(cover, levels)
     lower = min(upper, float(relaxed.before_s[-1]) / relaxed.devices)
     high = upper
@@ -71,9 +71,10 @@ def _relax(cover: Cover, levels: tuple[Level, ...]) -> _Relaxed:
     outside = np.array([interval.outside for interval in intervals], dtype=np.float64)
     inner_devices = math.prod(level.count for level in levels[:-1])
     seconds = _amounts(graph, "compute_s") / inner_devices
-    # A node inside the first and outside the second cut: no ideal of the one is part of one of the other.
+    # If a node is inside the first and outside the second cut, no ideal of the one is a subset of the
+    # other's.
     possible = inside @ outside.T == 0
-    # Two cuts may lie in one interval; only the empty ideal and the whole graph are single.
+    # Two cuts may be in one interval, except for the empty ideal and the whole graph.
     possible[0, 0] = possible[-1, -1] = False
     compute = np.where(possible, (outside * seconds) @ inside.T, np.inf)
     sync = levels[-1].sync_s((outside * _amounts(graph, "parameter_bytes")) @ inside.T)
@@ -89,9 +90,9 @@ def _amounts(graph: Graph, field: str) -> Floats:
 
 
 def _may_exist(relaxed: _Relaxed, bottleneck: float) -> bool:
-    """Whether some sequence of intervals meets both conditions for `bottleneck`."""
+    """Whether some sequence of intervals satisfies both conditions for `bottleneck`."""
     devices = relaxed.devices
-    # Rounding must not prove too much.
+    # Tolerance for rounding, so that the bound stays valid.
     limit = bottleneck * (1 + 1e-9)
     stages = []
     for m in range(1, devices + 1):

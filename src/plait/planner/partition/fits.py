@@ -1,4 +1,4 @@
-"""Whether finished stages fit their devices and give every replica work."""
+"""Checks that stages fit into the memory of their devices and that every replica has work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.schema.plans.plan import Stage
 
 
 def check_work(stages: Sequence[Stage], microbatches: int) -> None:
-    """Refuse replicas without work; only plans over several levels can come to have them."""
+    """Raise PlanError for replicas without work, which only plans over several levels can have."""
     most = max(stage.replicas for stage in stages)
     if most > microbatches:
         raise PlanError(
@@ -21,10 +21,10 @@ def check_work(stages: Sequence[Stage], microbatches: int) -> None:
 
 
 def check_memory(stages: Sequence[Stage], machines: Cluster) -> None:
-    """Refuse a plan that does not fit; only plans made without regard for memory can fail here."""
-    found = misfit(stages, machines)
-    if found is not None:
-        device, size, limit = found
+    """Raise PlanError for a plan that does not fit into memory, if it was made without that limit."""
+    problem = misfit(stages, machines)
+    if problem is not None:
+        device, size, limit = problem
         raise PlanError(
             f"device {device} would need {show_bytes(size)} but has {show_bytes(limit)}; give it more "
             f"memory, use more devices, smaller microbatches or another schedule"
@@ -32,7 +32,7 @@ def check_memory(stages: Sequence[Stage], machines: Cluster) -> None:
 
 
 def misfit(stages: Sequence[Stage], machines: Cluster) -> tuple[int, float, float] | None:
-    """The first device that its stages do not fit on, with what they need and what it has."""
+    """The first device whose stages do not fit, with the bytes needed and available."""
     needed: dict[int, float] = {}
     for stage in stages:
         for device in stage.devices:

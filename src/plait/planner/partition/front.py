@@ -1,4 +1,4 @@
-"""The front of the planner: a graph and machines in, a plan out."""
+"""The partitioner: a graph and machines in, stages on devices out."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from plait.core.units import show_bytes
 from plait.graph.contraction import contracted_ideals
 from plait.graph.ideals import Ideals, TooManyIdeals, all_ideals
 from plait.graph.intervals import cover_ideals
-from plait.planner.memory import MemorySettings, stage_memory
 from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
 from plait.planner.schedules.kinds import Depth, Schedule
+from plait.planner.stage_memory import MemorySettings, stage_memory
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import MOST_MICROBATCHES
 
-# How many ideals are tried at once: all pairs of them for one level, all triples for inner levels.
+# The maximum number of ideals: all pairs are tried for one level, all triples for inner levels.
 _MOST_IDEALS_FLAT = 2000
 _MOST_IDEALS_NESTED = 600
-# Cuts that follow the order of a graph which has too many, in addition to its cheapest.
+# For graphs with too many cuts: cuts along the order of the graph, in addition to the cheapest.
 _STEPS_FLAT = 200
 _STEPS_NESTED = 50
-# A bound is refined until it is this near the plan, or this many intervals are in use.
+# A bound is refined until it is this close to the plan, or this many intervals are used.
 _NEAR_ENOUGH = 1.03
 _INTERVALS = (250, 500, 1000)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a person may ask of the planner besides the machines.
+    """The planner's options besides the machines.
 
-    `microbatches` None lets the planner choose; `pipelines` is how many run side by side; `straight`
-    forbids replicas within a pipeline; `chunks` is how many stages each worker of an interleaved pipeline
-    holds. `hide_messages` lets stages of stash and flush keep more microbatches in flight than 1F1B does,
-    where that makes the step shorter and fits; under stash their weights are then older.
+    With `microbatches` None the planner chooses; `pipelines` is the number of parallel pipelines; `straight`
+    forbids replicas within a pipeline; `chunks` is the number of stages per worker of an interleaved
+    pipeline. `hide_messages` allows stages of stash and flush to have more microbatches in flight than 1F1B,
+    if that shortens the step and fits; under stash their weights are then older.
     """
 
     schedule: Schedule = Schedule.STASH
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Partition:
-    """Where the graph is cut and which devices run what lies between, with how good that is."""
+    """The stages of the graph and their devices, with the bottleneck and its lower bound."""
 
     ideals: Ideals
     stages: tuple[Placed, ...]
@@ -67,7 +67,7 @@ class Partition:
 def planning_graph(graph: Graph) -> Graph:
     """`graph` without data loading and unused results, as PipeDream plans it.
 
-    Sources described as `Input...` belong to the loader, and `__getitem__` sinks go nowhere.
+    Sources described as `Input...` belong to the loader, and `__getitem__` sinks are unused.
     """
     inputs = [n.id for n in graph.nodes if not graph.predecessors[n.id] and n.description.startswith("Input")]
     graph = graph.without(inputs)
@@ -80,16 +80,16 @@ def planning_graph(graph: Graph) -> Graph:
 
 
 def make_partition(graph: Graph, machines: Cluster, settings: Settings) -> Partition:
-    """The best cut of `graph` (already without its inputs) over `machines`."""
+    """The best partition of `graph` (already without its inputs) over `machines`."""
     check(graph, machines, settings)
     started = time.process_time()
     search = _PlanSearch(as_run(graph, settings), machines, settings)
-    found = search.run()
-    return replace(found, solve_s=time.process_time() - started)
+    partition = search.run()
+    return replace(partition, solve_s=time.process_time() - started)
 
 
 def straight_partition(ideals: Ideals, machines: Cluster) -> tuple[Placed, ...]:
-    """One device a stage, balanced, whatever memory it takes: how model parallelism would cut the graph."""
+    """One device per stage, balanced, without a memory limit: the partition of model parallelism."""
     depth = Depth(Schedule.NONE, machines.count)
     ranges = ranges_of(ideals, stage_memory(ideals, Schedule.NONE, MemorySettings()), depth)
     keep = list(range(len(ideals)))
@@ -100,7 +100,7 @@ def straight_partition(ideals: Ideals, machines: Cluster) -> tuple[Placed, ...]:
 
 
 def check(graph: Graph, machines: Cluster, settings: Settings) -> None:
-    """Refuse what no plan can be made of, with what would have to change."""
+    """Raise PlanError for inputs without any plan; the message says what to change."""
     if not graph.nodes:
         raise PlanError("the graph is empty; expected at least one operation")
     if not graph.compute_s() > 0:
@@ -144,9 +144,9 @@ def check(graph: Graph, machines: Cluster, settings: Settings) -> None:
 
 
 def as_run(graph: Graph, settings: Settings) -> Graph:
-    """The graph with all that a microbatch costs in its backward seconds.
+    """The graph with all costs of a microbatch added to the backward seconds.
 
-    Recomputing runs each forward once more, and stash updates the weights after every backward.
+    Recomputation repeats each forward, and stash updates the weights after every backward.
     """
     again = 1.0 if settings.memory.recompute else 0.0
     updates = 1.0 if settings.schedule is Schedule.STASH else 0.0
@@ -158,7 +158,7 @@ def as_run(graph: Graph, settings: Settings) -> Graph:
 
 
 class _PlanSearch:
-    """One planning problem, tried on more and more families of cuts."""
+    """One planning problem, solved on increasingly large families of cuts."""
 
     def __init__(self, graph: Graph, machines: Cluster, settings: Settings) -> None:
         self.graph = graph
@@ -167,11 +167,11 @@ class _PlanSearch:
         levels = machines.levels
         interleaved = settings.schedule is Schedule.INTERLEAVED
         if machines.mixed or interleaved:
-            # Unlike devices, and workers that hold several stages, are planned as one level.
+            # Different devices, and workers with several stages, are planned as one level.
             count = machines.count * (settings.chunks if interleaved else 1)
             levels = (machines.flat(count),)
         self.levels = levels
-        # What unlike devices hold is checked stage by stage, what interleaved stages add up to at the end.
+        # Memory of different devices is checked stage by stage, that of interleaved stages at the end.
         unlimited = machines.mixed or interleaved
         self.limits = Limits(
             memory_bytes=math.inf if unlimited else machines.smallest_memory_bytes,
@@ -181,7 +181,7 @@ class _PlanSearch:
         )
 
     def _microbatches(self) -> int | None:
-        """What ends with the step: asynchronous schedules go on with the next one's microbatches."""
+        """The microbatches of a step; None for asynchronous schedules, which do not drain."""
         return self.settings.microbatches if self.settings.schedule.synchronous else None
 
     def run(self) -> Partition:
@@ -193,14 +193,16 @@ class _PlanSearch:
         return self._solved(ideals, every_ideal=True)
 
     def _contracted(self, most: int) -> Partition:
-        """The best of a family of cuts, with a bound on what the others could gain."""
+        """The best of a family of cuts, with a lower bound for all others."""
         cover = cover_ideals(self.graph, _INTERVALS[0])
         steps = _STEPS_FLAT if most == _MOST_IDEALS_FLAT else _STEPS_NESTED
         best = self._solved(cover.ideals(steps), every_ideal=False)
         contracted = contracted_ideals(self.graph, most)
         if contracted is not None:
             best = min(
-                self._solved(contracted, every_ideal=False), best, key=lambda found: found.bottleneck_s
+                self._solved(contracted, every_ideal=False),
+                best,
+                key=lambda partition: partition.bottleneck_s,
             )
         for count in _INTERVALS:
             if self.machines.mixed or best.bottleneck_s <= best.lower_bound_s * _NEAR_ENOUGH:
@@ -216,7 +218,7 @@ class _PlanSearch:
         memory = stage_memory(ideals, self.settings.schedule, self.settings.memory, deepest)
         ranges = ranges_of(ideals, memory, depth)
         if self.settings.schedule is Schedule.INTERLEAVED:
-            # What counts is that the many small stages are alike; their messages are replayed later.
+            # Balance matters most for the many small stages; their messages are simulated later.
             ranges = replace(ranges, crossing_bytes=ranges.crossing_bytes * 0)
         stages, bottleneck, exact = self._place(ranges)
         exact = exact and every_ideal
@@ -234,7 +236,7 @@ class _PlanSearch:
         solution = solve(ranges, self.levels, self.limits)
         limited = math.isfinite(self.limits.memory_bytes)
         nested = len(self.levels) > 1
-        # Inner levels see the memory limit only from the safe side; without it biting, nothing was lost.
+        # Inner levels use a conservative memory limit; if it is not active, the result is exact.
         exact = not (limited and nested) or solution == solve(ranges, self.levels, self._unlimited())
         if solution is None and nested:
             self.levels = (self.machines.flat(),)
@@ -252,7 +254,7 @@ class _PlanSearch:
         return level_problem(ranges, ranges.compute_s, keep, self.machines.flat(), 1, self.limits)
 
     def _too_small(self, ranges: Ranges) -> PlanError:
-        """Says how much memory the best plan for little memory would need."""
+        """The error with the memory that a plan would need at least."""
         if self.machines.mixed:
             kinds, _ = kinds_of(self.machines)
             limit = max(kind.memory_bytes for kind in kinds)
@@ -278,9 +280,9 @@ class _PlanSearch:
 
 
 def _flatten(blocks: tuple[LevelBlock, ...], sizes: list[int], bases: list[int]) -> list[Placed]:
-    """Stages with their devices: `bases` are where the units that run these blocks begin.
+    """Stages with their devices; `bases` are the first devices of the units that run these blocks.
 
-    A unit of the outermost level has `sizes[-1]` devices; units follow each other in the order of stages.
+    A unit of the outermost level has `sizes[-1]` devices; units are in the order of stages.
     """
     placed: list[Placed] = []
     used = 0

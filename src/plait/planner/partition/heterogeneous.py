@@ -1,8 +1,8 @@
 """Partitions for devices that differ in speed and memory.
 
-Microbatches go round the replicas of a stage in turn, so the slowest sets the stage's pace and the one with
-the least memory its limit. Devices of a kind are alike, so a plan is determined by how many of each kind
-every stage takes; all such plans are tried, from the last stage to the first.
+Microbatches are assigned to the replicas of a stage round-robin, so the slowest replica determines the
+stage's speed and the smallest its memory limit. Devices of one kind are equal, so a plan is determined by how
+many of each kind every stage uses; all such plans are tried, from the last stage to the first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from plait.graph.ideals import Bools
 from plait.planner.partition.level_search import CLOSE, Ints, Problem
 from plait.schema.plans.cluster import Cluster
 
-# Beyond this many ways to hand out devices, kinds that are nearly alike are taken for one.
+# Beyond this many ways to assign devices, similar kinds are merged.
 _MOST_STATES = 150
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Devices taken for alike: as slow as the slowest and as small as the smallest of them."""
+    """Devices treated as equal, with the speed of the slowest and the memory of the smallest of them."""
 
     speed: float
     memory_bytes: float
@@ -41,7 +41,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class MixedSolution:
-    """The best plan of a mixed cluster; `exact` is false where unlike devices were taken for alike."""
+    """The best plan of a mixed cluster; `exact` is False if different devices were merged."""
 
     bottleneck_s: float
     stages: tuple[Placed, ...]
@@ -49,7 +49,7 @@ class MixedSolution:
 
 
 def kinds_of(machines: Cluster) -> tuple[list[DeviceKind], bool]:
-    """The devices in kinds, the fastest first, and whether those of each kind are truly alike."""
+    """The devices by kind, the fastest first, and whether the devices of each kind are really equal."""
     alike: dict[tuple[float, float], list[int]] = {}
     for index in range(machines.count):
         device = machines.device(index)
@@ -76,12 +76,12 @@ def _joined(one: DeviceKind, other: DeviceKind) -> DeviceKind:
 
 
 def states_of(kinds: list[DeviceKind], unit: int) -> list[tuple[int, ...]]:
-    """Every way to take devices of each kind, in multiples of `unit`."""
+    """Every way to choose devices of each kind, in multiples of `unit`."""
     return list(itertools.product(*(range(0, len(kind.devices) + 1, unit) for kind in kinds)))
 
 
 def solve_mixed(problem: Problem, machines: Cluster) -> MixedSolution | None:
-    """The plan with the smallest bottleneck on unlike devices, or None where memory is too small.
+    """The plan with the smallest bottleneck on different devices, or None if memory is too small.
 
     `problem` is that of a single level; its device count and `straight` are respected.
     """
@@ -119,7 +119,7 @@ class _Search:
         return sum(take) == self._problem.unit if self._problem.straight else sum(take) > 0
 
     def _moves(self, take: tuple[int, ...]) -> tuple[Ints, Ints]:
-        """States that follow the stage, and the states they become with the stage's devices."""
+        """States after the stage, and the states with the stage's devices added."""
         pairs = []
         for state in self._states:
             bigger = tuple(a + b for a, b in zip(state, take))

@@ -5,12 +5,12 @@ where T is its compute seconds, S (`Level.sync_s`) the seconds to synchronise it
 larger traffic at its entry and exit. The first stage of a range has X = 0 and S divided by the machine
 count of the level below (PipeDream's recurrence, which the brute force in the tests writes out).
 
-The search turns the question round. For a bottleneck z, the fewest replicas that bring a stage under z
+The search inverts the question. For a bottleneck z, the fewest replicas that bring a stage under z
 have a closed form: (T + S)/m - S/m² falls with m from m = 2 on, so either one replica does, or the larger
-root of z m² - (T + S) m + S = 0, rounded up. The fewest devices that cover a suffix then follow from one
-pass over the ideals, whatever the number of devices, and z is found by bisection. Memory fits the same
-pass: a stage holds the more microbatches in flight the more devices follow it, so a suffix on fewer devices
-is never worse in any respect.
+root of z m² - (T + S) m + S = 0, rounded up. The fewest devices that cover a suffix then result from one
+pass over the ideals, for any number of devices, and z is found by bisection. Memory limits fit into the same
+pass: a stage has more microbatches in flight if more devices follow it, so a suffix on fewer devices is never
+worse.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.graph.ideals import Floats
-from plait.planner.memory import StageMemory
 from plait.planner.schedules.kinds import Depth
+from plait.planner.stage_memory import StageMemory
 
 Ints = npt.NDArray[np.intp]
 
-# Relative slack for rounding: two plans closer than this count as equal.
+# Relative tolerance: two plans closer than this are equal.
 CLOSE = 1e-10
 
 
@@ -43,11 +43,11 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Ideals 0..n in order with the cost of every pair; pairs that are not nested cost infinitely much.
+    """Ideals 0..n in order with the cost of every pair; the cost of pairs that are not nested is infinite.
 
-    `after` counts the devices that follow the range (they deepen the pipeline), `unit` is what replica
-    counts are a multiple of (pipelines side by side), `straight` forbids more than one unit a stage, and
-    no stage has more than `most_replicas`, so that each gets work.
+    `after` counts the devices after the range (they deepen the pipeline), replica counts are multiples of
+    `unit` (parallel pipelines), `straight` forbids more than one unit per stage, and no stage has more than
+    `most_replicas`, so that each has work.
     """
 
     ideals: tuple[int, ...]
@@ -63,7 +63,7 @@ class Problem:
     most_replicas: float = math.inf
 
     def cost(self, choice: Choice) -> float:
-        """Seconds a microbatch of one stage, the bottleneck of a plan being its largest."""
+        """Seconds per microbatch of one stage; the bottleneck of a plan is the maximum."""
         k, j, m = choice.start, choice.end, choice.replicas
         compute = (self.compute_s[k, j] + self.sync_s[k, j] * (1 - 1 / m)) / m
         return float(max(compute, self.traffic_s[k, j] / m))
@@ -80,7 +80,7 @@ class Problem:
         return peak
 
     def stage_bytes(self, choice: Choice, devices: int) -> float:
-        """Memory of one replica of a stage; `devices` counts its own and all that follow."""
+        """Memory of one replica of a stage; `devices` counts its own and all later ones."""
         if self.memory is None or self.depth is None:
             return 0.0
         in_flight = self.depth.in_flight(devices, choice.replicas)
@@ -102,8 +102,8 @@ class Problem:
 def partition(problem: Problem, memory_bytes: float, floor_s: float = 0.0) -> list[Choice] | None:
     """The stages with the smallest bottleneck that fit into `memory_bytes`, or None if none fit.
 
-    Equal bottlenecks are decided by rule: fewer stages, then less memory on the fullest device, then fewer
-    devices. The positions in the choices are those of `problem`; no bottleneck can be below `floor_s`.
+    Ties are broken by fewer stages, then less memory on the fullest device, then fewer devices. The positions
+    in the choices are those of `problem`; no bottleneck can be below `floor_s`.
     """
     best = cover(problem, math.inf, memory_bytes)
     if best is None:
@@ -115,28 +115,28 @@ def partition(problem: Problem, memory_bytes: float, floor_s: float = 0.0) -> li
 
 
 def nearly_best(problem: Problem, memory_bytes: float, floor_s: float) -> list[Choice] | None:
-    """Stages within 2% of the smallest bottleneck, without regard for ties: quick, for comparisons."""
+    """Stages within 2% of the smallest bottleneck, without breaking ties: fast, for comparisons."""
     best = cover(problem, math.inf, memory_bytes)
     if best is None:
         return None
     lower, upper = _bracket(problem, memory_bytes, floor_s, problem.bottleneck(best))
     while upper > 1.02 * lower:
         middle = (lower + upper) / 2
-        found = cover(problem, middle, memory_bytes)
-        if found is None:
+        choices = cover(problem, middle, memory_bytes)
+        if choices is None:
             lower = middle
         else:
-            best, upper = found, min(middle, problem.bottleneck(found))
+            best, upper = choices, min(middle, problem.bottleneck(choices))
     return cover(problem, upper * (1 + CLOSE), memory_bytes) or best
 
 
 def _bracket(problem: Problem, memory_bytes: float, lower: float, upper: float) -> tuple[float, float]:
-    """Bounds of the smallest bottleneck, narrowed from the lower one up: it is seldom far above."""
+    """Bounds of the smallest bottleneck, searched upwards from the lower bound, which is usually close."""
     step = 0.01
     while lower > 0 and lower * (1 + step) < upper:
-        found = cover(problem, lower * (1 + step), memory_bytes)
-        if found is not None:
-            return lower, problem.bottleneck(found)
+        choices = cover(problem, lower * (1 + step), memory_bytes)
+        if choices is not None:
+            return lower, problem.bottleneck(choices)
         lower *= 1 + step
         step *= 2
     return lower, upper
@@ -145,17 +145,17 @@ def _bracket(problem: Problem, memory_bytes: float, lower: float, upper: float) 
 def _bisect(
     problem: Problem, memory_bytes: float, lower: float, upper: float
 ) -> tuple[float, Problem, list[int]]:
-    """The smallest bottleneck, with the problem cut down to the ideals that plans so good can use."""
+    """The smallest bottleneck, and the problem restricted to the ideals that such plans can use."""
     kept = list(range(len(problem.ideals)))
     for iteration in range(200):
         if upper - lower <= upper * CLOSE:
             break
         middle = (lower + upper) / 2
-        found = cover(problem, middle, memory_bytes)
-        if found is None:
+        choices = cover(problem, middle, memory_bytes)
+        if choices is None:
             lower = middle
         else:
-            upper = min(middle, problem.bottleneck(found))
+            upper = min(middle, problem.bottleneck(choices))
         if iteration % 6 == 3 and len(kept) > 50:
             reach = _ReachTable(problem, Need(problem, upper * (1 + CLOSE), memory_bytes))
             useful = reach.useful()
@@ -175,16 +175,16 @@ def tidy(problem: Problem, bottleneck: float, memory_bytes: float) -> list[Choic
     lower, upper = 0.0, problem.peak_bytes(choices)
     while upper - lower > upper * 1e-5:
         middle = (lower + upper) / 2
-        found = pairs.fewest_stages(middle, stages)
-        if found is None:
+        fewer = pairs.fewest_stages(middle, stages)
+        if fewer is None:
             lower = middle
         else:
-            choices, upper = found, problem.peak_bytes(found)
+            choices, upper = fewer, problem.peak_bytes(fewer)
     return choices
 
 
 def cover(problem: Problem, bottleneck: float, memory_bytes: float) -> list[Choice] | None:
-    """Stages on the fewest devices within `bottleneck` and `memory_bytes`, or None if there are too few."""
+    """Stages on the fewest devices within `bottleneck` and `memory_bytes`, or None if that is impossible."""
     need = Need(problem, bottleneck, memory_bytes)
     last = len(problem.ideals) - 1
     devices = np.full(last + 1, np.inf)
@@ -203,13 +203,13 @@ class Need:
     def __init__(self, problem: Problem, bottleneck: float, memory_bytes: float) -> None:
         self._problem = problem
         self.few, self.several = fewest_replicas(problem, bottleneck)
-        # Without a limit any number of microbatches fits.
+        # None without a memory limit.
         self._most: tuple[Floats, Floats] | None = None
         if problem.memory is not None and math.isfinite(memory_bytes):
             self._most = _most_in_flight(problem.memory, (slice(None), slice(None)), memory_bytes)
 
     def best(self, k: int, devices: Floats) -> tuple[float, tuple[int, int]]:
-        """Fewest devices from ideal k on, given those from every later ideal, with the stage chosen."""
+        """The fewest devices from ideal k on, given those from every later ideal, and the chosen stage."""
         replicas = self.replicas(k, devices)
         total = replicas + devices
         j = int(np.argmin(total))
@@ -218,7 +218,7 @@ class Need:
         return float(total[j]), (j, int(replicas[j]))
 
     def replicas(self, k: int, devices: Floats) -> Floats:
-        """Replicas for the stages from ideal k to each, where `devices` follow."""
+        """Replicas for the stages from ideal k to each later one, followed by `devices`."""
         if self._most is None:
             row: Floats = self.few[k]
             return row
@@ -227,14 +227,14 @@ class Need:
 
 
 def _most_in_flight(memory: StageMemory, pairs: tuple[Any, Any], limit: float) -> tuple[Floats, Floats]:
-    """Microbatches that fit on a device that holds a stage alone, and on one of several replicas."""
+    """Microbatches that fit on a device that is the only replica of a stage, and on one of several."""
     return memory.most_in_flight(pairs, limit, False), memory.most_in_flight(pairs, limit, True)
 
 
 def fitting_replicas(
     problem: Problem, few: Floats, several: Floats, most_in_flight: tuple[Floats, Floats], after: Floats
 ) -> Floats:
-    """The fewest replicas from `few`, or else from `several` on, that keep at most `depth` in flight."""
+    """The fewest replicas, at least `few` or else `several`, with at most the allowed number in flight."""
     assert problem.depth is not None
     alone, shared = (problem.depth.fewest_replicas(most, after) for most in most_in_flight)
     enough = np.ceil(np.maximum(several, shared) / problem.unit) * problem.unit
@@ -243,7 +243,7 @@ def fitting_replicas(
 
 
 def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats]:
-    """For each stage the fewest replicas that take at most `bottleneck` seconds, and the fewest above one."""
+    """For each stage the fewest replicas within `bottleneck` seconds, and the fewest above one."""
     if math.isinf(bottleneck):
         several = np.where(np.isfinite(problem.compute_s), 2.0, np.inf)
         one = np.isfinite(problem.compute_s)
@@ -252,7 +252,7 @@ def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats
         with np.errstate(invalid="ignore"):
             root = total + np.sqrt(np.maximum(total * total - 4 * bottleneck * problem.sync_s, 0))
         root = np.maximum(root / 2, problem.traffic_s) / bottleneck
-        # The same slack as for one replica, far below CLOSE: rounding must not cost a replica.
+        # The same tolerance as for one replica, far below CLOSE, so that rounding does not add a replica.
         several = np.maximum(np.ceil(root * (1 - 1e-12)), 2)
         one = np.maximum(problem.compute_s, problem.traffic_s) <= bottleneck * (1 + 1e-12)
     unit = problem.unit
@@ -264,7 +264,7 @@ def fewest_replicas(problem: Problem, bottleneck: float) -> tuple[Floats, Floats
 
 
 def _allowed(problem: Problem, replicas: Floats) -> Floats:
-    """Replica counts that the problem permits; those that it does not are infinite."""
+    """Replica counts that the problem allows; others become infinite."""
     if problem.straight:
         return np.where(replicas <= problem.unit, float(problem.unit), np.inf)
     return np.where(replicas <= problem.most_replicas, replicas, np.inf)
@@ -284,24 +284,24 @@ class _ReachTable:
         self.before[0] = 0
         for k in range(last):
             if math.isfinite(self.before[k]):
-                # Counted with the least that can follow, so never too many.
+                # A lower bound, as it uses the minimum of what can follow.
                 reached = self.before[k] + need.replicas(k, self.after)
                 np.minimum(self.before, reached, out=self.before)
 
     def useful(self) -> list[int]:
-        """The ideals through which some cover goes."""
+        """The ideals that some cover uses."""
         total = self.before + self.after - self._problem.after
         return np.flatnonzero(total <= self._problem.devices).tolist()
 
     def pairs(self) -> _Pairs:
-        """The stages through which some cover goes."""
+        """The stages that some cover uses."""
         total = self.before[:, None] + self._need.few + self.after - self._problem.after
         starts, ends = np.nonzero(total <= self._problem.devices)
         return _Pairs(self._problem, self._need, starts, ends)
 
 
 class _Pairs:
-    """Few stages picked from all, as (start, end) sorted by start."""
+    """A selection of stages, as (start, end) sorted by start."""
 
     def __init__(self, problem: Problem, need: Need, starts: Ints, ends: Ints) -> None:
         self._problem = problem
@@ -311,7 +311,7 @@ class _Pairs:
         self._lengths = np.diff(np.append(self._first, len(starts)))
 
     def fewest_stages(self, memory_bytes: float, at_most: int) -> list[Choice] | None:
-        """The cover with the fewest stages (at most `at_most`), of these the one on the fewest devices."""
+        """The cover with the fewest stages (at most `at_most`), and among these the fewest devices."""
         problem, (_, ends) = self._problem, self._pairs
         devices = np.full(len(problem.ideals), np.inf)
         devices[-1] = problem.after
@@ -326,11 +326,11 @@ class _Pairs:
             total = replicas + follow
             chosen = self._best_of_rows(total)
             nearest = np.zeros(len(devices), dtype=np.intp)
-            taken = np.zeros(len(devices))
-            nearest[self._rows], taken[self._rows] = ends[chosen], replicas[chosen]
+            used = np.zeros(len(devices))
+            nearest[self._rows], used[self._rows] = ends[chosen], replicas[chosen]
             devices = np.full(len(devices), np.inf)
             devices[self._rows] = total[chosen]
-            layers.append((nearest, taken))
+            layers.append((nearest, used))
             if devices[0] - problem.after <= problem.devices:
                 return _walk_layers(layers)
         return None
@@ -338,8 +338,8 @@ class _Pairs:
     def _best_of_rows(self, total: Floats) -> Ints:
         """For each start, the position of its pair with the smallest total."""
         least = np.repeat(np.minimum.reduceat(total, self._first), self._lengths)
-        places = np.where(total == least, np.arange(len(total)), len(total))
-        return np.minimum.reduceat(places, self._first)
+        positions = np.where(total == least, np.arange(len(total)), len(total))
+        return np.minimum.reduceat(positions, self._first)
 
 
 def _walk(chosen: list[tuple[int, int]], last: int) -> list[Choice]:

@@ -1,8 +1,8 @@
 """PipeDream's partitioning problem, level by level: which ideals to cut at, and how often to replicate.
 
-The innermost level comes first. Its best bottleneck for every range of ideals is the compute time that
-the next level sees; the outermost level is solved once, for the whole graph, and its stages are then opened
-up level by level, each with the slack that the level above leaves it.
+The innermost level is solved first. Its best bottleneck for every range of ideals is the compute time for the
+next level; the outermost level is solved once, for the whole graph, and its stages are then expanded level by
+level, each with the slack that the level above allows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.graph.ideals import Bools, Floats, Ideals
-from plait.planner.memory import StageMemory
 from plait.planner.partition.level_search import CLOSE, Choice, Problem, partition, tidy
 from plait.planner.schedules.kinds import Depth, Schedule
+from plait.planner.stage_memory import StageMemory
 from plait.schema.plans.cluster import Level
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a partition must respect besides the bottleneck."""
+    """Constraints of a partition besides the bottleneck."""
 
     memory_bytes: float = math.inf
     pipelines: int = 1
@@ -34,7 +34,7 @@ class Limits:
 class LevelBlock:
     """Part of a partition: ideals `start` to `end` on `replicas` units of a level.
 
-    A unit is a device at the innermost level, else a machine that runs `parts` one after another.
+    A unit is a device at the innermost level, otherwise a machine that runs `parts` one after another.
     """
 
     start: int
@@ -45,7 +45,7 @@ class LevelBlock:
 
 @dataclass(frozen=True)
 class Solution:
-    """The best partition of a family of ideals, and its bottleneck in seconds a microbatch."""
+    """The best partition of a family of ideals, and its bottleneck in seconds per microbatch."""
 
     bottleneck_s: float
     blocks: tuple[LevelBlock, ...]
@@ -53,7 +53,7 @@ class Solution:
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """What every stage of a family of ideals costs: compute seconds are infinite where no stage is."""
+    """The costs of every stage of a family of ideals; compute seconds are infinite if there is no stage."""
 
     compute_s: Floats
     parameter_bytes: Floats
@@ -63,7 +63,7 @@ class Ranges:
 
 
 def ranges_of(ideals: Ideals, memory: StageMemory, depth: Depth) -> Ranges:
-    """The costs of every stage that two of the ideals bound.
+    """The costs of every stage between two of the ideals.
 
     Under stash all stages but the last have microbatches in flight that need the weights before an update.
     """
@@ -79,10 +79,10 @@ def ranges_of(ideals: Ideals, memory: StageMemory, depth: Depth) -> Ranges:
 
 
 def solve(ranges: Ranges, levels: tuple[Level, ...], limits: Limits) -> Solution | None:
-    """The partition with the smallest bottleneck, or None where memory is too small for any.
+    """The partition with the smallest bottleneck, or None if no partition fits into memory.
 
-    With several levels and a memory limit, the inner levels count as if all devices followed every stage:
-    a plan that is found fits, but a better one may be missed.
+    With several levels and a memory limit, inner levels are treated as if all devices followed every stage:
+    the result fits, but a better one may be missed.
     """
     compute = [ranges.compute_s]
     for index, level in enumerate(levels[:-1]):
@@ -99,7 +99,7 @@ def solve(ranges: Ranges, levels: tuple[Level, ...], limits: Limits) -> Solution
 
 
 def _below(levels: tuple[Level, ...], index: int) -> int:
-    """Machine count of the level below, by which PipeDream divides the first stage's synchronisation."""
+    """The machine count of the level below, by which PipeDream divides the first stage's synchronisation."""
     return levels[index - 1].count if index else 1
 
 
@@ -149,17 +149,17 @@ class _Opening:
         keep = [start, *np.flatnonzero(between).tolist(), end]
         below = _below(self._levels, index)
         level = self._levels[index]
-        # Pipelines side by side run over the outermost level only.
+        # Parallel pipelines are split over the outermost level only.
         limits = self._limits if index == len(self._levels) - 1 else replace(self._limits, pipelines=1)
         problem = level_problem(self._ranges, self._compute[index], keep, level, below, limits)
-        # Above the innermost level a unit is a machine: what it holds is decided inside it.
+        # Above the innermost level a unit is a machine, whose memory is checked within it.
         return replace(problem, after=after) if index == 0 else replace(problem, memory=None)
 
     def memory_limit(self, index: int) -> float:
         return self._limits.memory_bytes if index == 0 else math.inf
 
     def open(self, problem: Problem, choices: list[Choice], index: int) -> tuple[LevelBlock, ...]:
-        """The blocks of `choices`, each opened up to the innermost level."""
+        """The blocks of `choices`, each expanded to the innermost level."""
         bottleneck = problem.bottleneck(choices) * (1 + CLOSE)
         blocks: list[LevelBlock] = []
         after = problem.after
@@ -176,7 +176,7 @@ class _Opening:
         self, problem: Problem, choice: Choice, index: int, bottleneck: float, after: int
     ) -> tuple[LevelBlock, ...]:
         sync = problem.sync_s[choice.start, choice.end] * (1 - 1 / choice.replicas)
-        # What the level above leaves to this one; never less than this level's best.
+        # The slack that the level above allows; never less than this level's best.
         slack = max(
             bottleneck * choice.replicas - sync,
             problem.compute_s[choice.start, choice.end] * (1 + CLOSE),
@@ -201,8 +201,8 @@ def _all_ranges(
 ) -> Floats:
     """The best bottleneck of every range of ideals on one unit of `level`: the next level's compute time.
 
-    best[m][j, i] is the smallest bottleneck of the range i..j on at most m units. The last stage of the
-    range goes from k to j on r units; the ideals j are taken in order, so best[.][k] is complete.
+    best[m][j, i] is the smallest bottleneck of the range i..j on at most m units. The last stage of the range
+    is k to j on r units; the ideals j are processed in order, so best[.][k] is complete.
     """
     count = level.count
     whole = level_problem(ranges, compute_s, list(range(len(compute_s))), level, below, limits)
@@ -236,7 +236,7 @@ def _extend(best: Floats, last: Floats, j: int, count: int, straight: bool) -> N
         chosen: slice | npt.NDArray[np.intp] = slice(0, j)
         shared = best[1:count, :j, :j]
     else:
-        # Few ideals are part of this one: gathering them costs less than carrying the others along.
+        # Few ideals are subsets of this one, so gathering them is cheaper than computing all.
         chosen = inside
         shared = best[1:count, inside[:, None], inside[None, :]]
     ends = best[:, j, chosen]

@@ -1,4 +1,4 @@
-"""Weights that stages share: which stage counts them, who has a copy, and whose gradients wait for whom."""
+"""Weights that stages share: which stage counts them, which have a copy, and whose gradients wait."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from plait.schema.plans.plan import Layout, Stage, Tied
 def find_tied(
     ties: Iterable[Tie], stages: Sequence[Sequence[str]], layout: Layout, depths: Sequence[int] = ()
 ) -> list[Tied]:
-    """What each of `stages`, given by their layers, has in `ties`; `depths` are microbatches in flight.
+    """The share of each of `stages`, given by their layers, in `ties`; `depths` are microbatches in flight.
 
     A worker with several stages that share a weight holds it once, for the first of them.
     """
-    # How deep stash is: under the other schedules no gradients wait.
+    # The depths under stash; under other schedules no gradients wait.
     many = max([layout.devices_from(0), *depths]) * len(layout.workers)
     given = dict(enumerate(depths))
     deep = [in_flight(Schedule.STASH, layout, s, many, given) for s in range(len(stages))]
-    found = [Tied()] * len(stages)
+    tied = [Tied()] * len(stages)
     for tie in ties:
         users = [s for s, layers in enumerate(stages) if not set(tie.nodes).isdisjoint(layers)]
         if len(users) < 2:
@@ -30,14 +30,14 @@ def find_tied(
         for s in users:
             if holders.isdisjoint(layout.stages[s]):
                 copied = 0.0 if tie.nodes[0] in stages[s] else tie.bytes
-                found[s] = replace(
-                    found[s],
-                    shared_bytes=found[s].shared_bytes + tie.bytes,
-                    copied_bytes=found[s].copied_bytes + copied,
-                    waiting_bytes=found[s].waiting_bytes + tie.bytes * max(0, deep[users[0]] - deep[s]),
+                tied[s] = replace(
+                    tied[s],
+                    shared_bytes=tied[s].shared_bytes + tie.bytes,
+                    copied_bytes=tied[s].copied_bytes + copied,
+                    waiting_bytes=tied[s].waiting_bytes + tie.bytes * max(0, deep[users[0]] - deep[s]),
                 )
             holders |= set(layout.stages[s])
-    return found
+    return tied
 
 
 def update_together(ties: Iterable[Tie], stages: Sequence[Stage]) -> bool:

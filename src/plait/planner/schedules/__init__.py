@@ -1,1 +1,1 @@
-"""Schedules: what each worker does and when, as values; replayed with costs, drawn as a timeline."""
+"""Schedules: the operations of each worker as values; simulated with costs, drawn as a timeline."""

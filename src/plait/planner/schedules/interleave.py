@@ -1,7 +1,7 @@
-"""Playing a schedule through: from an order for each replica of a stage to one for each worker.
+"""Merges the operation orders of stage replicas into one order per worker, by playing a schedule through.
 
-All operations take one unit of time, updates none. What comes out is right whatever operations cost: it is
-one order of all of them in which none needs a later one, and each worker keeps to its part of it.
+All operations take one unit of time, updates none. The result is valid for any costs: it is an order of all
+operations in which none depends on a later one, and each worker follows its part of it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from plait.core.errors import PlanError
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.schema.plans.plan import Layout
 
-# What was computed, in which pipeline, by which stage, of which microbatch.
+# What was computed, the pipeline, the stage, the microbatch.
 _Result = tuple[str, int, int, int]
 
 
-class EverybodyWaits(PlanError):
-    """No worker can go on."""
+class ScheduleDeadlock(PlanError):
+    """Deadlock: every worker waits for another."""
 
 
 @dataclass
 class Lane:
-    """The operations of one replica of a stage, in order, and the worker that carries them out.
+    """The operations of one replica of a stage, in order, and its worker.
 
-    They are asked for one by one, when those before are done. `pipeline` distinguishes the microbatches of
-    several pipelines. Where backwards are split, the other half is done when there is time, at the
+    They are read one by one, when the earlier ones are done. `pipeline` distinguishes the microbatches of
+    several pipelines. With split backwards, the weight gradients are computed when the worker is idle, at the
     latest when `room` microbatches are held.
     """
 
@@ -47,7 +47,7 @@ class Lane:
         return self._ahead
 
     def take(self) -> Op:
-        """The next operation, which is done now."""
+        """Remove and return the next operation."""
         op = self.head
         assert op is not None
         self._ahead = None
@@ -57,7 +57,7 @@ class Lane:
         return op
 
     def take_weight(self) -> Op:
-        """The weight gradient that has waited longest, which is done now."""
+        """Remove and return the oldest deferred weight gradient."""
         self.held -= 1
         return self.weights.popleft()
 
@@ -67,19 +67,19 @@ class Lane:
 
 
 def played(layout: Layout, lanes: Sequence[Lane]) -> dict[int, list[Op]]:
-    """What each worker of one pipeline does, in order; refuses lanes that leave everybody waiting."""
-    found: dict[int, list[Op]] = {worker: [] for worker in layout.workers}
+    """The operations of each worker of one pipeline, in order; raises for lanes that deadlock."""
+    operations: dict[int, list[Op]] = {worker: [] for worker in layout.workers}
     for worker, op in play(lanes, len(layout.stages) - 1, layout.replicas):
-        found[worker].append(op)
-    return found
+        operations[worker].append(op)
+    return operations
 
 
 def play(lanes: Sequence[Lane], last: int, replicas: Callable[[int], int]) -> Iterator[tuple[int, Op]]:
     """All operations of `lanes` in one order, each with its worker.
 
-    A worker does what can start, backwards before forwards and earlier microbatches before later ones,
-    else a weight gradient. `last` is the last stage. An update is done once it is the next operation of as
-    many lanes as its stage has `replicas`, and at once: who needs it never waits for other work.
+    A worker runs what can start, backwards before forwards and earlier microbatches before later ones,
+    otherwise a weight gradient. `last` is the last stage. An update runs as soon as it is the next operation
+    of all `replicas` of its stage.
     """
     by_worker: dict[int, list[Lane]] = {}
     for lane in lanes:
@@ -87,43 +87,48 @@ def play(lanes: Sequence[Lane], last: int, replicas: Callable[[int], int]) -> It
     done: set[_Result] = set()
     while True:
         yield from _updates(lanes, replicas)
-        taken = []
-        for worker, own in by_worker.items():
-            found = _next_of(own, last, done)
-            if found is not None:
-                taken.append(found)
-                yield worker, found[1]
-        if not taken:
+        started = []
+        for worker, lanes_of in by_worker.items():
+            chosen = _next_of(lanes_of, last, done)
+            if chosen is not None:
+                started.append(chosen)
+                yield worker, chosen[1]
+        if not started:
             break
-        # Results can be used from the next unit of time on.
-        for pipeline, op in taken:
-            _note(pipeline, op, done)
+        # Results are available from the next unit of time on.
+        for pipeline, op in started:
+            _record(pipeline, op, done)
     waiting = {lane.worker: lane.head for lane in lanes if lane.head is not None}
     if waiting:
-        raise EverybodyWaits(f"the schedule stops: every worker waits for another: {waiting}")
+        raise ScheduleDeadlock(f"the schedule stops: every worker waits for another: {waiting}")
 
 
 def _updates(lanes: Sequence[Lane], replicas: Callable[[int], int]) -> Iterator[tuple[int, Op]]:
-    """The updates that all replicas of a stage have come to."""
+    """The updates that all replicas of a stage have reached."""
     while True:
         waiting: dict[Update, list[Lane]] = {}
         for lane in lanes:
             if isinstance(lane.head, Update):
                 waiting.setdefault(lane.head, []).append(lane)
-        ready = [lane for op, own in waiting.items() if len(own) == replicas(op.stage) for lane in own]
+        ready = [
+            lane
+            for op, waiting_lanes in waiting.items()
+            if len(waiting_lanes) == replicas(op.stage)
+            for lane in waiting_lanes
+        ]
         if not ready:
             return
         for lane in ready:
             yield lane.worker, lane.take()
 
 
-def _next_of(own: Sequence[Lane], last: int, done: set[_Result]) -> tuple[int, Op] | None:
-    """What a worker with these lanes does next, and in which pipeline; None: it waits."""
-    ready = [lane for lane in own if lane.has_room and _can_start(lane, last, done)]
+def _next_of(lanes: Sequence[Lane], last: int, done: set[_Result]) -> tuple[int, Op] | None:
+    """The next operation of a worker with these lanes, and its pipeline; None if it waits."""
+    ready = [lane for lane in lanes if lane.has_room and _can_start(lane, last, done)]
     if ready:
         lane = min(ready, key=lambda lane: _urgency(lane.head))
         return lane.pipeline, lane.take()
-    left = [lane for lane in own if lane.weights]
+    left = [lane for lane in lanes if lane.weights]
     if left:
         lane = min(left, key=lambda lane: (lane.weights[0].microbatch, lane.weights[0].stage))
         return lane.pipeline, lane.take_weight()
@@ -142,14 +147,14 @@ def _can_start(lane: Lane, last: int, done: set[_Result]) -> bool:
         return False
     if isinstance(op, Forward):
         return op.stage == 0 or ("forward", pipeline, op.stage - 1, op.microbatch) in done
-    # Where a lane goes through several stages, a backward may come before its own forward.
+    # If a lane has several stages, a backward may be listed before its forward.
     if ("forward", pipeline, op.stage, op.microbatch) not in done:
         return False
     return op.stage == last or ("backward", pipeline, op.stage + 1, op.microbatch) in done
 
 
-def _note(pipeline: int, op: Op, done: set[_Result]) -> None:
-    """Remember what others need of a result, and forget what nobody does any more."""
+def _record(pipeline: int, op: Op, done: set[_Result]) -> None:
+    """Record a result that others need, and drop those that are no longer needed."""
     if isinstance(op, Forward):
         done.add(("forward", pipeline, op.stage, op.microbatch))
     elif isinstance(op, (Backward, BackwardInput)):

@@ -1,4 +1,4 @@
-"""How deep a schedule fills a pipeline: microbatches in flight, stage by stage."""
+"""The number of microbatches in flight under a schedule, by stage."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def in_flight(
     microbatches: int,
     depths: Mapping[int, int] | None = None,
 ) -> int:
-    """The most microbatches that a replica of `stage` has gone forward with and not yet backward."""
-    own = math.ceil(microbatches / layout.replicas(stage))
+    """The maximum number of microbatches in flight on a replica of `stage`."""
+    per_replica = math.ceil(microbatches / layout.replicas(stage))
     if depths and stage in depths:
-        return min(depths[stage], own)
+        return min(depths[stage], per_replica)
     if schedule is Schedule.NONE:
         return 1
     if schedule is Schedule.GPIPE:
-        return own
+        return per_replica
     first = 0 if schedule is Schedule.ZERO_BUBBLE else stage
-    return min(math.ceil(layout.devices_from(first) / layout.replicas(stage)), own)
+    return min(math.ceil(layout.devices_from(first) / layout.replicas(stage)), per_replica)
 
 
 @dataclass(frozen=True)
 class Depth:
-    """The same for the planner, which knows only how many devices a stage has and how many follow.
+    """The same for the planner, which knows only the devices of a stage and how many follow.
 
-    `pipeline_devices` stands for the depth of the whole pipeline where a schedule depends on it.
+    `pipeline_devices` is the depth of the whole pipeline, for schedules that depend on it.
     """
 
     schedule: Schedule
@@ -46,27 +46,27 @@ class Depth:
     microbatches: int | None = None
 
     def in_flight(self, devices: int, replicas: int) -> int:
-        """Microbatches in flight on one replica; `devices` counts its stage's own and all that follow."""
-        own = math.inf if self.microbatches is None else math.ceil(self.microbatches / replicas)
+        """Microbatches in flight on one replica; `devices` counts those of its stage and all later ones."""
+        per_replica = math.inf if self.microbatches is None else math.ceil(self.microbatches / replicas)
         if self.schedule is Schedule.NONE:
             return 1
         if self.schedule is Schedule.GPIPE:
-            return int(own)
+            return int(per_replica)
         if self.schedule is Schedule.ZERO_BUBBLE:
             devices = self.pipeline_devices
-        return int(min(math.ceil(devices / replicas), own))
+        return int(min(math.ceil(devices / replicas), per_replica))
 
     def fewest_replicas(self, most_in_flight: Floats, after: Floats) -> Floats:
-        """The fewest replicas that keep at most `depth` in flight when `after` devices follow."""
+        """The fewest replicas with at most `most_in_flight`, if `after` devices follow."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            own = np.inf if self.microbatches is None else self.microbatches / most_in_flight
+            per_replica = np.inf if self.microbatches is None else self.microbatches / most_in_flight
             if self.schedule is Schedule.NONE:
                 wanted = np.ones_like(after)
             elif self.schedule is Schedule.GPIPE:
-                wanted = np.broadcast_to(own, after.shape)
+                wanted = np.broadcast_to(per_replica, after.shape)
             elif self.schedule is Schedule.ZERO_BUBBLE:
-                wanted = np.minimum(self.pipeline_devices / most_in_flight, own)
+                wanted = np.minimum(self.pipeline_devices / most_in_flight, per_replica)
             else:
                 follow = np.where(most_in_flight >= 2, after / (most_in_flight - 1), np.inf)
-                wanted = np.minimum(np.where(after > 0, follow, 1.0), own)
+                wanted = np.minimum(np.where(after > 0, follow, 1.0), per_replica)
         return np.where(most_in_flight >= 1, np.maximum(np.ceil(wanted - 1e-9), 1), np.inf)

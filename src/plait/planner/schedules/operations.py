@@ -1,4 +1,4 @@
-"""What a worker does: one operation after the other, as plain values."""
+"""The operations of a worker, as plain values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forward:
-    """Receive the microbatch from the stage before (or the loader), run it, send it to the stage behind.
+    """Receive the microbatch from the previous stage (or the loader), run it, send it to the next stage.
 
-    `version` counts the updates that the weights to be used have seen.
+    `version` counts the updates of the weights to be used.
     """
 
     stage: int
@@ -19,7 +19,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """Receive the gradient from the stage behind, run backward on the forward's version, send it on."""
+    """Receive the gradient from the next stage, run backward with the forward's version, send it on."""
 
     stage: int
     microbatch: int
@@ -28,7 +28,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class BackwardInput:
-    """The half of a backward that the stage before waits for: the gradient of the input."""
+    """The input gradient, which the previous stage needs."""
 
     stage: int
     microbatch: int
@@ -37,7 +37,7 @@ class BackwardInput:
 
 @dataclass(frozen=True)
 class BackwardWeight:
-    """The other half: the gradient of the weights, which nobody waits for."""
+    """The weight gradient, which no other stage needs."""
 
     stage: int
     microbatch: int
@@ -46,9 +46,9 @@ class BackwardWeight:
 
 @dataclass(frozen=True)
 class Update:
-    """Agree with the other replicas of the stage and write version `version` of its weights.
+    """Sum gradients with the other replicas of the stage and write version `version` of its weights.
 
-    Replicas without a microbatch in the round take part all the same, so that all agree.
+    Replicas without a microbatch in the round also take part.
     """
 
     stage: int

@@ -6,16 +6,15 @@
 | 2bw | 1F1B, an update after every batch, of `depth` rounds at least | 2 | depth(s) |
 | flush | 1F1B, one update at the end | 1 | depth(s) |
 | gpipe | all forwards, then all backwards, one update | 1 | all |
-| interleaved | 1F1B over several stages a worker, one update | 1 | see `interleaved_depth` |
+| interleaved | 1F1B over several stages per worker, one update | 1 | see `interleaved_depth` |
 | zero-bubble | backwards split; weight gradients fill the gaps | 1 | depth of the whole pipeline |
 | none | one microbatch at a time | 1 | 1 |
 
-depth(s) is the number of devices from stage s on, divided by the replicas of s, rounded up: what keeps
-every device busy (PipeDream's NOAM, stage by stage). A worker may hold several stages under any schedule:
-each stage keeps its own order, and with it its versions and what it holds; `play` finds an order for the
-worker. Sends and receives are implied by the layout: the other end is the worker of the stage before or
-behind, and since every worker takes its microbatches in rising order, both ends of each channel agree on the
-order.
+depth(s) is the number of devices from stage s on, divided by the replicas of s, rounded up: what keeps every
+device busy (PipeDream's NOAM, per stage). A worker may hold several stages under any schedule: each stage
+keeps its order, and thereby its versions and its memory; `play` finds an order for the worker. Sends and
+receives are implied by the layout: the other end is the worker of the previous or next stage, and since every
+worker processes its microbatches in increasing order, both ends of each channel agree on the order.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Mapping
 
 from plait.core.errors import PlanError
 from plait.planner.schedules import zero_bubble
-from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
+from plait.planner.schedules.interleave import Lane, ScheduleDeadlock, played
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
 from plait.schema.plans.plan import Layout
@@ -39,11 +38,11 @@ def operations(
     batch: int = 1,
     check: bool = True,
 ) -> Operations:
-    """What each worker does, in order, to take `microbatches` through the pipeline.
+    """The operations of each worker, in order, for `microbatches` in the pipeline.
 
-    Synchronous schedules end with one update: the microbatches are one batch. The others update as they
-    go, 2bw after `batch` microbatches at least. `depths` overrides how many microbatches the replicas of a
-    stage keep in flight; unless `check` is False, depths under which workers would deadlock are refused.
+    Synchronous schedules end with one update: the microbatches are one batch. The others update continuously,
+    2bw after at least `batch` microbatches. `depths` overrides how many microbatches the replicas of a stage
+    have in flight; unless `check` is False, depths under which workers would deadlock raise an error.
     """
     if check:
         _check(schedule, layout, microbatches, depths or {})
@@ -55,22 +54,22 @@ def operations(
     for stage, workers in enumerate(layout.stages):
         depth = in_flight(schedule, layout, stage, microbatches, depths)
         for replica in range(len(workers)):
-            own = range(replica, microbatches, len(workers))
+            mine = range(replica, microbatches, len(workers))
             rounds = math.ceil(microbatches / len(workers))
             every = _rounds_between_updates(schedule, layout, stage, rounds, batch)
-            lists[stage, replica] = _one_stage(schedule, stage, own, depth, rounds, every)
+            lists[stage, replica] = _one_stage(schedule, stage, mine, depth, rounds, every)
     if layout.shared:
         return zero_bubble.merged(layout, lists, together=schedule.synchronous)
-    found = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
+    by_worker = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
     if depths and check:
-        _check_progress(schedule, layout, found, microbatches, depths)
-    return found
+        _check_progress(schedule, layout, by_worker, microbatches, depths)
+    return by_worker
 
 
 def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:
     """Microbatches between two updates under 2bw: `least`, or enough that no stage spans three batches.
 
-    Batches are of one size for the whole pipeline, such that all replicas of a stage have as many.
+    Batches have one size for the whole pipeline, so that all replicas of a stage get equal numbers.
     """
     most = max(
         math.ceil(layout.devices_from(s) / layout.replicas(s)) * layout.replicas(s)
@@ -80,18 +79,18 @@ def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:
     return math.ceil(max(most, least) / common) * common
 
 
-def _one_stage(schedule: Schedule, stage: int, own: range, depth: int, rounds: int, every: int) -> list[Op]:
-    """The work of one replica: fill the pipe, alternate, drain it, with an update after `every` rounds."""
+def _one_stage(schedule: Schedule, stage: int, mine: range, depth: int, rounds: int, every: int) -> list[Op]:
+    """The operations of one replica: fill, alternate, drain, with an update after `every` rounds."""
     ops: list[Op] = []
     backwards = 0
     versions: dict[int, int] = {}
     done_updates = 0
-    for step in range(len(own) + depth - 1):
-        if step < len(own):
+    for step in range(len(mine) + depth - 1):
+        if step < len(mine):
             versions[step] = _version(schedule, step, every, done_updates)
-            ops.append(Forward(stage, own[step], versions[step]))
+            ops.append(Forward(stage, mine[step], versions[step]))
         if step >= depth - 1:
-            ops.append(Backward(stage, own[backwards], versions[backwards]))
+            ops.append(Backward(stage, mine[backwards], versions[backwards]))
             backwards += 1
             if backwards % every == 0:
                 done_updates += 1
@@ -111,11 +110,11 @@ def _rounds_between_updates(schedule: Schedule, layout: Layout, stage: int, roun
 
 
 def _version(schedule: Schedule, step: int, every: int, done_updates: int) -> int:
-    """The weights that a replica's forward number `step` uses."""
+    """The weight version of a replica's forward number `step`."""
     if schedule is Schedule.STASH:
         return done_updates
     if schedule is Schedule.TWO_BUFFERED:
-        # One batch behind, in every stage alike: the batch before may still be on its way.
+        # One batch old in every stage, as the previous batch may still be in flight.
         return max(0, step // every - 1)
     return 0
 
@@ -132,12 +131,12 @@ def _check(schedule: Schedule, layout: Layout, microbatches: int, depths: Mappin
 
 
 def least_depth(layout: Layout, stage: int, depth_behind: int, updates: bool) -> int:
-    """The fewest microbatches in flight with which `stage` does not starve the stage behind it.
+    """The fewest microbatches in flight with which `stage` does not block the next stage.
 
-    Before its backward of b, a replica behind, one of R' with d' in flight, has taken b + R'(d' - 1)
-    forward; the stage before, R replicas with d in flight, sends that one only once its backward of
-    b + R'(d' - 1) - R d is done, which must come before b. With `updates` after every round, as under
-    stash, all backwards of that one's round must be done, for replicas wait for each other at updates.
+    Before its backward of b, a replica of the next stage (R' replicas, d' in flight) has run the forward of b
+    + R'(d' - 1). This stage (R replicas, d in flight) sends that one only after its backward of b + R'(d' -
+    1) - R d, which must precede b. With `updates` after every round, as under stash, all backwards of that
+    round must be done, as replicas wait for each other at updates.
     """
     ahead, replicas = layout.replicas(stage + 1) * (depth_behind - 1), layout.replicas(stage)
     return (math.ceil(ahead / replicas) if updates else ahead // replicas) + 1
@@ -146,11 +145,11 @@ def least_depth(layout: Layout, stage: int, depth_behind: int, updates: bool) ->
 def _check_progress(
     schedule: Schedule, layout: Layout, lists: Operations, microbatches: int, depths: Mapping[int, int]
 ) -> None:
-    """Refuse depths under which workers end up waiting for each other, found by playing them through."""
+    """Raise PlanError for depths under which workers deadlock, found by simulating them."""
     lanes = [Lane(worker, iter(ops)) for worker, ops in lists.items()]
     try:
         played(layout, lanes)
-    except EverybodyWaits:
+    except ScheduleDeadlock:
         _name_shallow_stage(schedule, layout, microbatches, depths)
         raise PlanError(
             f"depths {dict(depths)} leave all workers of schedule {schedule.value} waiting for each other; "
@@ -161,7 +160,7 @@ def _check_progress(
 def _name_shallow_stage(
     schedule: Schedule, layout: Layout, microbatches: int, depths: Mapping[int, int]
 ) -> None:
-    """Raise with the first stage that keeps too few microbatches in flight for the one behind it, if any."""
+    """Raise PlanError with the first stage that has too few microbatches in flight for the next stage."""
     for stage in range(len(layout.stages) - 1):
         depth = in_flight(schedule, layout, stage, microbatches, depths)
         behind = in_flight(schedule, layout, stage + 1, microbatches, depths)

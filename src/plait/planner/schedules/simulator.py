@@ -1,8 +1,8 @@
-"""Replays a schedule's operations with costs: step time, idle share, peak memory and a timeline.
+"""Simulates a schedule's operations with costs: step time, idle share, peak memory and a timeline.
 
-Workers take their operations strictly in order. An operation starts when the worker is free and its input
-has arrived; sends go on in the background, one at a time on each directed pair of workers; an update waits
-for all replicas of its stage.
+Workers run their operations strictly in order. An operation starts when the worker is free and its input has
+arrived; sends run in the background, one at a time on each directed pair of workers; an update waits for all
+replicas of its stage.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from plait.schema.plans.plan import Layout
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one microbatch costs in a stage, on a device of the profiled kind.
+    """The costs of one microbatch in a stage, on a device of the profiled kind.
 
-    `output_bytes` leave the stage forward and come back as gradients. `weight_share` is the part of the
-    backward that computes weight gradients, where a schedule splits it. A worker holds `state_bytes`,
-    `parameter_bytes` for each version of the weights and `microbatch_bytes` for each microbatch in flight.
+    `output_bytes` are sent forward, and returned as gradients. `weight_share` is the fraction of the backward
+    for weight gradients, if a schedule splits it. A worker holds `state_bytes`, `parameter_bytes` per version
+    of the weights and `microbatch_bytes` per microbatch in flight.
     """
 
     forward_s: float
@@ -65,28 +65,26 @@ class SimulatedOp:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A replayed schedule."""
+    """The result of a simulation."""
 
-    spans: tuple[SimulatedOp, ...]
+    ops: tuple[SimulatedOp, ...]
     workers: int
     peak_bytes: dict[int, float]
 
     @property
     def end_s(self) -> float:
-        return max((span.end_s for span in self.spans), default=0.0)
+        return max((op.end_s for op in self.ops), default=0.0)
 
     def idle_share(self, start_s: float = 0.0, end_s: float | None = None) -> float:
-        """The part of the workers' time between two moments in which they do nothing."""
+        """The fraction of the workers' time between two moments in which they are idle."""
         end_s = self.end_s if end_s is None else end_s
-        busy = sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, start_s)) for span in self.spans)
+        busy = sum(max(0.0, min(op.end_s, end_s) - max(op.start_s, start_s)) for op in self.ops)
         window = (end_s - start_s) * self.workers
         return 1 - busy / window if window > 0 else 0.0
 
     def finished_s(self, microbatches: int) -> float:
-        """When `count` microbatches have gone backward through the first stage."""
-        ends = [
-            s.end_s for s in self.spans if s.op.stage == 0 and isinstance(s.op, (Backward, BackwardInput))
-        ]
+        """When this many microbatches have finished their backward in the first stage."""
+        ends = [s.end_s for s in self.ops if s.op.stage == 0 and isinstance(s.op, (Backward, BackwardInput))]
         return sorted(ends)[microbatches - 1]
 
 
@@ -104,11 +102,11 @@ def simulate(
     replay = _Replay(layout, operations, costs, links, speeds)
     replay.run()
     peaks = {worker: peak_bytes(ops, costs) for worker, ops in operations.items()}
-    return Simulation(tuple(replay.spans), len(layout.workers), peaks)
+    return Simulation(tuple(replay.ops), len(layout.workers), peaks)
 
 
 def peak_bytes(ops: Sequence[Op], costs: Sequence[StageCosts]) -> float:
-    """The most memory that a worker needs while it goes through `ops`."""
+    """The peak memory of a worker during `ops`."""
     stages = {op.stage for op in ops}
     held: dict[int, dict[int, int]] = {stage: {} for stage in stages}
     current = dict.fromkeys(stages, 0)
@@ -138,7 +136,7 @@ class _Replay:
     costs: Sequence[StageCosts]
     links: Links
     speeds: Callable[[int], float]
-    spans: list[SimulatedOp] = field(default_factory=list)
+    ops: list[SimulatedOp] = field(default_factory=list)
 
     def run(self) -> None:
         self.next = dict.fromkeys(self.operations, 0)
@@ -155,7 +153,7 @@ class _Replay:
                 raise PlanError(f"the schedule stops: every worker waits for another: {stuck}")
 
     def _advance(self, worker: int) -> bool:
-        """Run as many operations of the worker as have their input."""
+        """Run the worker's operations as long as their inputs are available."""
         moved = False
         ops = self.operations[worker]
         while self.next[worker] < len(ops):
@@ -217,7 +215,7 @@ class _Replay:
         return arrival
 
     def _update(self, worker: int, op: Update) -> bool:
-        """An update runs on all replicas at once, when the last of them has come to it."""
+        """Run an update on all replicas at once, when the last of them has reached it."""
         waiting = self.ready_to_update.setdefault((op.stage, op.version), {})
         waiting[worker] = self.free_s[worker]
         if len(waiting) < self.layout.replicas(op.stage):
@@ -228,6 +226,6 @@ class _Replay:
         return True
 
     def _finish(self, worker: int, op: Op, start: float, end: float) -> None:
-        self.spans.append(SimulatedOp(worker, start, end, op))
+        self.ops.append(SimulatedOp(worker, start, end, op))
         self.free_s[worker] = end
         self.next[worker] += 1

@@ -1,4 +1,4 @@
-"""The predicted schedule as a picture: a row for each worker, a block for each operation."""
+"""Draws the predicted schedule: a row per worker, a block per operation."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] | None = None) -> None:
-    """Draw a replayed schedule to the PNG file `path`; blocks carry their microbatch where it fits."""
-    # Matplotlib takes a second to load: only those who draw pay for it.
+    """Draw a simulated schedule to the PNG file `path`; wide blocks show their microbatch."""
+    # Matplotlib takes a second to import.
     from matplotlib.figure import Figure
 
-    workers = sorted({span.worker for span in simulation.spans})
+    workers = sorted({op.worker for op in simulation.ops})
     figure = Figure(figsize=(14, max(2.4, 0.42 * len(workers) + 1.4)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     row = {worker: r for r, worker in enumerate(workers)}
     for kind, (label, colour) in _COLOURS.items():
-        spans = [s for s in simulation.spans if type(s.op) is kind and s.end_s > s.start_s]
-        if spans:
+        ops = [s for s in simulation.ops if type(s.op) is kind and s.end_s > s.start_s]
+        if ops:
             axes.barh(
-                [row[span.worker] for span in spans],
-                [(span.end_s - span.start_s) * 1e3 for span in spans],
-                left=[span.start_s * 1e3 for span in spans],
+                [row[op.worker] for op in ops],
+                [(op.end_s - op.start_s) * 1e3 for op in ops],
+                left=[op.start_s * 1e3 for op in ops],
                 height=0.86,
                 color=colour,
                 edgecolor="white",
-                # Edges would hide what is narrower than they are.
-                linewidth=[0.4 if _is_wide(span, simulation) else 0.0 for span in spans],
+                # Edges would hide narrow blocks.
+                linewidth=[0.4 if _is_wide(op, simulation) else 0.0 for op in ops],
                 label=label,
             )
     _number_blocks(axes, simulation, row)
@@ -71,13 +71,13 @@ def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] |
 
 
 def _number_blocks(axes: Any, simulation: Simulation, row: dict[int, int]) -> None:
-    for span in simulation.spans:
-        if isinstance(span.op, Update) or not _is_wide(span, simulation):
+    for timed in simulation.ops:
+        if isinstance(timed.op, Update) or not _is_wide(timed, simulation):
             continue
-        middle = (span.start_s + span.end_s) / 2 * 1e3
-        axes.text(middle, row[span.worker], str(span.op.microbatch), ha="center", va="center", fontsize=7)
+        middle = (timed.start_s + timed.end_s) / 2 * 1e3
+        axes.text(middle, row[timed.worker], str(timed.op.microbatch), ha="center", va="center", fontsize=7)
 
 
-def _is_wide(span: SimulatedOp, simulation: Simulation) -> bool:
+def _is_wide(timed: SimulatedOp, simulation: Simulation) -> bool:
     """Whether a block is wide enough for a number and an edge."""
-    return span.end_s - span.start_s >= 0.009 * simulation.end_s
+    return timed.end_s - timed.start_s >= 0.009 * simulation.end_s

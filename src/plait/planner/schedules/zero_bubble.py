@@ -1,4 +1,4 @@
-"""Schedules that go beyond one stage's own order: zero-bubble, and workers that hold several stages."""
+"""Schedules that need more than an order per stage: zero-bubble, and workers with several stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from plait.core.errors import PlanError
-from plait.planner.schedules.interleave import EverybodyWaits, Lane, played
+from plait.planner.schedules.interleave import Lane, ScheduleDeadlock, played
 from plait.planner.schedules.kinds import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardInput, Forward, Op, Operations, Update
 from plait.schema.plans.plan import Layout
@@ -15,32 +15,32 @@ Turn = tuple[int, int]
 
 
 def zero_bubble(layout: Layout, microbatches: int, depths: Mapping[int, int]) -> Operations:
-    """1F1B with backwards in two halves; the half that nobody waits for fills the gaps.
+    """1F1B with split backwards; weight gradients fill the gaps.
 
-    Which gaps there are is found by playing the schedule through with operations of one length each: costs
-    decide only how well the result fits, never whether it is right. A microbatch is in flight until its
-    weight gradient is done; each replica may hold as many as the pipeline is deep, as in ZB-H1, which is
-    no more than the first stage of 1F1B holds.
+    The gaps are found by simulating the schedule with operations of equal length: actual costs affect only
+    the quality of the result, not its correctness. A microbatch is in flight until its weight gradient is
+    done; each replica may hold as many as the pipeline is deep, as in ZB-H1, which is no more than the first
+    stage of 1F1B holds.
     """
     lanes = []
     for stage, ids in enumerate(layout.stages):
         room = in_flight(Schedule.ZERO_BUBBLE, layout, stage, microbatches, depths)
         depth = min(room, in_flight(Schedule.FLUSH, layout, stage, microbatches))
         for replica, worker in enumerate(ids):
-            own = [(stage, b) for b in range(replica, microbatches, len(ids))]
-            lanes.append(Lane(worker, iter(alternate(own, own, depth, BackwardInput)), room=room))
+            pairs = [(stage, b) for b in range(replica, microbatches, len(ids))]
+            lanes.append(Lane(worker, iter(alternate(pairs, pairs, depth, BackwardInput)), room=room))
     try:
         return _with_updates(played(layout, lanes), layout)
-    except EverybodyWaits:
+    except ScheduleDeadlock:
         raise PlanError(
             f"depths {dict(depths)} leave some stage waiting for ever; give earlier stages more"
         ) from None
 
 
 def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) -> Operations:
-    """1F1B for workers that hold several stages each, in groups of as many microbatches as workers.
+    """1F1B for workers with several stages each, in groups of as many microbatches as workers.
 
-    Where groups or stages do not come out even, workers go a little deeper, until nobody waits for ever.
+    If groups or stages are uneven, depths are increased until there is no deadlock.
     """
     if depths:
         raise PlanError("schedule interleaved sets its own depths; leave them out")
@@ -55,15 +55,15 @@ def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
             w: alternate(forwards[w], backwards[w], interleaved_depth(layout, w) + extra, Backward)
             for w in layout.workers
         }
-        with contextlib.suppress(EverybodyWaits):
+        with contextlib.suppress(ScheduleDeadlock):
             return _with_updates(played(layout, [Lane(w, iter(ops)) for w, ops in lists.items()]), layout)
-    raise AssertionError("with all forwards before all backwards nobody waits for ever")
+    raise AssertionError("with all forwards before all backwards there is no deadlock")
 
 
 def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]], together: bool) -> Operations:
-    """One order for each worker that holds several stages, from an order for each stage and replica.
+    """One order per worker with several stages, from an order per stage and replica.
 
-    Stages update when their own order says so, or all `together` when a worker is done with the rest.
+    Stages update according to their order, or all `together` at the end.
     """
     if together:
         lists = {key: [op for op in ops if not isinstance(op, Update)] for key, ops in lists.items()}
@@ -75,9 +75,9 @@ def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]], together: bool) -
 
 
 def interleaved_depth(layout: Layout, worker: int) -> int:
-    """Microbatches, counted once for each stage, that a worker keeps in flight.
+    """The microbatches in flight on a worker, counted once per stage.
 
-    Twice as many as workers follow it, and a group for each further stage that it holds.
+    Twice the number of workers after it, plus a group for each additional stage.
     """
     names = [workers[0] for workers in layout.stages]
     order = list(dict.fromkeys(names))
@@ -90,7 +90,7 @@ def alternate(
     depth: int,
     backward: type[Backward] | type[BackwardInput],
 ) -> list[Op]:
-    """Fill with `depth` forwards less one, then a forward and a backward in turn, then drain."""
+    """Fill with `depth - 1` forwards, then alternate forward and backward, then drain."""
     ops: list[Op] = []
     fill = min(depth, len(forwards)) - 1
     for step in range(len(forwards) + fill):
@@ -102,7 +102,7 @@ def alternate(
 
 
 def _turns(layout: Layout, microbatches: int) -> tuple[dict[int, list[Turn]], dict[int, list[Turn]]]:
-    """The forwards and the backwards of each worker: group by group, and in it stage by stage."""
+    """The forwards and backwards of each worker: by group, and within it by stage."""
     group = len(layout.workers)
     forwards: dict[int, list[Turn]] = {worker: [] for worker in layout.workers}
     backwards: dict[int, list[Turn]] = {worker: [] for worker in layout.workers}

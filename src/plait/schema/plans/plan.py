@@ -72,7 +72,7 @@ class Stage:
     bottleneck: compute, updates and synchronisation, shared by its replicas; messages are counted apart.
     `activation_bytes` is what autograd keeps besides the stage's inputs, `working_bytes` what a layer at work
     takes besides. `in_flight` microbatches are held at most, and `memory_bytes` is what a device needs for
-    all that (planner/memory.py).
+    all that (planner/stage_memory.py).
     """
 
     layers: tuple[str, ...]

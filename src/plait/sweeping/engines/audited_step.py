@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.data.loader import Batch
-from plait.fusion.verify.lone_run import drawing_as
+from plait.fusion.verify.plain_run import drawing_as
 from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.training.checkpoint import EngineState
 from plait.training.engines.train_step import step_alone

@@ -20,12 +20,12 @@ from plait.core.errors import InputError, JobError
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.fusion.module import FusedModule
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.launch.worker import Worker
 from plait.pipeline.cutting.cut import cut
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
 from plait.pipeline.microbatches import Microbatch
-from plait.pipeline.named_state import Tensors, further_names, model_state
+from plait.pipeline.named_state import Tensors, model_state, tied_aliases
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.traced_constants import check_values, plain_values
@@ -57,7 +57,7 @@ class FusedStages:
         feed: Callable[[Trial], BatchStream],
         workers: WorkerGroup,
         stages: StagesOfTrials,
-        verdict: Verdict | None = None,
+        verdict: FusionReport | None = None,
     ) -> None:
         self._worker = worker
         self._feed = feed
@@ -65,12 +65,12 @@ class FusedStages:
         self.layout, self._values = stages.layout, stages.values
         stage = cut(stages.traced, self._layers)
         self._first_names = stage.first_names
-        self._further = further_names(entries[0].parts.model)
+        self._further = tied_aliases(entries[0].parts.model)
         # The models' weights are the array's own from now on.
         self._traced = replace(stages.traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
         own = [self._stage_of(entry) for entry in entries]
-        kept = of_stage(verdict or Verdict(), own[0].parts.model)
+        kept = of_stage(verdict or FusionReport(), own[0].parts.model)
         self.components = FusedComponents(own, stream=workers.place, verdict=kept)
         self.components.optimizer.sum_squares = lambda squares: workers.total(squares, squares.device)
         self._stage = FusedStage(self.components.fused)
@@ -253,9 +253,9 @@ class FusedStage(nn.Module):
 
 def stacked_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
     """The tensors of a microbatch's inputs, each stacked for all trials; refuses what cannot be stacked."""
-    if traced.value_places:
+    if traced.value_paths:
         raise InputError(
-            f"found a number or text at {min(traced.value_places)} of a batch's inputs, which trials in "
+            f"found a number or text at {min(traced.value_paths)} of a batch's inputs, which trials in "
             f"stages cannot take; give it as a tensor"
         )
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]

@@ -14,7 +14,7 @@ from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, mix
 from plait.fusion import FusedModule
-from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, Verdict, verify_fused
+from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, FusionReport, verify_fused
 from plait.training.batch_streams import next_batches, open_stream
 from plait.training.components import AUTOCAST, Components, TrialInit
 from plait.training.fused.fused_components import fused_loss, losses_alone, losses_of, together
@@ -23,8 +23,8 @@ from plait.verification import same_random_numbers
 
 
 def verify_entries(
-    entries: Sequence[TrialInit], share: tuple[int, int], known: Verdict | None = None
-) -> Verdict:
+    entries: Sequence[TrialInit], share: tuple[int, int], known: FusionReport | None = None
+) -> FusionReport:
     """What must run trial by trial for these trials to train together as they do alone.
 
     Two batches of each trial's own data are used, `share` of each: a worker's place and how many there are.
@@ -32,7 +32,7 @@ def verify_entries(
     return verify_candidate(ArrayCandidate(entries, first_batches(entries, share)), known)
 
 
-def verify_candidate(candidate: ArrayCandidate, known: Verdict | None) -> Verdict:
+def verify_candidate(candidate: ArrayCandidate, known: FusionReport | None) -> FusionReport:
     """What must run trial by trial, beginning with what is `known` of trials of this kind.
 
     Of a kind that is known each trial takes one step and is evaluated once, else twice.

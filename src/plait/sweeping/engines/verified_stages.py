@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import InputError, JobError
 from plait.data.loader import Batch
 from plait.fusion import FusedModule, fuse
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.gradient_sync import check_untied
@@ -64,13 +64,13 @@ def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify:
 
 
 def verify_stages(
-    entries: Sequence[TrialInit], stages: StagesOfTrials, known: Verdict | None = None
-) -> Verdict:
+    entries: Sequence[TrialInit], stages: StagesOfTrials, known: FusionReport | None = None
+) -> FusionReport:
     """What must run trial by trial for these trials to train together, in stages, as they do alone."""
     return verify_candidate(StagedCandidate(entries, stages, first_batches(entries, (0, 1))), known)
 
 
-def of_stage(verdict: Verdict, module: nn.Module) -> Verdict:
+def of_stage(verdict: FusionReport, module: nn.Module) -> FusionReport:
     """What of a verdict concerns one stage."""
     names = {path for path, _ in module.named_modules()}
     return replace(verdict, unfused={name: why for name, why in verdict.unfused.items() if name in names})
@@ -102,9 +102,9 @@ class StagedCandidate(ArrayCandidate):
         fused, self._cut = [], []
         for layers in self._stages.layout.stages:
             own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
-            kept = of_stage(Verdict(unfused), own[0].module).unfused
-            seeds, ages = ([x[trial] for trial in trials] for x in (self.seeds, self.ages))
-            fused.append(fuse([stage.module for stage in own], seeds, ages, kept, verify=False))
+            kept = of_stage(FusionReport(unfused), own[0].module).unfused
+            seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
+            fused.append(fuse([stage.module for stage in own], seeds, steps, kept, verify=False))
             self._cut.append(own[0])
         return fused
 

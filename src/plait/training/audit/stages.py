@@ -131,7 +131,7 @@ class AuditedStages:
             }
             known |= _below("weights", gathered)
             known |= {name: next(iter(own.values())) for name, own in self._buffers.items()}
-            self._before = State(known, attributes).own()
+            self._before = State(known, attributes).copied()
 
     def _is_first(self, name: str) -> bool:
         """Whether this worker is the first of those that hold a tensor."""

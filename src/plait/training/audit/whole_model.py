@@ -65,7 +65,7 @@ class AuditedStep:
         self._together = together
         parts = run.parts
         self._live = PlainModel(parts.model, parts.loss)
-        self._before = self._live.state().own()
+        self._before = self._live.state().copied()
         self._scale = parts.scaler.get_scale() if parts.scaler.is_enabled() else 1.0
         # What the step is taken on, and its gradients, where those of others are averaged into them.
         self.parts: list[Part] = []

@@ -244,7 +244,7 @@ class PipelineEngine:
         self._group = self._fixed_group or group_of_world(self._worker)
         if self._worker.memberships.can_change:
             self._worker.memberships.on_loss(self._fail)
-        self._pipeline.on_spans = self._record_operations
+        self._pipeline.on_timings = self._record_operations
         self._monitor = self._make_monitor(self._pipeline)
         self._on_opened(time.perf_counter() - started)
 
@@ -455,7 +455,7 @@ class PipelineEngine:
         if pipeline is not None:
             # What holds the pipeline would keep its weights in memory.
             self._monitor = None
-            pipeline.on_spans = pipeline.on_backward = pipeline.on_gradients = None
+            pipeline.on_timings = pipeline.on_backward = pipeline.on_gradients = None
             self.stages.close(pipeline)
 
     @property
@@ -465,6 +465,6 @@ class PipelineEngine:
 
     def _record_operations(self, step: int | None = None) -> None:
         """Record when each operation began and ended, in a long interval now and then."""
-        event = operations_event(self.trials[0].step if step is None else step, self._pipe.spans)
-        self._pipe.spans.clear()
+        event = operations_event(self.trials[0].step if step is None else step, self._pipe.timings)
+        self._pipe.timings.clear()
         self._on_operations(event)

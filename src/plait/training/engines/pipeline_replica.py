@@ -18,7 +18,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout, one_batch
-from plait.pipeline.microbatches import pieces_of
+from plait.pipeline.microbatches import microbatch_count
 from plait.planner.schedules.operations import Update
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import options_among
@@ -129,7 +129,7 @@ class PipelineReplica:
 
     def update(self, step: int, share: int, count: int, lr: float, contents: Iterable[Any] = ()) -> float:
         """Update on `count` samples and average; the loss, on the first worker, which has the `contents`."""
-        pieces = self.pieces_of(count)
+        pieces = self.microbatch_count(count)
         sizes = [len(own) for own in split(count, pieces)]
         set_lr(self.pipeline.optimizer, self.pipeline.base_lrs, lr)
         work = ReplicaWork(sizes, (self._settings.seed, step, share), iter(contents))
@@ -138,10 +138,10 @@ class PipelineReplica:
             self._loss = float(self.lockstep.receive_from(self._last, "a batch's loss")[0][0])
         return self._loss
 
-    def pieces_of(self, count: int) -> int:
+    def microbatch_count(self, count: int) -> int:
         """How many microbatches a share of `count` samples makes."""
         usual = math.ceil(self._settings.data.batch_size / len(self.peers))
-        return pieces_of(count, usual, self.pipeline_layout.microbatches)
+        return microbatch_count(count, usual, self.pipeline_layout.microbatches)
 
     def _agree(self) -> None:
         """Send what others of the replica wait for, then average with the same stage of other replicas."""

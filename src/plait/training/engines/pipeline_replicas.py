@@ -12,7 +12,7 @@ from plait.core.errors import LostPeer
 from plait.data import loader
 from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.named_state import further_names
+from plait.pipeline.named_state import tied_aliases
 from plait.pipeline.op_timings import operations_event
 from plait.training.change.layers import HeldLayers, put_beside
 from plait.training.change.members import CannotGoOn
@@ -46,7 +46,7 @@ class PipelineMember:
         )
         self.place, self.averaging = self._replica.number, self._replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in self._replica.peers)
-        self._tied = further_names(run.parts.model)
+        self._tied = tied_aliases(run.parts.model)
         report_verification(run.metrics, self._replica.checked)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
@@ -65,7 +65,7 @@ class PipelineMember:
             return torch.zeros((), dtype=torch.float64)
         replica, contents = self._replica, iter(())
         if self.is_first:
-            pieces = loader.cut(batch.content, batch.count, replica.pieces_of(batch.count))
+            pieces = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
             contents = self._on_device(content for content, _ in pieces)
         loss = replica.update(step, share, batch.count, factor, contents)
         return torch.tensor(loss, dtype=torch.float64)
@@ -79,8 +79,8 @@ class PipelineMember:
 
     def synchronize(self) -> tuple[int, ...]:
         step, pipeline = self._run.trial.step, self._replica.pipeline
-        self._run.note(operations_event(step, pipeline.spans))
-        pipeline.spans.clear()
+        self._run.note(operations_event(step, pipeline.timings))
+        pipeline.timings.clear()
         return self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:

@@ -263,7 +263,7 @@ class TrainStep:
             content = components.to_device(pieces)
             if self.recorded is not None:
                 inputs, target = content
-                self.recorded.append(Part(inputs, target, weights[0], share=share).own())
+                self.recorded.append(Part(inputs, target, weights[0], share=share).copied())
             self._last_inputs = content[0] if self._is_first else None
             losses = components.losses(content, [count for _, count in pieces], weights)
             weighted = losses if set(weights) == {1.0} else components.weighted(losses, weights)

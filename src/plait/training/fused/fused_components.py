@@ -26,11 +26,11 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
-from plait.fusion.optim.lone import load_trial, lone_optimizer
+from plait.fusion.optim.conversion import load_trial, trial_optimizer
 from plait.fusion.trials.membership import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
-from plait.fusion.verify import Verdict
+from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
@@ -59,11 +59,11 @@ class FusedComponents:
         self,
         entries: Sequence[TrialInit],
         stream: int = 0,
-        verdict: Verdict | None = None,
+        verdict: FusionReport | None = None,
         is_summed: bool = False,
     ) -> None:
         first = entries[0]
-        self.verdict = verdict or Verdict()
+        self.verdict = verdict or FusionReport()
         self._stream = stream
         self._entries = [_without_state(entry) for entry in entries]
         self.device = first.parts.device
@@ -324,7 +324,7 @@ class FusedComponents:
     def state(self, slot: int = 0) -> EngineState:
         """The state of the trial in `slot`, as a checkpoint of it alone holds it."""
         model = self.fused.trial(slot)
-        optimizer = lone_optimizer(self.optimizer, model, slot)
+        optimizer = trial_optimizer(self.optimizer, model, slot)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         return EngineState(
             named_state.model_state(model),
@@ -347,7 +347,7 @@ def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
 
     Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
     with the trial's state. A `TrainStep` on its parts takes a plain step with it. What models keep in Python
-    is as in a new one (`Verdict.has_python_state` says whether they keep any). Random numbers are torch's;
+    is as in a new one (see `FusionReport.has_python_state`). Random numbers are torch's;
     within `drawing_as(model, seed, age, unfused)`, of the fused module's, they are those that the trial draws
     next.
     """
@@ -359,7 +359,7 @@ def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
         for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
             tensor.data = own[name].detach().clone()
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
-    state = named_state.optimizer_state(lone_optimizer(array.optimizer, trial, slot), names)
+    state = named_state.optimizer_state(trial_optimizer(array.optimizer, trial, slot), names)
     named_state.load_optimizer_state(parts.optimizer, parts.names, state)
     parts.scaler.load_state_dict(array.loss_scale(slot))
     return TrialInit(settings, parts, int(array.fused.ages[slot]))

@@ -21,7 +21,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by
-from plait.pipeline.named_state import Tensors, further_names, model_state, tensors_of, unsaved_state
+from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases, unsaved_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.change.layers import (
@@ -96,7 +96,7 @@ class ModelStages:
         self._is_whole = True
         self._commit: StepCommit | None = None
         self._next_position = Position()
-        self._tied = further_names(components.model)
+        self._tied = tied_aliases(components.model)
         # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
         # The stages that use each tensor.

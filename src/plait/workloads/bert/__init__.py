@@ -1,7 +1,7 @@
 """BERT: models, pre-training data in hdf5 shards, word pieces, and SQuAD fine-tuning.
 
-`bert`, `bert_medium` and `bert_tiny` are models of our own; `pretraining` and `question_answering` make
-those of the transformers library, which compute their own loss.
+`bert`, `bert_medium` and `bert_tiny` are implemented here; `pretraining` and `question_answering` make models
+of the transformers library, which compute their own loss.
 """
 
 from plait.workloads.bert.heads import masked_accuracy, pretraining, question_answering, span_accuracy

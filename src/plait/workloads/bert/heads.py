@@ -1,4 +1,4 @@
-"""BERT of the transformers library with the heads for pre-training and for SQuAD, and what to count."""
+"""BERT of the transformers library with the heads for pre-training and for SQuAD, and their metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pretraining(
 ) -> nn.Module:
     """`BertForPreTraining`: its loss is that of masked tokens plus that of the next sentence.
 
-    Base has 110,106,428 parameters. Give it the samples of `bert-shards`.
+    Base has 110,106,428 parameters. Use it with samples of `bert-shards`.
     """
     return from_config("BertForPreTraining", _config(size, vocabulary, context, dropout))
 
@@ -31,7 +31,7 @@ def pretraining(
 def question_answering(
     size: Size = "base", vocabulary: int = 30522, context: int = 512, dropout: float = 0.1
 ) -> nn.Module:
-    """`BertForQuestionAnswering`: where in a text an answer begins and ends. Give it samples of `squad`."""
+    """`BertForQuestionAnswering`: begin and end of an answer in a text. Use it with samples of `squad`."""
     return from_config("BertForQuestionAnswering", _config(size, vocabulary, context, dropout))
 
 
@@ -51,12 +51,12 @@ def _config(size: str, vocabulary: int, context: int, dropout: float) -> dict[st
 
 @more_is_better
 def masked_accuracy(output: Any, labels: Tensor) -> tuple[Tensor, int]:
-    """How many masked tokens were named, and how many there are; for `evaluate.metric`."""
+    """The number of correct masked tokens, and of all masked tokens; for `evaluate.metric`."""
     return (output.prediction_logits.argmax(-1) == labels).sum(), int((labels != IGNORED).sum())
 
 
 @more_is_better
 def span_accuracy(output: Any, span_b2: Tensor) -> tuple[Tensor, int]:
-    """Of how many windows both ends of the answer were named, and how many windows there are."""
+    """The number of windows with both ends of the answer correct, and of all windows."""
     begins = output.start_logits.argmax(-1) == span_b2[:, 0]
     return (begins & (output.end_logits.argmax(-1) == span_b2[:, 1])).sum(), len(span_b2)

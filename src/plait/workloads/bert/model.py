@@ -20,7 +20,7 @@ def bert(
     width: int = 768,
     dropout: float = 0.1,
 ) -> nn.Sequential:
-    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each place sees all others.
+    """Tokens (batch, time) in, logits (batch, time, vocabulary) out; each position attends to all others.
 
     The defaults are BERT-base. The head shares the token embedding's weight.
     """
@@ -50,7 +50,7 @@ def bert_tiny(vocabulary: int = 256, context: int = 64, dropout: float = 0.0) ->
 
 
 class BertEmbeddings(nn.Module):
-    """The sum of what each token, each place and the first segment mean, normalised."""
+    """The sum of token, position and first-segment embeddings, normalised."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class BertEmbeddings(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a perceptron, each normalised after it is added."""
+    """Attention and a perceptron, each followed by a residual sum and a norm (post-norm)."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class EncoderLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """What each place's token may be."""
+    """The logits of each position's token."""
 
     def __init__(self, width: int, tokens: nn.Embedding) -> None:
         super().__init__()

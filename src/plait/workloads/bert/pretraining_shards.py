@@ -1,8 +1,8 @@
 """BERT's pre-training data as NVIDIA's scripts write it: hdf5 shards of masked sentence pairs.
 
 A shard holds six arrays with a row for each sample: `input_ids`, `input_mask` and `segment_ids` (samples,
-length), `masked_lm_positions` and `masked_lm_ids` (samples, most masked; unused places are 0), and
-`next_sentence_labels` (samples): 1 where the second sentence is not the next one.
+length), `masked_lm_positions` and `masked_lm_ids` (samples, most masked; unused entries are 0), and
+`next_sentence_labels` (samples): 1 if the second sentence is not the next one.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def bert_shards(
     """The samples of all shards of a split below `path`, as dicts of the model's arguments.
 
     Shards are `path/training/*.hdf5` and `path/test/*.hdf5`, or files in `path` with `training` or `test` in
-    their names. The shuffled order of an epoch deals shards to `lanes`; each batch takes equal consecutive
-    parts of the lanes, so that of N workers, where N divides `lanes`, each reads shards of its own, one after
-    the other. `vocabulary` is what token numbers stay below, by default the lines of `path/vocab.txt`.
+    their names. The shuffled order of an epoch assigns shards to `lanes`; each batch has equal consecutive
+    parts of the lanes, so that of N workers, if N divides `lanes`, each reads different shards, one after the
+    other. `vocabulary` is the upper limit of token numbers, by default the lines of `path/vocab.txt`.
     """
     if lanes < 1:
         raise DataError(f"data.lanes: found {lanes}, expected at least 1; use the number of workers")
@@ -81,7 +81,7 @@ def find_shards(path: Path, split: Split) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShardHead:
-    """Where a shard is, how many samples it has and of how many tokens."""
+    """The path of a shard, its number of samples, and their length in tokens."""
 
     path: Path
     samples: int
@@ -89,7 +89,7 @@ class ShardHead:
 
 
 def read_head(path: Path) -> ShardHead:
-    """A shard's sizes; arrays that are missing or do not fit each other are refused."""
+    """Read a shard's sizes; raises if arrays are missing or inconsistent."""
     with open_hdf5(path, EXPECTED, REMEDY) as file:
         check_keys(path, file, KEYS, REMEDY)
         shapes = {key: tuple(file[key].shape) for key in KEYS}
@@ -135,8 +135,8 @@ class PretrainingShards(Fingerprinted):
         tokens = torch.from_numpy(arrays["input_ids"][row].astype(np.int64))
         labels = torch.full_like(tokens, IGNORED)
         masked = arrays["masked_lm_positions"][row] > 0  # the first token, [CLS], never is
-        places = torch.from_numpy(arrays["masked_lm_positions"][row][masked].astype(np.int64))
-        labels[places] = torch.from_numpy(arrays["masked_lm_ids"][row][masked].astype(np.int64))
+        positions = torch.from_numpy(arrays["masked_lm_positions"][row][masked].astype(np.int64))
+        labels[positions] = torch.from_numpy(arrays["masked_lm_ids"][row][masked].astype(np.int64))
         return {
             "input_ids": tokens,
             "attention_mask": torch.from_numpy(arrays["input_mask"][row].astype(np.int64)),
@@ -146,7 +146,7 @@ class PretrainingShards(Fingerprinted):
         }
 
     def limit_tokens(self, count: int) -> None:
-        """Refuse shards with tokens from `count` on, where no vocabulary tells how many there are."""
+        """Set the upper limit of token numbers, if no vocabulary gives it."""
         self.vocabulary = self.vocabulary or count
 
     def shard_of(self, index: int) -> int:
@@ -154,7 +154,7 @@ class PretrainingShards(Fingerprinted):
         return int(np.searchsorted(self._ends, index, side="right"))
 
     def epoch_order(self, seed: int, batch_size: int) -> LaneOrder:
-        """Shards in a shuffled order, shared out among workers, and their samples shuffled."""
+        """Shards in a shuffled order, distributed over workers, with their samples shuffled."""
         return lane_order([head.samples for head in self._heads], seed, batch_size, self.lanes)
 
     def _arrays(self, shard: int) -> dict[str, Array]:
@@ -196,12 +196,12 @@ class PretrainingShards(Fingerprinted):
 def synthetic_shards(
     split: Split, samples: int = 64, length: int = 32, vocabulary: int = 256, masked: int = 4, seed: int = 0
 ) -> SyntheticPairs:
-    """Samples of the same form, whose tokens count upwards: what is masked follows from its neighbours."""
+    """Samples of the same form, whose tokens count upwards: masked ones follow from their neighbours."""
     return SyntheticPairs(samples, length, vocabulary, masked, 2 * seed + (split == "test"))
 
 
 class SyntheticPairs:
-    """Two halves of a sequence that counts upwards, the second of which may be of another one."""
+    """Two halves of a sequence that counts upwards; the second may be from another sequence."""
 
     def __init__(self, samples: int, length: int, vocabulary: int, masked: int, seed: int) -> None:
         if length < 8 or vocabulary < 16 or not 1 <= masked <= length // 4:
@@ -225,12 +225,12 @@ class SyntheticPairs:
         is_other = int(torch.randint(2, (), generator=generator))
         half = torch.arange(length) >= length // 2
         tokens = 5 + (begins[0] + torch.arange(length) + half * is_other * begins[1]) % room
-        # Every sample has some padding, as many masked tokens, and the mask's number at their places.
+        # Every sample has some padding and the same number of masked tokens.
         used = length - int(torch.randint(length // 4, (), generator=generator))
-        places = 1 + torch.randperm(used - 1, generator=generator)[: self._masked]
+        positions = 1 + torch.randperm(used - 1, generator=generator)[: self._masked]
         labels = torch.full_like(tokens, IGNORED)
-        labels[places] = tokens[places]
-        tokens[places] = 4
+        labels[positions] = tokens[positions]
+        tokens[positions] = 4
         mask = (torch.arange(length) < used).long()
         return {
             "input_ids": tokens * mask,

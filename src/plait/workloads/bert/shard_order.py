@@ -1,4 +1,4 @@
-"""The order of samples in shards: shuffled, yet such that each worker reads a few shards after another."""
+"""The order of samples in shards: shuffled, but each worker reads few shards at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LaneOrder: TypeAlias = Sequence[int]
 
 
 def lane_order(samples: Sequence[int], seed: int, batch_size: int, lanes: int) -> LaneOrder:
-    """All samples of shards of the given sizes, once; `lanes` readers each see a shard after the other.
+    """All samples of shards of the given sizes, once; each of `lanes` readers reads one shard at a time.
 
-    Shards are dealt, in a shuffled order, to the lane that has the fewest samples. A batch consists of
-    consecutive parts, one of each lane, in order; where a lane has ended, others give more. It depends on
-    neither the number of workers nor where a run was resumed.
+    Shards are assigned, in a shuffled order, to the lane with the fewest samples. A batch consists of
+    consecutive parts, one of each lane, in order; if a lane has ended, others contribute more. The order does
+    not depend on the number of workers, nor on where a run was resumed.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     begins = np.concatenate([[0], np.cumsum(samples)])
@@ -33,13 +33,13 @@ def lane_order(samples: Sequence[int], seed: int, batch_size: int, lanes: int) -
 def _merged(
     lanes: list[np.ndarray[tuple[int], np.dtype[np.int64]]], batch_size: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Batch after batch, each in equal parts of the lanes that are left."""
+    """The batches, each in equal parts of the remaining lanes."""
     parts = []
     left = [lane for lane in lanes if len(lane)]
     while left:
         ends = [batch_size * i // len(left) for i in range(len(left) + 1)]
-        for place, (begin, end) in enumerate(pairwise(ends)):
-            parts.append(left[place][: end - begin])
-            left[place] = left[place][end - begin :]
+        for index, (begin, end) in enumerate(pairwise(ends)):
+            parts.append(left[index][: end - begin])
+            left[index] = left[index][end - begin :]
         left = [lane for lane in left if len(lane)]
     return np.concatenate(parts)

@@ -39,7 +39,7 @@ class Question:
 
 
 def read_squad(path: Path) -> list[Question]:
-    """All questions of a file, in order; what is malformed is refused with its place."""
+    """All questions of a file, in order; an error names the location of malformed content."""
     text = decode_text(path, read_bytes(path, "a SQuAD v2.0 JSON file", REMEDY), REMEDY)
     try:
         content = json.loads(text)
@@ -47,14 +47,14 @@ def read_squad(path: Path) -> list[Question]:
         raise DataError(
             f"{path}, line {failure.lineno}: not JSON ({failure.msg}, column {failure.colno}); {REMEDY}"
         ) from None
-    found = list(_Reader(path).questions(content))
-    if not found:
+    questions = list(_Reader(path).questions(content))
+    if not questions:
         raise DataError(f"{path}: found no questions; {REMEDY}")
-    return found
+    return questions
 
 
 class _Reader:
-    """Takes a file's content apart and names the place of what does not fit."""
+    """Parses a file's content; errors name the location."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,38 +63,38 @@ class _Reader:
         for i, article in enumerate(self._value(content, "data", list, "")):
             at = f"data[{i}]"
             for j, paragraph in enumerate(self._value(article, "paragraphs", list, at)):
-                place = f"{at}.paragraphs[{j}]"
-                context = self._value(paragraph, "context", str, place)
-                for k, question in enumerate(self._value(paragraph, "qas", list, place)):
-                    yield self._question(question, context, f"{place}.qas[{k}]")
+                where = f"{at}.paragraphs[{j}]"
+                context = self._value(paragraph, "context", str, where)
+                for k, question in enumerate(self._value(paragraph, "qas", list, where)):
+                    yield self._question(question, context, f"{where}.qas[{k}]")
 
-    def _question(self, question: Any, context: str, place: str) -> Question:
-        id_, text = (self._value(question, key, str, place) for key in ("id", "question"))
+    def _question(self, question: Any, context: str, where: str) -> Question:
+        id_, text = (self._value(question, key, str, where) for key in ("id", "question"))
         if question.get("is_impossible", False):
             return Question(id_, text, context, ())
-        found = self._value(question, "answers", list, place)
-        if not found:
-            raise self._error(f"{place}.answers", "none", "at least one, or is_impossible: true")
-        each = (self._answer(one, context, f"{place}.answers[{n}]") for n, one in enumerate(found))
+        answers = self._value(question, "answers", list, where)
+        if not answers:
+            raise self._error(f"{where}.answers", "none", "at least one, or is_impossible: true")
+        each = (self._answer(one, context, f"{where}.answers[{n}]") for n, one in enumerate(answers))
         return Question(id_, text, context, tuple(each))
 
-    def _answer(self, answer: Any, context: str, place: str) -> Answer:
-        text, begin = self._value(answer, "text", str, place), self._value(answer, "answer_start", int, place)
+    def _answer(self, answer: Any, context: str, where: str) -> Answer:
+        text, begin = self._value(answer, "text", str, where), self._value(answer, "answer_start", int, where)
         there = context[begin : begin + len(text)] if begin >= 0 else ""
         if not text or there != text:
-            raise self._error(f"{place}.text", repr(text), f"what the context has at {begin}, {there!r}")
+            raise self._error(f"{where}.text", repr(text), f"what the context has at {begin}, {there!r}")
         return Answer(text, begin)
 
-    def _value(self, holder: Any, key: str, kind: type, place: str) -> Any:
+    def _value(self, holder: Any, key: str, kind: type, where: str) -> Any:
         if not isinstance(holder, dict):
-            raise self._error(place or "the file", f"a {type(holder).__name__}", f"an object with {key!r}")
+            raise self._error(where or "the file", f"a {type(holder).__name__}", f"an object with {key!r}")
         if key not in holder:
             keys = ", ".join(sorted(holder)) or "nothing"
-            raise self._error(place or "the file", f"an object with {keys}", f"one with {key!r}")
+            raise self._error(where or "the file", f"an object with {keys}", f"one with {key!r}")
         if not isinstance(holder[key], kind) or isinstance(holder[key], bool):
             found = f"a {type(holder[key]).__name__}"
-            raise self._error(f"{place}.{key}".lstrip("."), found, _EXPECTED[kind])
+            raise self._error(f"{where}.{key}".lstrip("."), found, _EXPECTED[kind])
         return holder[key]
 
-    def _error(self, place: str, found: str, expected: str) -> DataError:
-        return DataError(f"{self._path}: {place}: found {found}, expected {expected}; {REMEDY}")
+    def _error(self, where: str, found: str, expected: str) -> DataError:
+        return DataError(f"{self._path}: {where}: found {found}, expected {expected}; {REMEDY}")

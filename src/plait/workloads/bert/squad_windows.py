@@ -1,4 +1,4 @@
-"""SQuAD for BERT: windows of question and text in, and answers as text out of what the model gives."""
+"""SQuAD for BERT: windows of question and text as samples, and answers as text from the model's output."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def squad(
 ) -> SquadWindows:
     """`path/train-v2.0.json`, or `dev-v2.0.json` for testing, as windows of `length` tokens.
 
-    A text that is longer than a window has several, `stride` tokens apart. `vocabulary_file` is a file of
-    word pieces. A sample is a dict of the model's arguments, and where the answer begins and ends (0, 0 where
-    the window has none).
+    A text longer than a window has several windows, `stride` tokens apart. `vocabulary_file` is a file of
+    word pieces. A sample is a dict of the model's arguments, and the begin and end of the answer (0, 0 if the
+    window has none).
     """
     questions = read_squad(path / FILES[split])
     pieces = read_pieces(vocabulary_file)
@@ -45,7 +45,7 @@ def synthetic_squad(
 ) -> SquadWindows:
     """Questions of the same form about made-up texts; every fifth has no answer.
 
-    Each text says for some letters which number they have, and a question asks for one of them.
+    Each text assigns numbers to some letters, and a question asks for one of them.
     """
     draw = random.Random(2 * seed + (split == "test"))
     letters, numbers = "abcdefghijklmnopqrstuvwxyz", [str(n) for n in range(10, 100)]
@@ -68,7 +68,7 @@ def _made_up(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Tokens of a window, between windows, of a question at most, and of an answer at most."""
+    """Numbers of tokens: of a window, between windows, at most of a question, and at most of an answer."""
 
     length: int
     stride: int
@@ -95,7 +95,7 @@ class Window:
 
 
 class SquadWindows(Fingerprinted):
-    """Samples ({arguments}, (begin, end)), one a window; `scores` is the official judgement."""
+    """Samples ({arguments}, (begin, end)), one per window; `scores` are those of the official script."""
 
     def __init__(self, questions: Sequence[Question], pieces: WordPieces, sizes: _Sizes) -> None:
         self.questions = list(questions)
@@ -139,11 +139,11 @@ class SquadWindows(Fingerprinted):
         return [Window(number, begin, min(begin + room, count), at) for begin in begins]
 
     def _span(self, window: Window, text: Sequence[Piece]) -> tuple[int, int]:
-        """The tokens of the first answer within the window; the first token, twice, where it is not there."""
+        """The tokens of the first answer within the window; the first token, twice, if it is not in it."""
         answers = self.questions[window.question].answers
         inside = [
-            place
-            for place, piece in enumerate(text)
+            position
+            for position, piece in enumerate(text)
             if answers and piece.begin < answers[0].end and piece.end > answers[0].begin
         ]
         if not inside or text[inside[0]].begin > answers[0].begin or text[inside[-1]].end < answers[0].end:
@@ -152,7 +152,7 @@ class SquadWindows(Fingerprinted):
 
     @torch.no_grad()
     def answers(self, model: nn.Module, device: torch.device, batch_size: int = 32) -> dict[str, str]:
-        """The model's answer to each question by its id, empty where it finds none; in evaluation mode."""
+        """The model's answer to each question by id, empty if there is none; in evaluation mode."""
         was_training = model.training
         model.eval()
         best: dict[int, tuple[float, str]] = {}
@@ -165,8 +165,10 @@ class SquadWindows(Fingerprinted):
                 window = self.windows[n]
                 none = float(starts[0] + ends[0])
                 no_answer[window.question] = min(none, no_answer.get(window.question, none))
-                found = self._best_span(window, starts, ends)
-                best[window.question] = max(found, best.get(window.question, found), key=lambda f: f[0])
+                candidate = self._best_span(window, starts, ends)
+                best[window.question] = max(
+                    candidate, best.get(window.question, candidate), key=lambda f: f[0]
+                )
         model.train(was_training)
         return {
             self.questions[number].id: text if score > no_answer[number] else ""
@@ -178,18 +180,18 @@ class SquadWindows(Fingerprinted):
         count = window.end - window.begin
         if count == 0:
             return float("-inf"), ""
-        own = slice(window.at, window.at + count)
-        together = starts[own].unsqueeze(1) + ends[own].unsqueeze(0)
+        inside = slice(window.at, window.at + count)
+        together = starts[inside].unsqueeze(1) + ends[inside].unsqueeze(0)
         allowed = torch.ones_like(together, dtype=torch.bool).triu().tril(self._sizes.answer - 1)
         flat = together.masked_fill(~allowed, float("-inf")).flatten()
-        place = int(flat.argmax())
+        index = int(flat.argmax())
         question = self.questions[window.question]
         text = self._texts[question.context]
-        begin = text[window.begin + place // count].begin
-        end = text[window.begin + place % count].end
-        return float(flat[place]), question.context[begin:end]
+        begin = text[window.begin + index // count].begin
+        end = text[window.begin + index % count].end
+        return float(flat[index]), question.context[begin:end]
 
     def scores(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Exact match and F1, in percent, over all questions; what `plait evaluate` adds."""
+        """Exact match and F1, in percent, over all questions; printed by `plait evaluate`."""
         gold = {question.id: [answer.text for answer in question.answers] for question in self.questions}
         return squad_scores(gold, self.answers(model, device))

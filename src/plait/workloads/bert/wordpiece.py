@@ -1,8 +1,8 @@
-"""Word pieces: text to the numbers of a vocabulary's pieces, each with its place in the text.
+"""Word pieces: text to numbers of a vocabulary's pieces, each with its offsets in the text.
 
-The tokenizers library splits words at blanks, punctuation and Chinese characters, in lower case and without
-accents, as BERT's uncased models do; a word becomes the longest pieces that the vocabulary has, from its
-beginning on.
+The tokenizers library splits words at whitespace, punctuation and Chinese characters, in lower case and
+without accents, as BERT's uncased models do; a word is split greedily into the longest pieces of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REMEDY = (
 
 
 class Piece(NamedTuple):
-    """A piece's number, and the characters `begin` to `end` of the text that it stands for."""
+    """A piece's number, and its characters `begin` to `end` in the text."""
 
     number: int
     begin: int
@@ -45,12 +45,12 @@ class WordPieces:
 
     def encode(self, text: str) -> list[Piece]:
         """The pieces of `text` in order."""
-        found = self._tokenizer.encode(text)
-        return [Piece(number, *place) for number, place in zip(found.ids, found.offsets)]
+        encoding = self._tokenizer.encode(text)
+        return [Piece(number, *offsets) for number, offsets in zip(encoding.ids, encoding.offsets)]
 
 
 def uncased(model: models.WordPiece) -> Tokenizer:
-    """What splits text as BERT's uncased models do, and its words as `model` says."""
+    """A tokenizer that splits text like BERT's uncased models, and words by `model`."""
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -58,7 +58,7 @@ def uncased(model: models.WordPiece) -> Tokenizer:
 
 
 def read_pieces(path: Path) -> WordPieces:
-    """The vocabulary in a file of one piece a line."""
+    """Read a vocabulary file with one piece per line."""
     text = decode_text(path, read_bytes(path, "a vocabulary of word pieces", REMEDY), REMEDY)
     pieces = text.removesuffix("\n").split("\n")
     first_line: dict[str, int] = {}

@@ -18,7 +18,7 @@ _PIXEL_BYTES = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one of the two sets lies in its files: records of labels, the last of which we use, and pixels."""
+    """The file layout of one of the two sets: records of labels, the last of which is used, and pixels."""
 
     classes: int
     archive: str

@@ -12,14 +12,14 @@ import torch
 from plait.core.errors import DataError
 from plait.workloads.data.stored import Images, Split
 
-# Inside scikit-learn's package.
+# Relative to scikit-learn's package.
 DIGITS_FILE = "datasets/data/digits.csv.gz"
 
 
 def digits(split: Split) -> Images:
     """1x8x8 images in ten classes: 1,442 to train with and 355 to test with.
 
-    Every fifth image of each class is a test image, so both parts are balanced and never change.
+    Every fifth image of each class is a test image, so both splits are balanced and fixed.
     """
     rows = torch.from_numpy(_rows())
     pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1]
@@ -31,14 +31,14 @@ def digits(split: Split) -> Images:
 
 
 def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """One row an image: 64 pixels, then the label."""
-    found = find_spec("sklearn")
-    if found is None or found.origin is None:
+    """One row per image: 64 pixels, then the label."""
+    spec = find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise DataError(
             "data.kind: digits come with scikit-learn, which is missing; pip install scikit-learn"
         )
-    # The file itself takes milliseconds; importing scikit-learn takes each worker more than a second.
-    file = Path(found.origin).parent / DIGITS_FILE
+    # Reading the file takes milliseconds; importing scikit-learn would take each worker more than a second.
+    file = Path(spec.origin).parent / DIGITS_FILE
     if file.exists():
         return _read(file)
     from sklearn.datasets import load_digits
@@ -49,5 +49,5 @@ def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
 
 @cache
 def _read(file: Path) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """The rows of the file; both splits are of them."""
+    """The rows of the file, for both splits."""
     return np.loadtxt(file, delimiter=",", dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al., 2017), and whatever else comes as MNIST's four IDX files."""
+"""Fashion-MNIST (Xiao et al., 2017), and other data in MNIST's four IDX files."""
 
 from __future__ import annotations
 

@@ -11,18 +11,18 @@ from plait.core.errors import DataError
 
 
 def decode_text(path: Path, data: bytes, remedy: str) -> str:
-    """`data`, all of `path`, as text; what is not UTF-8 is refused with its line and a way to convert it."""
+    """`data`, the content of `path`, as text; an error names the line that is not UTF-8."""
     mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
     try:
         return data[len(mark) :].decode()
     except UnicodeDecodeError as failure:
-        place = failure.start + len(mark)
-        line = data.count(b"\n", 0, place) + 1
+        position = failure.start + len(mark)
+        line = data.count(b"\n", 0, position) + 1
         is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         likely = "UTF-16" if is_wide else "ISO-8859-1"
         raise DataError(
-            f"{path}, line {line:,}: byte {place:,} is not UTF-8 (0x{data[place]:02x}), expected text in "
-            f"UTF-8; convert it: iconv -f {likely} -t UTF-8 {path.name}; {remedy}"
+            f"{path}, line {line:,}: byte {position:,} is not UTF-8 (0x{data[position]:02x}), expected text "
+            f"in UTF-8; convert it: iconv -f {likely} -t UTF-8 {path.name}; {remedy}"
         ) from None
 
 
@@ -32,7 +32,7 @@ def fingerprint(words: Iterable[str]) -> str:
 
 
 def read_bytes(path: Path, expected: str, remedy: str) -> bytes:
-    """All of `path`; a file that cannot be read is refused with what was `expected` and the `remedy`."""
+    """The content of `path`; the error for a file that cannot be read contains `expected` and `remedy`."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -19,14 +19,14 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @contextmanager
 def open_hdf5(path: Path, expected: str, remedy: str) -> Iterator[h5py.File]:
-    """The file, open for reading; one that is no hdf5, or was cut off, is refused, also while it is read."""
+    """Context with the file open for reading; raises DataError if it is not a complete hdf5 file."""
     try:
         import h5py
     except ImportError:
         raise DataError(f"{path}: hdf5 files need h5py, which is missing; pip install h5py") from None
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {found}; expected {expected}; {remedy}")
+        problem = "a folder" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {problem}; expected {expected}; {remedy}")
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -37,12 +37,12 @@ def open_hdf5(path: Path, expected: str, remedy: str) -> Iterator[h5py.File]:
 
 
 def check_keys(path: Path, file: h5py.File, keys: Sequence[str], remedy: str) -> None:
-    """Refuse a file that lacks one of the arrays `keys`."""
+    """Raise DataError if the file lacks one of the arrays `keys`."""
     import h5py
 
     for key in keys:
         if not isinstance(file.get(key), h5py.Dataset):
-            found = ", ".join(sorted(file)) or "nothing"
+            present = ", ".join(sorted(file)) or "nothing"
             raise DataError(
-                f"{path}: no array {key!r} in it, found {found}; expected {', '.join(keys)}; {remedy}"
+                f"{path}: no array {key!r} in it, found {present}; expected {', '.join(keys)}; {remedy}"
             )

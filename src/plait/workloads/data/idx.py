@@ -16,7 +16,7 @@ from plait.core.errors import DataError
 from plait.workloads.data.files import read_bytes
 
 _UNSIGNED_BYTE = 0x08
-# More than any data set in this format has.
+# More than any data set in this format.
 MOST_BYTES = 2 << 30
 
 
@@ -35,7 +35,7 @@ def read_idx(path: Path, axes: int, remedy: str) -> Tensor:
                 f"{path}: its header promises {_times(shape)} = {promised:,} bytes, expected "
                 f"{MOST_BYTES:,} at most; {remedy}"
             )
-        # No more is unpacked: a small file could hold any amount.
+        # Do not unpack more, as a small file could expand to any size.
         content = file.read(promised + 1)
     except (OSError, EOFError, zlib.error) as failure:
         raise DataError(f"{path}: not a whole gzip file ({failure}); {remedy}") from None
@@ -44,7 +44,7 @@ def read_idx(path: Path, axes: int, remedy: str) -> Tensor:
         raise DataError(
             f"{path}: found {found} after the header, which promises {_times(shape)} = {promised:,}; {remedy}"
         )
-    # A copy, because a tensor must be able to write to its memory; of nothing there is none to share.
+    # Copied, as tensors need writable memory; one byte more, as an empty buffer cannot be shared.
     return torch.frombuffer(bytearray(content + b"."), dtype=torch.uint8)[:promised].view(shape)
 
 

@@ -27,7 +27,7 @@ _STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 def image_folder(split: Split, path: Path, size: int = 224) -> ImageFolder:
-    """The images under `path`, `size` pixels a side, decoded when read; `test` reads the folder `val`.
+    """The images under `path`, `size` x `size` pixels, decoded when read; `test` reads the folder `val`.
 
     Training images are cropped, resized and flipped at random; test images are resized and cropped at
     the centre. Classes are the folders under train, in alphabetical order, numbered from 0.
@@ -46,7 +46,7 @@ def image_folder(split: Split, path: Path, size: int = 224) -> ImageFolder:
 
 
 class ImageFolder:
-    """Image files and their classes; `choose_box` says which part of an image becomes the sample."""
+    """Image files and their classes; `choose_box` selects the crop of an image."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _images_in(folder: Path) -> list[str]:
-    # Text, because a million Path objects take several times the memory.
+    # As text, because a million Path objects take several times the memory.
     files = sorted(entry.path for entry in _entries(folder) if entry.name.lower().endswith(_SUFFIXES))
     if not files:
         raise DataError(f"{folder}: found no images ({', '.join(_SUFFIXES)}); add some or remove the folder")
@@ -101,7 +101,7 @@ def _decode(file: str) -> Image:
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
-    # Pillow reports a broken PNG as a SyntaxError, and one that unpacks to gigabytes as a bomb.
+    # Pillow raises SyntaxError for a broken PNG, and an error for decompression bombs.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as failure:
         raise DataError(
             f"{file}: cannot be decoded ({failure}); expected a whole JPEG or PNG; replace or remove the file"
@@ -119,10 +119,9 @@ def _to_tensor(image: Image) -> Tensor:
 
 
 def random_box(width: int, height: int) -> tuple[Box, bool]:
-    """A part of 8-100% of the image, of an aspect between 3:4 and 4:3, and whether to flip it.
+    """A random crop of 8-100% of the image, of an aspect between 3:4 and 4:3, and whether to flip it.
 
-    This is the crop of Szegedy et al. (2015). An image too long to hold such a part within ten tries
-    gives its centre.
+    This is the crop of Szegedy et al. (2015). If ten tries fail, as for a very long image, it is the centre.
     """
     flip = bool(torch.rand(()) < 0.5)
     for _ in range(10):

@@ -30,7 +30,7 @@ KINDS: Mapping[str, Callable[..., MapDataset]] = {
     "synthetic": synthetic,
     "text": text,
 }
-# Kinds that come with a workload, by what makes them; their modules are imported once a job names them.
+# Kinds that belong to a workload, by factory; their modules are imported when a job names them.
 WORKLOAD_KINDS: Mapping[str, str] = {
     "bert-shards": "plait.workloads.bert.pretraining_shards:bert_shards",
     "catalogues": "plait.workloads.data.sentences.catalogues:catalogues",
@@ -46,9 +46,9 @@ WORKLOAD_KINDS: Mapping[str, str] = {
 def build(kind: str, split: Split, **options: Any) -> Any:
     """The data set of that kind: one of `KINDS`, or a user's `package.module:name`.
 
-    A user's function or class is called with the split and the options as they are, and may return a stream,
-    or None where there is no test split. Our own kinds take options as a job file spells them: paths as text,
-    shapes as lists.
+    A user's function or class is called with the split and the options unchanged, and may return a stream, or
+    None if there is no test split. Options of built-in kinds are converted from the job file: paths from
+    text, shapes from lists.
     """
     kind, options = in_place_of(kind, options)
     factory, values = check(kind, options)
@@ -75,27 +75,27 @@ def build(kind: str, split: Split, **options: Any) -> Any:
     return dataset
 
 
-def _refuse_others(found: Any, returned: str, split: str) -> None:
-    """Refuse what looks like a data set, or holds some, but is none."""
-    if isinstance(found, DataLoader):
+def _refuse_others(dataset: Any, returned: str, split: str) -> None:
+    """Raise for a DataLoader or a collection of data sets instead of one."""
+    if isinstance(dataset, DataLoader):
         raise DataError(
             f"{returned} a DataLoader for {split}, expected the data set: return loader.dataset, and let the "
             f"job say how batches are made (data.batch_size, shuffle, last_batch, loaders, collate_fn)"
         )
-    if isinstance(found, (tuple, list)) and any(isinstance(each, Dataset) for each in found):
+    if isinstance(dataset, (tuple, list)) and any(isinstance(each, Dataset) for each in dataset):
         raise DataError(
-            f"{returned} a {type(found).__name__} of {len(found)} data sets for {split}, expected one: the "
-            f"one that `split` names"
+            f"{returned} a {type(dataset).__name__} of {len(dataset)} data sets for {split}, expected one: "
+            f"the one that `split` names"
         )
-    if isinstance(found, Mapping) and 0 not in found:
+    if isinstance(dataset, Mapping) and 0 not in dataset:
         raise DataError(
-            f"{returned} a {type(found).__name__} for {split}, expected one data set: if it has one for each "
-            f"split, return found[split]"
+            f"{returned} a {type(dataset).__name__} for {split}, expected one data set: if it has one for "
+            f"each split, return found[split]"
         )
 
 
 def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDataset], dict[str, Any]]:
-    """What makes sets of that kind, and the options as it takes them; reads nothing, refuses wrong ones."""
+    """The factory of that kind, and its converted options; raises for wrong options, reads no data."""
     kind, options = in_place_of(kind, options)
     factory = factory_of(kind)
     _check_split(factory, kind, options)
@@ -106,7 +106,7 @@ def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDatas
 
 
 def _check_split(factory: Callable[..., Any], kind: str, options: Mapping[str, Any]) -> None:
-    """Refuse a factory that does not take the split as its first argument."""
+    """Raise if a factory does not take the split as its first argument."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
@@ -130,20 +130,22 @@ def _check_split(factory: Callable[..., Any], kind: str, options: Mapping[str, A
 
 
 def in_place_of(kind: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kind and options that are meant: those in `synthetic`, where a job has them, of kind `synthetic`.
+    """The effective kind and options: for kind `synthetic`, those in the option `synthetic`, if given.
 
     So `--set data.kind=synthetic` runs a job without its files.
     """
     rest = {name: value for name, value in options.items() if name != "synthetic"}
-    own = options.get("synthetic")
-    if own is not None and not isinstance(own, Mapping):
+    replacement = options.get("synthetic")
+    if replacement is not None and not isinstance(replacement, Mapping):
         raise DataError(
-            f"data.synthetic: found {own!r}, expected the options of kind: synthetic, or another kind and "
-            f"its options, such as {{shape: [8], samples: 64}}"
+            f"data.synthetic: found {replacement!r}, expected the options of kind: synthetic, or another "
+            f"kind and its options, such as {{shape: [8], samples: 64}}"
         )
-    if kind != "synthetic" or own is None:
+    if kind != "synthetic" or replacement is None:
         return kind, rest
-    return str(own.get("kind", "synthetic")), {n: value for n, value in own.items() if n != "kind"}
+    return str(replacement.get("kind", "synthetic")), {
+        n: value for n, value in replacement.items() if n != "kind"
+    }
 
 
 def factory_of(kind: str) -> Callable[..., MapDataset]:
@@ -165,7 +167,7 @@ def factory_of(kind: str) -> Callable[..., MapDataset]:
 
 
 def _converted(factory: Callable[..., MapDataset], options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` as the values that the factory's annotations name, or an error that names the option."""
+    """`options` converted to the factory's annotated types; an error names the option."""
     hints = typing.get_type_hints(factory)
     return {name: _convert(hints[name], value, f"data.{name}") for name, value in options.items()}
 

@@ -1,4 +1,4 @@
-"""What a data set is, and sets that live in memory."""
+"""The interface of data sets, and sets in memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Sample = tuple[Tensor, Tensor]
 
 
 class MapDataset(Protocol):
-    """A set of (input, target) pairs by index; what a model needs to know of it comes as attributes.
+    """A set of (input, target) pairs by index; its attributes describe it for models.
 
     Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary` and
     `input_shape`. A set with `streams` promises that sample i continues sample i - streams, and one with
-    `epoch_order(seed, batch_size)` has its own shuffled order. What `fingerprint()` returns, a resumed run
-    must find again; what `scores(model, device)` returns, `plait evaluate` prints.
+    `epoch_order(seed, batch_size)` has its own shuffled order. `fingerprint()` must be the same in a resumed
+    run; `scores(model, device)` are printed by `plait evaluate`.
     """
 
     def __len__(self) -> int: ...
@@ -29,7 +29,7 @@ class MapDataset(Protocol):
 
 
 class Fingerprinted:
-    """A set of samples whose numbers mean what `fingerprint()` identifies, such as a vocabulary's tokens."""
+    """A set whose numbers refer to something that `fingerprint()` identifies, such as a vocabulary."""
 
     _fingerprint: str | None = None
 
@@ -38,7 +38,7 @@ class Fingerprinted:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples come in an order of the set's own: torch's IterableDataset, or `__iter__` alone."""
+    """Whether the set defines the order of samples: torch's IterableDataset, or only `__iter__`."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
@@ -81,9 +81,9 @@ class Images:
 
 
 class ShiftedImages:
-    """`images`, each moved by up to `padding` pixels and flipped half the time, at random.
+    """`images`, each randomly shifted by up to `padding` pixels and flipped with probability 1/2.
 
-    What moves in from outside has the mean colour.
+    Pixels from outside of the image have the mean colour.
     """
 
     def __init__(self, images: Images, padding: int = 4) -> None:

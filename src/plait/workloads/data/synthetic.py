@@ -20,10 +20,10 @@ def synthetic(
     vocabulary: int | None = None,
     seed: int = 0,
 ) -> Synthetic:
-    """`samples` inputs of `shape`: normal numbers, or tokens below `vocabulary` where that is given.
+    """`samples` inputs of `shape`: normal numbers, or tokens below `vocabulary`, if given.
 
-    The target is one of `classes`, or normal numbers of `target_shape`; with neither, one of ten classes
-    for numbers and, for tokens, the input one token later.
+    The target is one of `classes`, or normal numbers of `target_shape`; with neither, one of ten classes for
+    numbers and, for tokens, the input one token later.
     """
     sizes = {"samples": samples, "classes": classes, "vocabulary": vocabulary}
     for name, size in sizes.items():
@@ -43,7 +43,7 @@ def synthetic(
 
 
 class Synthetic:
-    """What `synthetic` describes. `classes` is None where targets are numbers or tokens."""
+    """The data set of `synthetic`. `classes` is None if targets are numbers or tokens."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Synthetic:
         self.vocabulary = vocabulary
         self._target_shape = target_shape
         self._samples = samples
-        # A hash keeps the samples of neighbouring seeds, and of the two splits, apart.
+        # A hash separates the samples of neighbouring seeds and of the two splits.
         self._base = zlib.crc32(f"{seed} {split}".encode())
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Synthetic:
     def __getitem__(self, index: int) -> Sample:
         if not -self._samples <= index < self._samples:
             raise IndexError(f"index {index} in a set of {self._samples} samples")
-        # Torch's CPU generator keeps 32 bits of its seed.
+        # Torch's CPU generator uses 32 bits of its seed.
         number = (self._base + index % self._samples) % 2**32
         generator = torch.Generator().manual_seed(number)
         if self.classes is None and self._target_shape is None:

@@ -30,25 +30,25 @@ def text(
 ) -> Windows:
     """Windows of `length` tokens of the file; its last `test_fraction` is for testing.
 
-    Words are what blanks separate, and each line ends with `<eos>`. The vocabulary of words or characters
-    comes from the training part, the most frequent first, after `<unk>`, which stands for all others; at
-    most `vocabulary` tokens where that is given. Bytes are their own numbers, 256 of them.
+    Words are separated by whitespace, and each line ends with `<eos>`. The vocabulary of words or characters
+    is that of the training part, most frequent first, after `<unk>` for all others; at most `vocabulary`
+    tokens, if given. Bytes are their own numbers, 256 of them.
     """
     check_options(length, test_fraction, vocabulary)
-    found = read_tokens(path, level, test_fraction, vocabulary)
-    part = found.part(split, test_fraction)
+    tokens = read_tokens(path, level, test_fraction, vocabulary)
+    part = tokens.part(split, test_fraction)
     if len(part) <= length:
         raise DataError(
-            f"{path}: the {split} part has {len(part):,} of the file's {len(found.numbers):,} tokens, "
+            f"{path}: the {split} part has {len(part):,} of the file's {len(tokens.numbers):,} tokens, "
             f"expected at least {length + 1:,} for one window; "
             f"shorten data.length (now {length}) or use a longer text"
         )
-    return Windows(part, length, found.vocabulary, found.fingerprint)
+    return Windows(part, length, tokens.vocabulary, tokens.fingerprint)
 
 
 @dataclass(frozen=True)
 class TextTokens:
-    """A file's tokens as numbers; how many kinds there are, and this vocabulary's fingerprint."""
+    """A file's tokens as numbers, the size of the vocabulary, and its fingerprint."""
 
     numbers: Tensor
     vocabulary: int
@@ -90,7 +90,7 @@ def _tokens(path: Path, data: bytes, level: Literal["word", "character"]) -> Seq
 
 
 def vocabulary_of(tokens: Sequence[str], at_most: int | None) -> dict[str, int]:
-    """A number for each token; 0 is the unknown one, whether or not the text itself spells it."""
+    """A number for each token; 0 is `<unk>`, whether or not it occurs in the text."""
     counts = Counter(tokens)
     del counts[UNKNOWN]
     by_frequency = sorted(counts, key=lambda token: (-counts[token], token))

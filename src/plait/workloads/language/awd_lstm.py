@@ -27,9 +27,9 @@ def awd_lstm(
 ) -> AwdLstm:
     """Tokens (batch, time) of streams of text in, logits (batch, time, vocabulary) out.
 
-    The defaults are the paper's model of the Penn Treebank: 24,221,600 parameters. `streams` is the batch
-    size: each sample goes on with the state that its stream ended the last batch with. `tied` lets the
-    decoder use the embedding's weight; the last LSTM then is as wide as the embedding.
+    The defaults are the paper's model for the Penn Treebank: 24,221,600 parameters. `streams` is the batch
+    size: each sample continues with the state of its stream after the previous batch. With `tied` the decoder
+    uses the embedding's weight, and the last LSTM is as wide as the embedding.
     """
     if layers < 1 or streams < 1:
         raise InputError(
@@ -49,7 +49,7 @@ def awd_lstm(
 def awd_lstm_tiny(
     vocabulary: int = 256, streams: int = 4, dropout: float = 0.0, tied: bool = True
 ) -> AwdLstm:
-    """Two layers of widths 24 and 16, all kinds of dropout with the same chance."""
+    """Two layers of widths 24 and 16, all kinds of dropout with the same probability."""
     chances = dict.fromkeys(
         ("output_dropout", "hidden_dropout", "input_dropout", "embedding_dropout", "weight_dropout"), dropout
     )
@@ -57,7 +57,7 @@ def awd_lstm_tiny(
 
 
 class _Dropouts:
-    """The chances of the five kinds of dropout."""
+    """The probabilities of the five kinds of dropout."""
 
     def __init__(self, output: float, hidden: float, inputs: float, embedding: float, weight: float) -> None:
         self.output = output
@@ -100,7 +100,7 @@ class AwdLstm(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, tokens_bt: Tensor, stream_b: Tensor, is_first_b: Tensor) -> Tensor:
-        """`stream_b` numbers each sample's stream; `is_first_b` says where a stream begins anew."""
+        """`stream_b` is the stream of each sample; `is_first_b` marks the beginning of a stream."""
         x_btc = self.input_dropout(self.embedding(tokens_bt))
         for layer, dropout in zip(self.layers, self.dropouts):
             x_btc = dropout(layer(x_btc, stream_b, is_first_b))
@@ -109,7 +109,7 @@ class AwdLstm(nn.Module):
 
 
 class CarriedLSTM(nn.Module):
-    """One LSTM layer whose state goes on from batch to batch, with dropout of its recurrent weights."""
+    """One LSTM layer whose state is carried from batch to batch, with dropout of its recurrent weights."""
 
     def __init__(self, width_in: int, width_out: int, streams: int, weight_dropout: float) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class CarriedLSTM(nn.Module):
 
 
 class LockedDropout(nn.Module):
-    """Variational dropout: what is dropped of a sample is the same at all its time steps."""
+    """Variational dropout: the same mask at all time steps of a sample."""
 
     def __init__(self, chance: float) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class LockedDropout(nn.Module):
 
 
 class DroppedEmbedding(nn.Module):
-    """An embedding that drops whole words: all places of a batch where they stand."""
+    """An embedding with dropout of whole words, at all their positions in a batch."""
 
     def __init__(self, vocabulary: int, width: int, chance: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The state of recurrent layers that goes on from one batch to the next, kept as buffers, a row a stream."""
+"""The state of recurrent layers that is carried between batches, in buffers with a row per stream."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class CarriedState(nn.Module):
-    """What a recurrent layer ended with, for each of `streams` streams of text; evaluations have their own.
+    """The final state of a recurrent layer for each of `streams` streams of text; separate in evaluation.
 
-    A microbatch names the streams of its samples, so that its rows are found whichever part of a batch it is
-    and however many are in flight. As buffers the state is in checkpoints and belongs to one stage.
-    `written` counts how often each row was: of workers that share the streams out, the one that wrote a row
-    last has the right one. Evaluation starts every stream anew, so its state is in no checkpoint.
+    A microbatch has the stream numbers of its samples, so that rows are independent of how batches are split
+    and of how many are in flight. As buffers, the state is in checkpoints and belongs to one stage. `written`
+    counts the writes of each row: if workers share the streams, the one with the most writes of a row has the
+    current state. Evaluation starts every stream from zero, so its state is not in checkpoints.
     """
 
     written: Tensor
@@ -31,13 +31,13 @@ class CarriedState(nn.Module):
         self.register_buffer("evaluation_cell_sc", torch.zeros(streams, width), persistent=False)
 
     def read(self, stream_b: Tensor, is_first_b: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden and cell state (batch, width) of these streams; zeros where a stream begins."""
+        """Hidden and cell state (batch, width) of these streams; zeros at the beginning of a stream."""
         hidden_sc, cell_sc = self._own()
         going_on_b1 = (~is_first_b).unsqueeze(1)
         return hidden_sc[stream_b] * going_on_b1, cell_sc[stream_b] * going_on_b1
 
     def write(self, stream_b: Tensor, hidden_bc: Tensor, cell_bc: Tensor) -> None:
-        """Keep what the streams of a microbatch ended with, without its gradient."""
+        """Store the final state of a microbatch's streams, detached."""
         hidden_sc, cell_sc = self._own()
         hidden_sc.index_copy_(0, stream_b, hidden_bc.detach().to(hidden_sc.dtype))
         cell_sc.index_copy_(0, stream_b, cell_bc.detach().to(cell_sc.dtype))
@@ -45,7 +45,7 @@ class CarriedState(nn.Module):
             self.written.index_copy_(0, stream_b, self.written[stream_b] + 1)
 
     def rows(self) -> tuple[Tensor, ...]:
-        """The tensors whose rows belong to the worker that has the largest `written`."""
+        """The tensors whose current rows are on the worker with the largest `written`."""
         return self.hidden_sc, self.cell_sc
 
     def _own(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A text as parallel streams: each sample of a batch goes on where the same one of the batch before ended."""
+"""A text as parallel streams: each sample continues the corresponding sample of the previous batch."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def continued_text(
     test_fraction: float = 0.1,
     vocabulary: int | None = None,
 ) -> ContinuedText:
-    """The file's tokens in `streams` consecutive parts, each cut into windows of `length`.
+    """The file's tokens in `streams` consecutive parts, each split into windows of `length`.
 
     Sample i is the window number i // streams of stream i % streams, so that with `shuffle: false` and
-    `batch_size` equal to `streams` each batch continues the one before. The other options are those of
+    `batch_size` equal to `streams` each batch continues the previous one. The other options are those of
     `text`.
     """
     check_options(length, test_fraction, vocabulary)
-    found = read_tokens(path, level, test_fraction, vocabulary)
-    part = found.part(split, test_fraction)
+    tokens = read_tokens(path, level, test_fraction, vocabulary)
+    part = tokens.part(split, test_fraction)
     if (len(part) - 1) // _at_least_one(streams) < length:
         raise DataError(
-            f"{path}: the {split} part has {len(part):,} of the file's {len(found.numbers):,} tokens, "
+            f"{path}: the {split} part has {len(part):,} of the file's {len(tokens.numbers):,} tokens, "
             f"expected at least {streams * length + 1:,} for one window of each stream; shorten "
             f"data.length (now {length}), use fewer data.streams (now {streams}) or a longer text"
         )
-    return ContinuedText(part, streams, length, found.vocabulary, found.fingerprint)
+    return ContinuedText(part, streams, length, tokens.vocabulary, tokens.fingerprint)
 
 
 def synthetic_text(
     split: Split, streams: int, length: int = 35, vocabulary: int = 256, windows: int = 8, seed: int = 0
 ) -> ContinuedText:
-    """Tokens that each are one to three larger than the one before, so that there is something to learn."""
+    """Tokens that increase by one to three, so that there is something to learn."""
     count = _at_least_one(streams) * windows * length + 1
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
     steps = torch.randint(1, 4, (count,), generator=generator)
@@ -56,7 +56,8 @@ def synthetic_text(
 class ContinuedText(Fingerprinted):
     """Samples ((tokens, stream, is_first), target); the target is the window one token later.
 
-    A set with `streams` promises that sample i continues sample i - streams, which a run honours or refuses.
+    A set with `streams` promises that sample i continues sample i - streams; a run either supports it or
+    raises.
     """
 
     def __init__(

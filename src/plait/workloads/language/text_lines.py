@@ -25,9 +25,9 @@ def text_lines(
     test_fraction: float = 0.1,
     vocabulary: int | None = None,
 ) -> PaddedLines:
-    """Each line that is not empty, its first `length` tokens; the last `test_fraction` of them for testing.
+    """The first `length` tokens of each nonempty line; the last `test_fraction` of the lines is for testing.
 
-    A sample is a dict of `input_ids`, `attention_mask` and `labels`, which leave padding out. The options are
+    A sample is a dict of `input_ids`, `attention_mask` and `labels`, which ignore padding. The options are
     those of `text`.
     """
     check_options(length, test_fraction, vocabulary)
@@ -40,25 +40,25 @@ def text_lines(
     words = [list(line) if level == "character" else line.split() for line in texts]
     cut = len(words) - round(len(words) * test_fraction)
     known = vocabulary_of([word for line in words[:cut] for word in line], vocabulary)
-    own = [[known.get(word, 0) for word in line] for line in _part(split, path, words, test_fraction)]
-    return PaddedLines(own, length, len(known), fingerprint(known))
+    numbers = [[known.get(word, 0) for word in line] for line in _part(split, path, words, test_fraction)]
+    return PaddedLines(numbers, length, len(known), fingerprint(known))
 
 
 def _part(split: Split, path: Path, lines: list[Line], test_fraction: float) -> list[Line]:
     cut = len(lines) - round(len(lines) * test_fraction)
-    own = lines[:cut] if split == "train" else lines[cut:]
-    if not own:
+    selected = lines[:cut] if split == "train" else lines[cut:]
+    if not selected:
         raise DataError(
             f"{path}: the {split} part has no line of the file's {len(lines)} that are not empty; use a "
             f"longer text or another data.test_fraction (now {test_fraction})"
         )
-    return own
+    return selected
 
 
 def synthetic_lines(
     split: Split, samples: int = 64, length: int = 32, vocabulary: int = 64, seed: int = 0
 ) -> PaddedLines:
-    """Lines of unlike lengths whose tokens count upwards."""
+    """Lines of different lengths whose tokens count upwards."""
     generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
     begins = torch.randint(vocabulary, (samples,), generator=generator).tolist()
     sizes = torch.randint(length // 2, length + 1, (samples,), generator=generator).tolist()

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class NormalisedAttention(nn.Module):
-    """What each query finds in the source: scores from a sum of query and key, and the weighted context.
+    """The attention of each query: scores from a sum of query and key, and the weighted context.
 
-    The vector that turns a sum into a score has a length of its own (`gain`), apart from its direction.
+    The vector that maps a sum to a score has a separate length (`gain`) and direction.
     """
 
     def __init__(self, width: int) -> None:
@@ -22,7 +22,7 @@ class NormalisedAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin as the published model does: a score has the size of one hidden unit."""
+        """Initialize as published: a score has the size of one hidden unit."""
         nn.init.uniform_(self.direction, -0.1, 0.1)
         nn.init.constant_(self.gain, self.direction.numel() ** -0.5)
         nn.init.zeros_(self.bias)
@@ -32,12 +32,12 @@ class NormalisedAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The context (batch, time, channels) of each query, and its weights (batch, time, source).
 
-        `keys_bsc` are `key` of the context, which a decoder that goes step by step computes once.
+        `keys_bsc` are `key` of the context, which a step-by-step decoder computes once.
         """
         sums_btsc = self.query(queries_btc).unsqueeze(2) + keys_bsc.unsqueeze(1) + self.bias
         scale = self.gain / self.direction.norm()
         scores_bts = torch.matmul(sums_btsc.tanh(), self.direction * scale)
-        # The lowest finite number: a row of padding alone must not become NaN.
+        # The lowest finite number, so that a row of only padding does not become NaN.
         lowest = torch.finfo(scores_bts.dtype).min
         weights_bts = scores_bts.masked_fill(is_padding_bs.unsqueeze(1), lowest).softmax(-1)
         return torch.matmul(weights_bts, context_bsc), weights_bts

@@ -13,10 +13,10 @@ from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """`size` hypotheses a sentence; the two penalties, which are off at 0; and where a sentence must end.
+    """`size` hypotheses per sentence; the two penalties, off at 0; and the length limits.
 
-    A translation has at most `longest` tokens, its end included, or `longest_ratio` times those of the source
-    and ten more, whichever is less.
+    A translation has at most `longest` tokens, including its end, or `longest_ratio` times those of the
+    source plus ten, whichever is less.
     """
 
     size: int = 5
@@ -27,7 +27,7 @@ class BeamOptions:
 
 
 class Translator(Protocol):
-    """A model that gives the next token's logits one step after the other."""
+    """A model that computes the next token's logits step by step."""
 
     def encode(self, source_bs: Tensor) -> Any: ...
 
@@ -35,13 +35,13 @@ class Translator(Protocol):
 
 
 def length_penalty(length: Tensor | int, alpha: float) -> Any:
-    """What a log probability is divided by: 1 for one token, and more for more."""
+    """The divisor of a log probability: 1 for one token, larger for more."""
     return ((5 + length) / 6) ** alpha
 
 
 def coverage_penalty(attention_ns: Tensor, is_padding_ns: Tensor, beta: float) -> Tensor:
-    """What is added for each source token that got less attention, over all steps, than one whole step's."""
-    # A token that got none at all would make the best translation infinitely bad.
+    """The penalty for source tokens whose attention, summed over all steps, is less than one."""
+    # A token without any attention would make the penalty infinite.
     share = attention_ns.clamp(1e-10, 1.0).log().masked_fill(is_padding_ns, 0.0)
     return beta * share.sum(-1)
 
@@ -63,7 +63,7 @@ def beam_search(model: Translator, source_bs: Tensor, options: BeamOptions) -> l
 class Hypotheses:
     """The hypotheses of all sentences: `size` rows each, with their tokens, log probabilities and attention.
 
-    A hypothesis that has ended is kept aside with its score, and its place goes to another.
+    A finished hypothesis is stored separately with its score, and its row is used for another.
     """
 
     def __init__(self, source_bs: Tensor, options: BeamOptions) -> None:
@@ -77,7 +77,7 @@ class Hypotheses:
         lengths = (~self._is_padding_ns).sum(-1)
         self._longest_n = (lengths * options.longest_ratio + 10).long().clamp(max=options.longest)
         self._tokens_nt = torch.full((sentences * size, 1), BEGIN, device=device)
-        # At the first step all rows of a sentence are alike; only one of them may go on.
+        # At the first step all rows of a sentence are equal; only one of them may continue.
         begin = torch.full((sentences, size), -torch.inf, device=device)
         begin[:, 0] = 0.0
         self._log_p_bk = begin
@@ -89,17 +89,17 @@ class Hypotheses:
 
     @property
     def done(self) -> bool:
-        """Whether no hypothesis that goes on can still win."""
+        """Whether no unfinished hypothesis can still win."""
         return not bool(self._log_p_bk.isfinite().any())
 
     def advance(self, logits_nv: Tensor, attention_ns: Tensor) -> Tensor:
-        """Add a token to the best hypotheses; returns the row that each of them comes from."""
+        """Add a token to the best hypotheses; returns the row from which each of them continues."""
         size, vocabulary = self._options.size, logits_nv.shape[-1]
         log_p_nv = logits_nv.float().log_softmax(-1)
         log_p_nv[:, [PAD, BEGIN]] = -torch.inf
         self._attention_ns = self._attention_ns + attention_ns
         total_bkv = self._log_p_bk.unsqueeze(-1) + log_p_nv.view(self._sentences, size, vocabulary)
-        # Each row may end, so that twice as many candidates always hold enough that go on.
+        # Each row may end, so twice as many candidates always contain enough that continue.
         count = min(2 * size, size * vocabulary)
         best_bc, place_bc = total_bkv.flatten(1).topk(count)
         first_row_b1 = torch.arange(self._sentences, device=place_bc.device).unsqueeze(1) * size
@@ -108,7 +108,7 @@ class Hypotheses:
         return self._go_on(best_bc, row_bc, token_bc)
 
     def _keep_ended(self, best_bc: Tensor, row_bc: Tensor, token_bc: Tensor) -> None:
-        # An end counts where it is among the best `size`: others have been beaten already.
+        # An end counts only if it is among the best `size`.
         size = self._options.size
         ended = (token_bc[:, :size] == END) & best_bc[:, :size].isfinite()
         length = self._tokens_nt.shape[1]
@@ -135,7 +135,7 @@ class Hypotheses:
         return rows_n
 
     def _drop_the_beaten(self) -> None:
-        """End the search of sentences whose hypotheses are too long, or cannot beat one that has ended."""
+        """End the search of sentences whose hypotheses are too long, or cannot beat a finished one."""
         length = self._tokens_nt.shape[1]
         longest_b = self._longest_n[:: self._options.size].tolist()
         for sentence, ended in enumerate(self._ended):
@@ -146,7 +146,7 @@ class Hypotheses:
                 self._log_p_bk[sentence] = -torch.inf
 
     def _is_beaten(self, sentence: int, longest: int) -> bool:
-        """Whether even a best end, all of it for free, stays below the best so far."""
+        """Whether an upper bound of the final score is below the best so far."""
         bound = float(self._log_p_bk[sentence].max()) / float(
             length_penalty(longest, self._options.length_penalty)
         )
@@ -158,4 +158,4 @@ class Hypotheses:
 
     def best(self) -> list[list[int]]:
         """The tokens of each sentence's best hypothesis."""
-        return [max(ended, key=lambda found: found[0])[1] for ended in self._ended]
+        return [max(ended, key=lambda scored: scored[0])[1] for ended in self._ended]

@@ -25,19 +25,19 @@ def translate(
 ) -> list[Sequence[int]]:
     """The translation of every source sentence, in order; the model must be in evaluation mode."""
     by_length = sorted(range(len(sources)), key=lambda index: len(sources[index]))
-    found: list[Sequence[int]] = [()] * len(sources)
+    translations: list[Sequence[int]] = [()] * len(sources)
     for begin in range(0, len(sources), _AT_ONCE):
         chosen = by_length[begin : begin + _AT_ONCE]
         rows = pad_rows([torch.tensor(sources[index]) for index in chosen])
         for index, numbers in zip(chosen, beam_search(model, rows.to(device), options)):
-            found[index] = numbers
-    return found
+            translations[index] = numbers
+    return translations
 
 
 def score(translations: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
-    """BLEU from 0 to 100; the translations' words by those of the references; and what was computed."""
-    from sacrebleu.metrics.bleu import BLEU  # loads what only a scoring process needs
+    """BLEU from 0 to 100, the length ratio of translations to references, and sacrebleu's signature."""
+    from sacrebleu.metrics.bleu import BLEU  # imports what only a scoring process needs
 
     metric = BLEU()
-    found = metric.corpus_score(list(translations), [list(references)])
-    return {"bleu": found.score, "length_ratio": found.ratio, "signature": str(metric.get_signature())}
+    bleu = metric.corpus_score(list(translations), [list(references)])
+    return {"bleu": bleu.score, "length_ratio": bleu.ratio, "signature": str(metric.get_signature())}

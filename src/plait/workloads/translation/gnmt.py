@@ -1,6 +1,6 @@
 """GNMT: translation by stacked residual LSTMs with attention (Wu et al., 2016), in NVIDIA's second version.
 
-The attention is computed from the decoder's first layer and goes into all further ones at the same time
+The attention is computed from the decoder's first layer and is an input of all later ones at the same time
 step, so that training needs no loop over time steps.
 """
 
@@ -20,7 +20,7 @@ LayerState = tuple[Tensor, Tensor]
 
 
 def gnmt8(vocabulary: int = 32_320, dropout: float = 0.2, shared_embedding: bool = True) -> Gnmt:
-    """Four layers of width 1,024 a side: 160,671,297 parameters with the vocabulary of WMT16 English-German.
+    """Four layers of width 1,024 per side: 160,671,297 parameters with WMT16's English-German vocabulary.
 
     That is the count of NVIDIA's entry to MLPerf. PipeDream's has an embedding for each language.
     """
@@ -28,7 +28,7 @@ def gnmt8(vocabulary: int = 32_320, dropout: float = 0.2, shared_embedding: bool
 
 
 def gnmt16(vocabulary: int = 32_320, dropout: float = 0.2, shared_embedding: bool = True) -> Gnmt:
-    """Eight layers of width 1,024 a side: 244,622,913 parameters; PipeDream's larger one."""
+    """Eight layers of width 1,024 per side: 244,622,913 parameters; PipeDream's larger model."""
     return Gnmt(vocabulary, 1024, 8, dropout, shared_embedding)
 
 
@@ -39,12 +39,12 @@ def gnmt_tiny(
     dropout: float = 0.0,
     shared_embedding: bool = True,
 ) -> Gnmt:
-    """Two layers of width 64 a side: learns number words in a minute on a CPU."""
+    """Two layers of width 64 per side: learns number words in a minute on a CPU."""
     return Gnmt(vocabulary, width, layers, dropout, shared_embedding)
 
 
 class EncodedSource(NamedTuple):
-    """What the decoder attends to, a row a sentence: context, its keys, and which places are padding."""
+    """What the decoder attends to, a row per sentence: context, its keys, and the padding mask."""
 
     context_bsc: Tensor
     keys_bsc: Tensor
@@ -56,10 +56,10 @@ class EncodedSource(NamedTuple):
 
 
 class Gnmt(nn.Module):
-    """Source tokens and the target's tokens before each place in, logits of the target's tokens out.
+    """Source tokens and the previous target tokens in, logits of the target tokens out.
 
-    Tokens are (batch, time), or (groups, batch, time) where a sample is a group of sentences. Padding stands
-    at the end of a sentence; it changes no result.
+    Tokens are (batch, time), or (groups, batch, time) if a sample is a group of sentences. Padding is at the
+    end of a sentence and does not change results.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Gnmt(nn.Module):
         self.vocabulary = vocabulary
         self.encoder = GnmtEncoder(vocabulary, width, layers, dropout)
         self.decoder = GnmtDecoder(vocabulary, width, layers, dropout)
-        # The published 0.1 at the published width; narrower sums need larger weights to be as large.
+        # The published 0.1 at the published width; narrower layers need larger weights.
         bound = 0.1 * math.sqrt(1024 / width)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -83,7 +83,7 @@ class Gnmt(nn.Module):
         return logits_btv.reshape(*previous.shape, logits_btv.shape[-1])
 
     def encode(self, source_bs: Tensor) -> EncodedSource:
-        """What `step` needs of the source sentences."""
+        """Encode the source sentences for `step`."""
         context_bsc, is_padding_bs = self.encoder(source_bs)
         return EncodedSource(context_bsc, self.decoder.attention.key(context_bsc), is_padding_bs)
 
@@ -101,8 +101,8 @@ class Gnmt(nn.Module):
 class GnmtEncoder(nn.Module):
     """Source tokens to their contexts: a layer in both directions, then layers with residual connections.
 
-    The two directions are two LSTMs: the backward one reads each sentence turned around in its own length, so
-    that it never meets padding before a token.
+    The two directions are two LSTMs: the backward one reads each sentence reversed within its length, so that
+    padding is never before a token.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int, dropout: float) -> None:
@@ -119,7 +119,7 @@ class GnmtEncoder(nn.Module):
         """The context of each token (batch, time, channels), and which tokens are padding."""
         is_padding_bs = source_bs == PAD
         x_bsc = self.dropout(self.embedding(source_bs))
-        turned_bs1 = turned_places(is_padding_bs).unsqueeze(-1)
+        turned_bs1 = reversed_positions(is_padding_bs).unsqueeze(-1)
         there = turned_bs1.expand(x_bsc.shape)
         ahead, _ = self.forwards(x_bsc)
         back, _ = self.backwards(x_bsc.gather(1, there))
@@ -130,15 +130,15 @@ class GnmtEncoder(nn.Module):
         return x_bsc, is_padding_bs
 
 
-def turned_places(is_padding_bs: Tensor) -> Tensor:
-    """For each place, the one whose token stands there when the sentence is turned around in its length."""
+def reversed_positions(is_padding_bs: Tensor) -> Tensor:
+    """For each position, the source position after reversing the sentence within its length."""
     length_b1 = (~is_padding_bs).sum(1, keepdim=True)
     places_s = torch.arange(is_padding_bs.shape[1], device=is_padding_bs.device)
     return torch.where(places_s < length_b1, length_b1 - 1 - places_s, places_s)
 
 
 class GnmtDecoder(nn.Module):
-    """The target's tokens so far to logits of the next: attention after the first layer, for all others."""
+    """Previous target tokens to logits of the next; attention after the first layer, for all others."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class GnmtDecoder(nn.Module):
     def run(
         self, previous_bt: Tensor, encoded: EncodedSource, states: list[LayerState] | None
     ) -> tuple[Tensor, Tensor, list[LayerState]]:
-        """Logits, attention weights and the layers' states after the last of `previous_bt`."""
+        """Logits, attention weights and the layers' states after the last token of `previous_bt`."""
         x_btc, after = self.first(
             self.dropout(self.embedding(previous_bt)), None if states is None else states[0]
         )

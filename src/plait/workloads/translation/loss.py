@@ -1,4 +1,4 @@
-"""The loss of a translation with label smoothing, and how many of its tokens are right."""
+"""The loss of a translation with label smoothing, and the token accuracy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from plait.workloads.metrics import more_is_better
 def label_smoothing(
     output: Tensor, target: Tensor, smoothing: float = 0.1, tokens_per_sample: float = 1.0
 ) -> Tensor:
-    """The sum over all tokens but padding, divided by the number of samples and by `tokens_per_sample`.
+    """The sum over all tokens except padding, divided by the number of samples and by `tokens_per_sample`.
 
-    Divided by samples and not by tokens, it is the same however a batch is cut into parts. With
-    `tokens_per_sample`, about what a sample holds, the number is about that of a token.
+    Divided by samples and not by tokens, it does not depend on how a batch is split. With
+    `tokens_per_sample`, the typical length of a sample, it is about the loss per token.
     """
     if output.shape[:-1] != target.shape:
         raise JobError(
@@ -35,6 +35,6 @@ def label_smoothing(
 
 @more_is_better
 def token_accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens the largest logit names, given the right ones before them, and how many there are."""
+    """The number of correct tokens (largest logit, given the correct previous ones), and of all tokens."""
     is_token = target != PAD
     return ((output.argmax(-1) == target) & is_token).sum(), is_token.sum()

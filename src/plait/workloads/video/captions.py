@@ -37,11 +37,11 @@ CaptionSample = tuple[tuple[Tensor, Tensor], Tensor]
 def captions(
     split: Split, path: Path, frames: int = 80, length: int = 20, vocabulary: int | None = None
 ) -> Captions:
-    """The captions of a split's videos: ((features, words), words one later); padding counts for nothing.
+    """The captions of a split's videos: ((features, words), words one later); padding is ignored.
 
-    A video with more than `frames` frames gives as many, evenly spaced; one with fewer is padded with zeros.
-    Captions are cut after `length` words. The vocabulary comes from the training captions, the most frequent
-    words first, at most `vocabulary` of them.
+    A video with more than `frames` frames is sampled evenly; one with fewer is padded with zeros. Captions
+    are truncated to `length` words. The vocabulary is that of the training captions, most frequent words
+    first, at most `vocabulary` of them.
     """
     if frames < 1 or length < 1:
         raise DataError(f"data.frames: found {frames} frames and {length} words, expected at least 1 of each")
@@ -52,12 +52,14 @@ def captions(
     most = None if vocabulary is None else vocabulary - 2
     known = vocabulary_of([word for words in target for word in words], most)
     known |= {BEGIN: len(known), END: len(known) + 1}
-    own = [(video, words) for video, words in sentences if splits[video] == split]
-    if not own:
+    selected = [(video, words) for video, words in sentences if splits[video] == split]
+    if not selected:
         raise DataError(f"{path / CAPTIONS_FILE}: found no captions of videos with split {split!r}; add some")
-    features = _read_features(path / FEATURES_FILE, sorted({video for video, _ in own}), frames)
-    numbers = [[known[BEGIN], *(known.get(w, 0) for w in words[:length]), known[END]] for _, words in own]
-    return Captions(features, [video for video, _ in own], numbers, length, list(known))
+    features = _read_features(path / FEATURES_FILE, sorted({video for video, _ in selected}), frames)
+    numbers = [
+        [known[BEGIN], *(known.get(w, 0) for w in words[:length]), known[END]] for _, words in selected
+    ]
+    return Captions(features, [video for video, _ in selected], numbers, length, list(known))
 
 
 def _read_captions(path: Path) -> tuple[dict[str, str], list[tuple[str, list[str]]]]:
@@ -73,9 +75,9 @@ def _read_captions(path: Path) -> tuple[dict[str, str], list[tuple[str, list[str
     for i, entry in enumerate(_list(path, content, "videos")):
         video, split = (_text(path, entry, key, f"videos[{i}]") for key in ("video_id", "split"))
         if split not in _SPLITS or video in splits:
-            found = f"split: found {split!r}" if video not in splits else f"video_id: found {video!r} again"
+            problem = f"split: found {split!r}" if video not in splits else f"video_id: found {video!r} again"
             raise DataError(
-                f"{path}: videos[{i}].{found}, expected each video once, in {', '.join(_SPLITS[:-1])} or "
+                f"{path}: videos[{i}].{problem}, expected each video once, in {', '.join(_SPLITS[:-1])} or "
                 f"{_SPLITS[-1]}; {_JSON_REMEDY}"
             )
         splits[video] = split
@@ -91,20 +93,20 @@ def _read_captions(path: Path) -> tuple[dict[str, str], list[tuple[str, list[str
 def _list(path: Path, content: Any, key: str) -> list[Any]:
     if not isinstance(content, dict) or not isinstance(content.get(key), list):
         raise DataError(f"{path}: found no list {key!r}; {_JSON_REMEDY}")
-    found: list[Any] = content[key]
-    return found
+    items: list[Any] = content[key]
+    return items
 
 
-def _text(path: Path, holder: Any, key: str, place: str) -> str:
-    found = holder.get(key) if isinstance(holder, dict) else None
-    if not isinstance(found, str):
-        raise DataError(f"{path}: {place}.{key}: found {found!r}, expected text; {_JSON_REMEDY}")
-    return found
+def _text(path: Path, holder: Any, key: str, where: str) -> str:
+    value = holder.get(key) if isinstance(holder, dict) else None
+    if not isinstance(value, str):
+        raise DataError(f"{path}: {where}.{key}: found {value!r}, expected text; {_JSON_REMEDY}")
+    return value
 
 
 def _read_features(path: Path, videos: Sequence[str], frames: int) -> dict[str, Tensor]:
-    """The features of each video, as many frames of each."""
-    found: dict[str, Tensor] = {}
+    """The features of each video, with the same number of frames."""
+    features: dict[str, Tensor] = {}
     width: int | None = None
     with open_hdf5(path, _EXPECTED, _REMEDY) as file:
         for video in videos:
@@ -124,24 +126,24 @@ def _read_features(path: Path, videos: Sequence[str], frames: int) -> dict[str, 
                 )
             rows = np.linspace(0, shape[0] - 1, min(frames, shape[0])).round().astype(int)
             chosen = torch.from_numpy(values[rows].astype(np.float32))
-            found[video] = torch.cat([chosen, chosen.new_zeros(frames - len(chosen), shape[1])])
-    return found
+            features[video] = torch.cat([chosen, chosen.new_zeros(frames - len(chosen), shape[1])])
+    return features
 
 
 def synthetic_captions(
     split: Split, samples: int = 64, features: int = 12, frames: int = 6, words: int = 8, seed: int = 0
 ) -> Captions:
-    """Made-up videos of some things in turn, captioned by the things' names in that order."""
+    """Synthetic videos of two things in turn, captioned by the things' names in that order."""
     draw = torch.Generator().manual_seed(2 * seed + (split == "test"))
     looks = torch.randn(words, features, generator=torch.Generator().manual_seed(seed))
     vocabulary = ["<unk>", BEGIN, END, *(f"thing{i}" for i in range(words))]
-    shown, numbers = {}, []
+    videos, numbers = {}, []
     for i in range(samples):
         things = torch.randint(words, (2,), generator=draw)
         each = things.repeat_interleave(frames // 2 + 1)[:frames]
-        shown[str(i)] = looks[each] + 0.1 * torch.randn(frames, features, generator=draw)
+        videos[str(i)] = looks[each] + 0.1 * torch.randn(frames, features, generator=draw)
         numbers.append([1, *(things[: 1 + i % 2] + 3).tolist(), 2])
-    return Captions(shown, list(shown), numbers, 3, vocabulary)
+    return Captions(videos, list(videos), numbers, 3, vocabulary)
 
 
 class Captions(Fingerprinted):
@@ -167,7 +169,7 @@ class Captions(Fingerprinted):
 
     def __getitem__(self, index: int) -> CaptionSample:
         caption = torch.tensor(self._captions[index])
-        # Each input word predicts the next one: the last word is a target only.
+        # Each input word predicts the next one; the last word is only a target.
         previous = torch.zeros(self._length + 1, dtype=torch.long)
         target = torch.full((self._length + 1,), IGNORED)
         previous[: len(caption) - 1], target[: len(caption) - 1] = caption[:-1], caption[1:]

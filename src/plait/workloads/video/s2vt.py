@@ -1,4 +1,4 @@
-"""S2VT (Venugopalan et al., 2015): two LSTMs that first see a video's frames, then say its caption."""
+"""S2VT (Venugopalan et al., 2015): two LSTMs that first read a video's frames, then generate its caption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def s2vt(
 ) -> S2VT:
     """Features (batch, frames, features) and words (batch, time) in, logits (batch, time, vocabulary) out.
 
-    The defaults are the paper's sizes for frames described by VGG-16.
+    The defaults are the paper's sizes for VGG-16 features of frames.
     """
     if min(vocabulary, features, width, embedding) < 1:
         raise InputError("s2vt: vocabulary, features, width and embedding must be at least 1")
@@ -30,7 +30,7 @@ def s2vt_tiny(vocabulary: int = 32, features: int = 12, dropout: float = 0.0) ->
 
 
 class S2VT(nn.Module):
-    """The first LSTM reads frames, then nothing; the second its outputs beside nothing, then beside words."""
+    """The first LSTM reads frames, then zeros; the second its outputs with zeros, then with words."""
 
     def __init__(self, vocabulary: int, features: int, width: int, embedding: int, dropout: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class S2VT(nn.Module):
         self.decoder = nn.Linear(width, vocabulary)
 
     def forward(self, features_bfd: Tensor, words_bt: Tensor) -> Tensor:
-        """`words_bt` begin with the word that begins captions; the logits are of the words one later."""
+        """`words_bt` begin with the begin-of-caption token; the logits are for the words one later."""
         seen_bsc = self.video(self.frames(features_bfd), words_bt)
         said_btc = self.language(seen_bsc, self.words(words_bt))
         logits_btv: Tensor = self.decoder(self.dropout(said_btc))
@@ -50,7 +50,7 @@ class S2VT(nn.Module):
 
     @torch.no_grad()
     def caption(self, features_bfd: Tensor, begin: int, end: int, longest: int = 20) -> list[list[int]]:
-        """The words that it says about each video, the likeliest one after the other, in evaluation mode."""
+        """The caption of each video by greedy decoding, in evaluation mode."""
         was_training = self.training
         self.eval()
         words_bt = torch.full((len(features_bfd), 1), begin, device=features_bfd.device)
@@ -63,7 +63,7 @@ class S2VT(nn.Module):
 
 
 class FrameLSTM(nn.Module):
-    """Frames, then zeros for as long as words are said (batch, frames + time, width)."""
+    """Reads the frames, then zeros at the time steps of words; output (batch, frames + time, width)."""
 
     def __init__(self, width_in: int, width: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class FrameLSTM(nn.Module):
 
 
 class CaptionLSTM(nn.Module):
-    """What was seen beside zeros while frames come, then beside words; what it says is kept of the latter."""
+    """Reads the first LSTM's outputs with zeros, then with words; returns the outputs at words."""
 
     def __init__(self, width_in: int, width: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Sentences: text files, message catalogues or rules in, pairs of token numbers and their references out."""
+"""Sentence pairs: text files, message catalogues or rules in, token numbers and reference texts out."""

@@ -1,6 +1,6 @@
 """Byte-pair encoding (Sennrich et al., 2016): codes from a file or learned, words to pieces and back.
 
-Files and pieces are those of subword-nmt: a merge a line, `@@` after each piece but a word's last. The
+Files and pieces are those of subword-nmt: one merge per line, `@@` after each piece but a word's last. The
 tokenizers library learns and applies the merges.
 """
 
@@ -21,14 +21,14 @@ Merge = tuple[str, str]
 END_OF_WORD = "</w>"
 CONTINUES = "@@"
 _HEADER = "#version:"
-# Stands for the end of a word where that is a symbol of its own: the library's symbols are characters.
+# The end of a word in files where it is a separate symbol, as the library's symbols are characters.
 _END_CHARACTER = "\x03"
 
 
 class Codes:
     """Merges of neighbouring pieces, the most frequent first.
 
-    In files of version 0.1 the end of a word is a symbol of its own; since 0.2 it is part of the last letter.
+    In files of version 0.1 the end of a word is a separate symbol; since 0.2 it is part of the last letter.
     """
 
     def __init__(self, merges: Sequence[Merge], separate_end: bool = False) -> None:
@@ -48,7 +48,7 @@ class Codes:
         self._known: dict[str, list[str]] = {}
 
     def pieces(self, words: Iterable[str]) -> list[str]:
-        """All words' pieces, one after the other."""
+        """The pieces of all words, in order."""
         return [piece for word in words for piece in self._pieces_of(word)]
 
     def _pieces_of(self, word: str) -> list[str]:
@@ -61,7 +61,7 @@ class Codes:
 
 
 def join_pieces(pieces: Sequence[str]) -> list[str]:
-    """The words that `pieces` are of; a word that the sentence breaks off is taken as it is."""
+    """The words of `pieces`; an incomplete last word is kept."""
     words, begun = [], ""
     for piece in pieces:
         if piece.endswith(CONTINUES):
@@ -73,12 +73,12 @@ def join_pieces(pieces: Sequence[str]) -> list[str]:
 
 
 def learn_codes(words: Iterable[str], merges: int) -> Codes:
-    """At most `merges` merges: each joins the pair of pieces that is the most frequent in `words` by then."""
-    # Its threads would be beside those that train, and a forked loader would warn of them.
+    """Learn at most `merges` merges: each joins the most frequent pair of pieces in `words`."""
+    # Its threads would compete with training, and a forked loader would warn about them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     words = [word for word in words if word]
     letters = {letter for word in words for letter in word}
-    # Named here in order, so that of equally frequent pairs the same one comes first each time.
+    # Listed in order, so that ties between equally frequent pairs are broken the same way each time.
     ends = sorted({word[-1] + END_OF_WORD for word in words})
     trainer = trainers.BpeTrainer(
         vocab_size=len(letters) + len(ends) + merges,
@@ -101,22 +101,22 @@ def read_codes(path: Path) -> Codes:
         version, begin = _version(path, lines[0]), 1
     merges = [_merge(path, number, line) for number, line in enumerate(lines[begin:], begin + 1)]
     if all(second.isdecimal() for _, second in merges):
-        found = f"found {lines[begin][:60]!r}, a token and its count" if merges else "found no merges"
+        problem = f"found {lines[begin][:60]!r}, a token and its count" if merges else "found no merges"
         raise DataError(
-            f"{path}, line {begin + 1}: {found}, expected two pieces to join; codes are what subword-nmt "
+            f"{path}, line {begin + 1}: {problem}, expected two pieces to join; codes are what subword-nmt "
             f"learn-bpe writes, and a vocabulary belongs to data.vocabulary"
         )
     return Codes(merges, separate_end=version == (0, 1))
 
 
 def _version(path: Path, line: str) -> tuple[int, ...]:
-    found = line.removeprefix(_HEADER).strip()
-    if found not in ("0.1", "0.2"):
+    version = line.removeprefix(_HEADER).strip()
+    if version not in ("0.1", "0.2"):
         raise DataError(
-            f"{path}, line 1: found version {found!r} of byte-pair codes, expected 0.1 or 0.2; "
-            f"learn them anew with subword-nmt learn-bpe"
+            f"{path}, line 1: found version {version!r} of byte-pair codes, expected 0.1 or 0.2; "
+            f"learn them again with subword-nmt learn-bpe"
         )
-    return tuple(int(part) for part in found.split("."))
+    return tuple(int(part) for part in version.split("."))
 
 
 def _merge(path: Path, number: int, line: str) -> Merge:

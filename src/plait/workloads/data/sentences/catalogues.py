@@ -19,14 +19,14 @@ from plait.workloads.data.stored import Split
 
 log = logging.getLogger(__name__)
 
-# Where packages of Debian put the German ones.
+# The folder of German catalogues in Debian.
 DEBIAN_FOLDER = Path("/usr/share/locale/de")
 _REMEDY = "install packages with translations (Debian: git, gettext, coreutils), or set data.path"
-_FILE_REMEDY = "install the package that it is of anew, or take the file out of the folder"
+_FILE_REMEDY = "reinstall its package, or remove the file from the folder"
 _ORDERS = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
 _CHARSET = re.compile(rb"charset=(?!CHARSET)([\w.:-]+)")
 _TAG = re.compile(r"</?\w[^<>]*>")
-# A sign before the letter that a menu's entry is chosen with: `_File`, `&File`.
+# The sign before the accelerator key of a menu entry: `_File`, `&File`.
 _ACCELERATOR = re.compile(r"(?<![\w&])[_&](?=\w)")
 _ONE_ACCELERATOR = re.compile(r"^[^_&]*[_&][^_&]*$")
 _BLANKS = re.compile(r"\s+")
@@ -46,9 +46,9 @@ def catalogues(
 ) -> SentencePairs | SentenceGroups:
     """The messages of all .mo files below `path`, from English into that folder's language.
 
-    Messages are cleaned (tags and accelerators go) and taken once each, if they look like sentences. Which
-    are for testing their English text decides. Byte-pair pieces are learned from the others, by `merges`
-    merges; pairs with more than `longest` tokens are left out.
+    Messages are cleaned of tags and accelerators, and used once each, if they look like sentences. A hash of
+    the English text selects those for testing. Byte-pair pieces are learned from the others, with `merges`
+    merges; pairs with more than `longest` tokens are dropped.
     """
     if not 0 < test_fraction < 1:
         raise DataError(f"data.test_fraction: found {test_fraction}, expected more than 0 and less than 1")
@@ -64,7 +64,7 @@ def catalogues(
 def _learned(
     path: Path, test_fraction: float, merges: int, vocabulary_size: int | None
 ) -> tuple[list[tuple[str, str]], Encoding]:
-    """All pairs, and the encoding that was learned from those to train with."""
+    """All pairs, and the encoding that was learned from the training pairs."""
     pairs = read_catalogues(path)
     to_train = [pair for pair in pairs if not is_test(pair[0], test_fraction)]
     if not to_train or len(to_train) == len(pairs):
@@ -77,11 +77,11 @@ def _learned(
 
 
 def read_catalogues(path: Path) -> list[tuple[str, str]]:
-    """Clean pairs of sentences from all catalogues below `path`, each English one once."""
+    """Cleaned pairs of sentences from all catalogues below `path`, without duplicate English texts."""
     files = sorted(path.rglob("*.mo")) if path.is_dir() else []
     if not files:
-        found = "holds no .mo file" if path.is_dir() else "no such folder"
-        raise DataError(f"{path}: {found}, expected message catalogues; {_REMEDY}")
+        problem = "holds no .mo file" if path.is_dir() else "no such folder"
+        raise DataError(f"{path}: {problem}, expected message catalogues; {_REMEDY}")
     pairs = clean_pairs(pair for file in files for pair in read_mo(file))
     if not pairs:
         raise DataError(
@@ -92,11 +92,11 @@ def read_catalogues(path: Path) -> list[tuple[str, str]]:
 
 
 def read_mo(path: Path) -> list[tuple[str, str]]:
-    """The messages of a catalogue and their translations, in the file's order; of plurals the singular.
+    """The messages of a catalogue and their translations, in the file's order; the singular of plurals.
 
-    The catalogue's own description, which stands under the empty message, is left out, and so is what comes
-    before a message to say where it is used. Python's own reader (gettext) lists no messages, and takes no
-    description whose names are in another encoding than UTF-8, as some of Debian's are.
+    The catalogue's description, under the empty message, is skipped, and so is the context of a message.
+    Python's gettext does not list messages, and fails on descriptions in another encoding than UTF-8, as in
+    some of Debian's files.
     """
     data = read_bytes(path, "a message catalogue (.mo)", _FILE_REMEDY)
     order = _ORDERS.get(data[:4])
@@ -105,13 +105,14 @@ def read_mo(path: Path) -> list[tuple[str, str]]:
             f"{path}: found {data[:4].hex()} as its first bytes, not those of a .mo file; {_FILE_REMEDY}"
         )
     try:
-        count, *tables = struct.unpack_from(f"{order}3I", data, 8)
-        places = [
-            [struct.unpack_from(f"{order}2I", data, table + 8 * i) for i in range(count)] for table in tables
+        count, *offsets = struct.unpack_from(f"{order}3I", data, 8)
+        tables = [
+            [struct.unpack_from(f"{order}2I", data, offset + 8 * i) for i in range(count)]
+            for offset in offsets
         ]
-        if any(begin + length > len(data) for table in places for length, begin in table):
+        if any(begin + length > len(data) for table in tables for length, begin in table):
             raise ValueError(f"a string ends beyond the file's {len(data):,} bytes")
-        messages, texts = ([data[begin : begin + length] for length, begin in table] for table in places)
+        messages, texts = ([data[begin : begin + length] for length, begin in table] for table in tables)
         described = _CHARSET.search(b"".join(text for message, text in zip(messages, texts) if not message))
         charset = described[1].decode() if described else "utf-8"
         pairs = [(m.decode(charset), text.decode(charset)) for m, text in zip(messages, texts) if m]
@@ -124,27 +125,27 @@ def read_mo(path: Path) -> list[tuple[str, str]]:
 
 
 def clean_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those pairs that look like a sentence and its translation, cleaned; of one English text the first."""
-    found: dict[str, str] = {}
+    """The cleaned pairs that look like a sentence and its translation; the first of each English text."""
+    translations: dict[str, str] = {}
     for english, other in pairs:
         pair = clean(english), clean(other)
-        if pair[0] not in found and _look_like_sentences(*pair):
-            found[pair[0]] = pair[1]
-    return list(found.items())
+        if pair[0] not in translations and _look_like_sentences(*pair):
+            translations[pair[0]] = pair[1]
+    return list(translations.items())
 
 
 def clean(text: str) -> str:
-    """`text` in one line, without tags and without the sign of an accelerator."""
+    """`text` in one line, without tags and accelerator signs."""
     text = _BLANKS.sub(" ", _TAG.sub("", text)).strip()
     return _ACCELERATOR.sub("", text) if _ONE_ACCELERATOR.match(text) else text
 
 
 def _look_like_sentences(english: str, other: str) -> bool:
-    """Words on both sides, mostly letters, of about one length, and not the same twice."""
+    """Whether both sides are mostly letters, of similar length, and different."""
     lengths = len(split_words(english)), len(split_words(other))
     return (
         english != other
-        # Lines of a command's help are no sentences.
+        # Lines of a command's help are not sentences.
         and not english.startswith("-")
         and min(lengths) >= _LEAST_WORDS
         and max(lengths) <= _MOST_RATIO * min(lengths) + 2

@@ -1,4 +1,4 @@
-"""How text becomes token numbers: words, byte-pair pieces, a vocabulary; and the way back."""
+"""Encodes text as token numbers (words, byte-pair pieces, vocabulary), and decodes it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from plait.workloads.data.sentences.words import join_words, split_words
 
 @dataclass(frozen=True)
 class Encoding:
-    """One for both languages. Without `codes` a text's words are its tokens, pieces or not.
+    """One encoding for both languages. Without `codes` a text's words are its tokens.
 
-    With `is_tokenised` blanks separate the words of a text; otherwise signs stand apart, too.
+    With `is_tokenised` words are separated by whitespace; otherwise punctuation is separated too.
     """
 
     vocabulary: Vocabulary
@@ -30,12 +30,12 @@ class Encoding:
         return self.vocabulary.numbers(self.tokens(text))
 
     def text(self, numbers: Iterable[int]) -> str:
-        """The sentence that `numbers` spell, as people write it."""
+        """Decode `numbers` to an ordinary sentence."""
         return join_words(join_pieces(self.vocabulary.tokens(numbers)))
 
     @property
     def checksum(self) -> int:
-        """Identifies the encoding: the tokens of a text and their numbers."""
+        """A checksum of the codes and the vocabulary."""
         merges = () if self.codes is None else self.codes.merges
         return zlib.crc32("\n".join(" ".join(merge) for merge in merges).encode(), self.vocabulary.checksum)
 

@@ -1,4 +1,4 @@
-"""Text files of one sentence a line, and what is wrong with them."""
+"""Text files with one sentence per line, and their errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from plait.workloads.data.files import decode_text, read_bytes
 
 
 def read_lines(path: Path, what: str, remedy: str) -> list[str]:
-    """The lines of a file in UTF-8 without their ends; an empty file and other encodings are refused.
+    """The lines of a UTF-8 file without line ends; raises for an empty file and other encodings.
 
-    Only a line feed ends a line: what else Python takes for one may stand inside a sentence.
+    Only a line feed ends a line, as other line separators of Python may occur inside a sentence.
     """
     data = read_bytes(path, what, remedy)
     if not data.strip():

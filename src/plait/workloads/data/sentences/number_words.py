@@ -1,4 +1,4 @@
-"""Numbers in English and German words, in small sums: exact, endless, learned in a minute."""
+"""Numbers in English and German words, in small sums: exact, unlimited, learned in a minute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.workloads.data.stored import Split
 MILLION = 1_000_000
 MOST = 1000 * MILLION
 _TEST_FRACTION = 0.1
-# Sentences from which the pieces are learned; further ones contain nothing new.
+# The number of sentences from which the pieces are learned; more contain nothing new.
 _TO_LEARN_FROM = 1000
 
 _ENGLISH = (
@@ -55,7 +55,7 @@ def number_words(
     """`samples` sentences to train with, `test_samples` others to test with, of numbers below `limit`.
 
     A sentence is a number, two of them with a sign between them, or a sum with its result. Byte-pair pieces
-    are learned on the spot, by `merges` merges.
+    are learned from them, with `merges` merges.
     """
     counts = {"samples": samples, "test_samples": test_samples, "merges": merges}
     for name, value in counts.items():
@@ -77,7 +77,7 @@ def _learned(samples: int, limit: int, seed: int, merges: int, vocabulary_size: 
 
 
 class _Sums(Sequence[str]):
-    """One language's sentences, made when they are read."""
+    """One language's sentences, generated when they are read."""
 
     def __init__(self, split: Split, count: int, limit: int, seed: int, side: int) -> None:
         self._split: Split = split
@@ -165,5 +165,5 @@ def _below_million(number: int) -> str:
 
 
 def _before(number: int) -> str:
-    """`number` as it stands before another word: `ein`, not `eins`."""
+    """`number` before another word: `ein`, not `eins`."""
     return _below_million(number).removesuffix("s") if number % 100 == 1 else _below_million(number)

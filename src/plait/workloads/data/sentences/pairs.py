@@ -1,4 +1,4 @@
-"""Pairs of sentences as data sets: a sample is a pair, or a group of pairs of about one length."""
+"""Pairs of sentences as data sets: a sample is a pair, or a group of pairs of similar length."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from plait.workloads.data.stored import Fingerprinted
 from plait.workloads.translation.beam_search import BeamOptions
 from plait.workloads.translation.bleu import pad_rows, score, translate
 
-# Starting points that are tried for example batches.
+# How many starting points are tried for example batches.
 _TRIES = 100
-# (source, the target's tokens before each place) and the target.
+# (source, previous target tokens) and the target.
 Pair = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 class SentencePairs(Fingerprinted):
-    """Sentences of two languages by index, padded at their ends where they are put into a batch.
+    """Sentences of two languages by index, padded at the end in a batch.
 
-    A text is encoded when it is read. `references` are what translations are compared with; by default the
-    target's texts, put together again.
+    A text is encoded when it is read. Translations are compared with `references`, by default the decoded
+    target texts.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class SentencePairs(Fingerprinted):
         return choose_examples(self, sizes)
 
     def source_numbers(self, index: int) -> list[int]:
-        """The source sentence as the model reads it."""
+        """The token numbers of the source sentence."""
         return [*self.encoding.numbers(self._sources[index]), END]
 
     def source_text(self, index: int) -> str:
         return self._sources[index]
 
     def reference(self, index: int) -> str:
-        """The target sentence as people write it."""
+        """The target sentence as ordinary text."""
         if self._references is not None:
             return self._references[index]
         return self.encoding.text(self.encoding.numbers(self._targets[index]))
 
     def lengths(self) -> Any:
-        """The tokens of the longer side of each pair, with begin or end."""
+        """The number of tokens of the longer side of each pair, including begin or end."""
         tokens = self.encoding.tokens
         both = zip(self._sources, self._targets)
         return np.array([1 + max(len(tokens(a)), len(tokens(b))) for a, b in both], dtype=np.int64)
 
     def scores(self, model: Any, device: torch.device, beam: BeamOptions | None = None) -> dict[str, Any]:
-        """The BLEU of the model's translations by a search with `beam`; nothing without: it takes long."""
+        """The BLEU of the model's translations by a search with `beam`; empty without, as it takes long."""
         if beam is None:
             return {}
         if not callable(getattr(model, "encode", None)) or not callable(getattr(model, "step", None)):
@@ -90,12 +90,17 @@ class SentencePairs(Fingerprinted):
                 f"--bleu measures translations, but this run has a {type(model).__name__}; expected a model "
                 f"with encode and step, such as plait.workloads.translation.gnmt:gnmt8"
             )
-        found = translate(model, [self.source_numbers(index) for index in range(len(self))], beam, device)
+        translations = translate(
+            model, [self.source_numbers(index) for index in range(len(self))], beam, device
+        )
         references = [self.reference(index) for index in range(len(self))]
-        return {"sentences": len(self), **score([self.encoding.text(each) for each in found], references)}
+        return {
+            "sentences": len(self),
+            **score([self.encoding.text(each) for each in translations], references),
+        }
 
     def only(self, indices: Sequence[int]) -> SentencePairs:
-        """These pairs alone."""
+        """Only these pairs."""
         references = None if self._references is None else [self._references[i] for i in indices]
         return SentencePairs(
             [self._sources[i] for i in indices],
@@ -112,10 +117,10 @@ def pad_pairs(samples: list[Pair]) -> Pair:
 
 
 class SentenceGroups(Fingerprinted):
-    """Groups of pairs of about one length; a sample is a group, so that a batch holds little padding.
+    """Groups of pairs of similar length; a sample is a group, so that a batch has little padding.
 
-    A batch is (groups, sentences, tokens), padded to its largest group and longest sentence. Which pairs form
-    a group stays the same in all epochs; the order of groups changes.
+    A batch is (groups, sentences, tokens), padded to its largest group and longest sentence. The groups are
+    the same in all epochs; their order changes.
     """
 
     def __init__(self, pairs: SentencePairs, groups: Sequence[Sequence[int]]) -> None:
@@ -140,30 +145,30 @@ class SentenceGroups(Fingerprinted):
         return choose_examples(self, sizes)
 
     def scores(self, model: Any, device: torch.device, beam: BeamOptions | None = None) -> dict[str, Any]:
-        """Those of the pairs."""
+        """The scores of the pairs."""
         return self.pairs.scores(model, device, beam)
 
 
 def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int]) -> list[list[int]]:
-    """Consecutive samples for each batch; the first ones found whose lengths show which sizes change.
+    """Consecutive samples for each batch: the first ones whose lengths show which sizes change.
 
-    Who traces a model takes sizes that are equal in all examples for one size, or for a fixed one: the
-    batches' sources must be of unlike lengths, the targets too, and the two not of the same.
+    Tracing treats sizes that are equal in all examples as one size, or as fixed: so the sources of the
+    batches must have different lengths, the targets too, and the two must differ.
     """
-    found: list[list[int]] = []
+    examples: list[list[int]] = []
     for begin in range(min(len(dataset), _TRIES)):
         ends = itertools.accumulate(sizes, initial=begin)
-        found = [[i % len(dataset) for i in range(a, b)] for a, b in itertools.pairwise(ends)]
-        shapes = [_sizes_of(dataset.collated_batch(numbers)) for numbers in found]
+        examples = [[i % len(dataset) for i in range(a, b)] for a, b in itertools.pairwise(ends)]
+        shapes = [_sizes_of(dataset.collated_batch(numbers)) for numbers in examples]
         rows, sources, targets = zip(*shapes)
         unlike = all(len(set(lengths)) == len(lengths) for lengths in (sources, targets))
         if unlike and len({rows, sources, targets}) == 3:
-            return found
-    return found
+            return examples
+    return examples
 
 
 def _sizes_of(batch: Pair) -> tuple[int, int, int]:
-    """The sentences of a group, or -1, and the lengths of both sides."""
+    """The number of sentences of a group, or -1, and the lengths of both sides."""
     (source, previous), _ = batch
     return source.shape[1] if source.dim() == 3 else -1, source.shape[-1], previous.shape[-1]
 
@@ -192,7 +197,7 @@ def arrange(
         return pairs
     lengths = pairs.lengths()
     if longest is not None:
-        # Begin or end is one of the counted tokens.
+        # The lengths include begin or end.
         kept = np.flatnonzero(lengths <= longest + 1)
         if len(kept) == 0:
             raise DataError(
@@ -206,16 +211,16 @@ def arrange(
 
 
 def group_by_length(lengths: Any, sentences: int | None, tokens: int | None) -> list[list[int]]:
-    """Pairs in groups, in no order of length; a pair that is longer than `tokens` is a group by itself."""
+    """Pairs in groups, shuffled; a pair longer than `tokens` is a separate group."""
     groups: list[list[int]] = []
     for index in np.argsort(lengths, kind="stable").tolist():
         last = groups[-1] if groups else []
-        # In rising order the pair at hand is the longest, so all of them are padded to its length.
+        # In increasing order the current pair is the longest, so the group is padded to its length.
         full = len(last) == sentences or (tokens is not None and (len(last) + 1) * lengths[index] > tokens)
         if not last or full:
             groups.append([index])
         else:
             last.append(index)
-    # The first groups must be like any others: a model is measured with them.
+    # The first groups must be typical, as models are profiled with them.
     random.Random(0).shuffle(groups)
     return groups

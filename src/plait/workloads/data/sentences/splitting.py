@@ -1,4 +1,4 @@
-"""Which sentences are for testing, by their text alone: the same in every run and corpus."""
+"""Selects sentences for testing by a hash of their text: the same in every run and corpus."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import zlib
 
 
 def is_test(text: str, fraction: float) -> bool:
-    """Whether a sentence is one of the `fraction` that are for testing."""
+    """Whether a sentence is in the `fraction` for testing."""
     return zlib.crc32(text.encode()) < fraction * 2**32

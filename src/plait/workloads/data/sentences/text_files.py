@@ -1,4 +1,4 @@
-"""Two text files, one sentence a line, as WMT's English and German come: tokenised, with byte-pair codes."""
+"""Two text files with one sentence per line, such as WMT's: tokenised, with byte-pair codes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def translation(
 ) -> SentencePairs | SentenceGroups:
     """The pairs of `path`/`train`.`source` and `path`/`train`.`target`, or those of `test`.
 
-    `codes` and `vocabulary` name files below `path`, as subword-nmt writes them. Without codes the text is
-    taken to be in pieces already, unless `merges` says how many to learn; without a vocabulary it is that of
-    the training text, of `vocabulary_size` tokens at most. Training leaves out pairs longer than `longest`.
-    `reference` names the test set's target text as people write it; else it is put together from its tokens.
+    `codes` and `vocabulary` name files below `path`, as subword-nmt writes them. Without codes the text must
+    already be in pieces, unless `merges` says how many to learn; the default vocabulary is that of the
+    training text, with at most `vocabulary_size` tokens. Training skips pairs longer than `longest`.
+    `reference` names the test set's target as ordinary text; by default it is decoded from the tokens.
     """
     if codes is not None and merges is not None:
         raise DataError("data: found both codes and merges, expected at most one of them")
@@ -59,7 +59,7 @@ def _read_pair(prefix: Path, source: str, target: str) -> tuple[list[str], list[
     paths = [prefix.with_name(f"{prefix.name}.{language}") for language in (source, target)]
     first, second = (read_lines(path, _WHAT, _REMEDY) for path in paths)
     if len(first) != len(second):
-        shorter, longer = sorted(zip((len(first), len(second)), paths), key=lambda found: found[0])
+        shorter, longer = sorted(zip((len(first), len(second)), paths), key=lambda counted: counted[0])
         raise DataError(
             f"{longer[1]}, line {shorter[0] + 1:,}: it has no partner: {shorter[1].name} has {shorter[0]:,} "
             f"lines, {longer[1].name} {longer[0]:,}; expected equally many, line by line translations of "
@@ -109,7 +109,7 @@ def _references(path: Path, reference: str | None, texts: tuple[list[str], list[
 
 
 def _check_known(pairs: SentencePairs, prefix: Path) -> None:
-    """Refuse a vocabulary that is of another text: the first sentences would be unknown tokens."""
+    """Raise if most tokens of the first sentences are unknown: the vocabulary belongs to another text."""
     looked_at = range(min(len(pairs), 200))
     tokens = unknown = 0
     for index in looked_at:

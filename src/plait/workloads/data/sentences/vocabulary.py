@@ -1,4 +1,4 @@
-"""Vocabularies: tokens to numbers and back, from a file or from what a corpus holds."""
+"""Vocabularies: tokens to numbers and back, from a file or from a corpus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))
 
 
 class Vocabulary:
-    """Numbers of tokens; the first four are those of padding, unknown tokens, begin and end."""
+    """Token numbers; the first four are padding, unknown, begin and end."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self._tokens = (*SPECIAL, *tokens)
@@ -33,18 +33,18 @@ class Vocabulary:
         return [self._numbers.get(token, UNKNOWN) for token in tokens]
 
     def tokens(self, numbers: Iterable[int]) -> list[str]:
-        """The tokens up to the end of the sentence; a number that the vocabulary does not have is unknown."""
-        found = []
+        """The tokens up to the end of the sentence; numbers outside of the vocabulary are unknown."""
+        tokens = []
         for number in numbers:
             if number == END:
                 break
             if number not in (PAD, BEGIN):
-                found.append(self._tokens[number] if number < len(self) else SPECIAL[UNKNOWN])
-        return found
+                tokens.append(self._tokens[number] if number < len(self) else SPECIAL[UNKNOWN])
+        return tokens
 
 
 def count_vocabulary(sentences: Iterable[Sequence[str]], at_most: int | None = None) -> Vocabulary:
-    """The tokens of `sentences`, the most frequent first, `at_most` with the special ones."""
+    """The tokens of `sentences`, most frequent first, `at_most` including the special ones."""
     if at_most is not None and at_most <= len(SPECIAL):
         raise DataError(
             f"data.vocabulary_size: found {at_most}, expected at least {len(SPECIAL) + 1}: "
@@ -56,9 +56,9 @@ def count_vocabulary(sentences: Iterable[Sequence[str]], at_most: int | None = N
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """A token a line, or a token and its count, as subword-nmt's get-vocab and fairseq's dict.txt have it.
+    """Read a vocabulary: a token per line, or a token and its count, as from subword-nmt or fairseq.
 
-    The special tokens may stand in the file; they keep their own numbers.
+    The special tokens may be in the file; they keep their numbers.
     """
     lines = read_lines(path, "a vocabulary, one token a line", "set data.vocabulary to one")
     seen: dict[str, int] = {}
@@ -71,7 +71,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
             )
         if token in seen:
             raise DataError(
-                f"{path}, line {number}: the token {token!r} stands in line {seen[token]} already; "
+                f"{path}, line {number}: the token {token!r} is already in line {seen[token]}; "
                 f"a token has one number: remove one of the two lines"
             )
         seen[token] = number

@@ -1,12 +1,12 @@
-"""Text to words and back: punctuation apart, and together again as people write it."""
+"""Splits text into words and punctuation, and joins them again."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# Options of commands, format directives, numbers with points or commas in them, words with hyphens or
-# apostrophes, else a sign.
+# Command options, format directives, numbers with points or commas, words with hyphens or apostrophes, or a
+# single sign.
 _TOKENS = re.compile(r"(?<![\w-])--?\w[\w-]*|%[\w$.]*\w|\d+(?:[.,]\d+)+|\w+(?:[-'’.]\w+)*|[^\w\s]")
 _ENTITIES = {
     "&apos;": "'",
@@ -20,20 +20,20 @@ _ENTITIES = {
 }
 _TO_THE_LEFT = frozenset(".,:;!?%)]}…")
 _TO_THE_RIGHT = frozenset("([{¿¡")
-# Each begins a quotation where none of its kind is open, and ends it otherwise: German closes with what
-# English opens with, and points its guillemets inwards.
+# Each opens a quotation if none of its kind is open, and closes it otherwise: German closes with what English
+# opens with, and points its guillemets inwards.
 _QUOTES = {sign: kind for kind in ('"', "'", "«»", "„“”", "‚‘’") for sign in kind}
 
 
 def split_words(text: str) -> list[str]:
-    """The words and signs of a text."""
+    """The words and punctuation of a text."""
     return _TOKENS.findall(text)
 
 
 def join_words(words: Sequence[str]) -> str:
-    """The text that words and signs are of: Moses' entities and `@-@` undone, signs where they belong.
+    """Join words and punctuation to a text; undoes Moses' entities and `@-@`.
 
-    What the signs leave open (a blank around a dash or a slash) stays as blanks.
+    Where spacing is ambiguous (around a dash or a slash), spaces are kept.
     """
     text = ""
     glued = True

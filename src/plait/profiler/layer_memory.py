@@ -1,4 +1,4 @@
-"""Bytes: what each layer returns, and what autograd keeps of it until the backward pass."""
+"""Memory of each layer: its outputs, and what autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from plait.profiler.traced import TracedModel
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one microbatch: of each value by name, and kept for the backward pass by each layer.
+    """Bytes of one microbatch: of each value by name, and saved for backward by each layer.
 
-    `keepers` are the layers, by their number, for which a value that another layer returned was counted.
-    `working_bytes` is what each layer takes at work, forward or backward, beyond what those before it keep;
-    gradients of parameters aside. `adding_bytes` is what it takes more where its gradients are added to
-    others.
+    `keepers` are the layers, by number, to which a saved value of another layer is attributed.
+    `working_bytes` is the peak of each layer, forward or backward, beyond what earlier layers save, without
+    gradients of parameters. `adding_bytes` is the additional peak if its gradients are accumulated.
     """
 
     value_bytes: dict[str, int]
@@ -41,16 +40,16 @@ def weigh(
     loss: Callable[[Any], Tensor],
     device: torch.device,
 ) -> Weights:
-    """Run a step and weigh the real tensors; what the loss keeps counts for the last layer.
+    """Run a step and measure real tensors; what the loss saves is attributed to the last layer.
 
-    A tensor that several layers keep counts for the first of them, so that the sum over layers is what the
-    model keeps; parameters, buffers and constants are not counted. A stage that keeps a tensor it received
-    from the layer that counts it holds that copy besides, which is the tensor's edge.
+    A tensor that several layers save is attributed to the first of them, so that the sum over layers is what
+    the model saves; parameters, buffers and constants are not counted. A stage that saves a received tensor
+    holds another copy of it, which is counted by the tensor's edge.
     """
     scale, forward, backward = _run_step(traced, model, inputs, loss, device)
     working = _working(scale.kept_bytes, forward, backward, _gradients_behind(traced))
     adding = [0.0] * len(working)
-    if device.type == "cuda":  # a pipeline's linear layers on a CPU add in the product itself
+    if device.type == "cuda":  # on a CPU a pipeline's linear layers accumulate in the product
         _, forward, backward = _run_step(traced, model, inputs, loss, device)
         with_others = _working(scale.kept_bytes, forward, backward, adding)
         adding = [max(0.0, more - alone) for more, alone in zip(with_others, working)]
@@ -64,9 +63,9 @@ def _run_step(
     loss: Callable[[Any], Tensor],
     device: torch.device,
 ) -> tuple[_Scale, list[float], list[float]]:
-    """What a step keeps, and the highest level of each layer, forward and backward, the loss's at the end."""
-    own = [*traced.model.parameters(), *traced.model.buffers(), *traced.constants.values()]
-    scale = _Scale({_storage(tensor) for tensor in own}, [0] * len(traced.layers))
+    """The saved tensors of a step, and the peak of each layer, forward and backward; the loss is last."""
+    held = [*traced.model.parameters(), *traced.model.buffers(), *traced.constants.values()]
+    scale = _Scale({_storage(tensor) for tensor in held}, [0] * len(traced.layers))
     levels = Levels(device)
     forward = Stopwatch(levels)
 
@@ -76,7 +75,7 @@ def _run_step(
             yield
 
     with levels.recording():
-        output, ends = model.run(inputs, around, scale.note)
+        output, ends = model.run(inputs, around, scale.record)
         with around(len(traced.layers) - 1):
             value = loss(output)
         del output
@@ -86,27 +85,27 @@ def _run_step(
 
 
 def _highest(backward: BackwardTimer, levels: Levels, layers: int) -> list[float]:
-    """The highest level in the backward of each layer, and of the loss behind them."""
-    found = [0.0] * (layers + 1)
+    """The peak in the backward of each layer, and of the loss after them."""
+    highest = [0.0] * (layers + 1)
     for (layer, start), (_, end) in itertools.pairwise(backward.switches):
-        found[layer] = max(found[layer], levels.between(start, end))
-    return found
+        highest[layer] = max(highest[layer], levels.between(start, end))
+    return highest
 
 
 def _gradients_behind(traced: TracedModel) -> list[float]:
-    """The gradients of parameters that there are once backward is through each layer."""
+    """The bytes of parameter gradients that exist after the backward of each layer."""
     sizes = {name: p.numel() * p.element_size() for name, p in traced.model.named_parameters()}
-    # Backward comes to the last layer that uses a parameter first: there its gradient is made.
-    own = [sum(sizes.pop(name, 0) for name in layer.parameters) for layer in reversed(traced.layers)]
-    return [float(behind) for behind in reversed(list(itertools.accumulate(own)))]
+    # The gradient of a parameter is created in the last layer that uses it, the first in backward.
+    made = [sum(sizes.pop(name, 0) for name in layer.parameters) for layer in reversed(traced.layers)]
+    return [float(behind) for behind in reversed(list(itertools.accumulate(made)))]
 
 
 def _working(
     kept: Sequence[int], forward: Sequence[float], backward: Sequence[float], gradients: Sequence[float]
 ) -> list[float]:
-    """What each layer takes beyond what the layers before it keep; the loss counts for the last.
+    """The peak of each layer beyond what earlier layers save; the loss is attributed to the last.
 
-    `gradients` are those that backward has made of parameters when it is through each layer.
+    `gradients` are the bytes of parameter gradients after the backward of each layer.
     """
     working = []
     for i in range(len(kept)):
@@ -119,13 +118,13 @@ def _working(
 
 @dataclass
 class _Scale:
-    """Adds up what layers keep, each storage once; `counted` are those that count no more."""
+    """Sums the bytes that layers save, each storage once; `counted` are the storages counted already."""
 
     counted: set[int]
     kept_bytes: list[int]
     value_bytes: dict[str, int] = field(default_factory=dict)
     keepers: dict[str, int] = field(default_factory=dict)
-    # Whose memory it is, as long as the value lives: it may serve another later.
+    # The value of a storage while it is alive; the memory may be reused later.
     _values: dict[int, tuple[str, weakref.ref[Tensor]]] = field(default_factory=dict)
     _layer: int = 0
 
@@ -135,8 +134,8 @@ class _Scale:
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
             yield
 
-    def note(self, name: str, tensor: Tensor) -> None:
-        """See a value that a layer has returned."""
+    def record(self, name: str, tensor: Tensor) -> None:
+        """Record a value that a layer has returned."""
         self.value_bytes[name] = tensor.numel() * tensor.element_size()
         self._values[_storage(tensor)] = name, weakref.ref(tensor)
 
@@ -147,7 +146,7 @@ class _Scale:
             self.kept_bytes[self._layer] += tensor.untyped_storage().nbytes()
             if storage in self._values and self._values[storage][1]() is not None:
                 self.keepers[self._values[storage][0]] = self._layer
-        return tensor.detach()  # the tensor itself would hold its own graph alive
+        return tensor.detach()  # the tensor itself would keep its graph alive
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Modules whose forward needs a stand-in: batch norms that average over all batches."""
+"""Replaced forwards of modules: batch norms with a cumulative average."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Patch:
-    """A forward that stands in for a module's own; a trial that leaves the array gets its own back."""
+    """A replaced forward of a module; a trial that leaves the array gets the original forward back."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self.function = function
@@ -23,7 +23,7 @@ class Patch:
 
 
 def patch_norms(module: nn.Module) -> None:
-    """Batch norms without momentum read a counter in Python; theirs is one for each trial."""
+    """Replace the forward of batch norms without momentum, which read a counter that differs by trial."""
     for part in module.modules():
         is_patched = "forward" in vars(part)
         if (
@@ -36,7 +36,7 @@ def patch_norms(module: nn.Module) -> None:
 
 
 def _cumulative_norm(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Batch norm whose running statistics are the plain average over all batches so far."""
+    """Batch norm whose running statistics are the average over all batches so far."""
     norm._check_input_dim(x)
     mean, variance, counter = norm.running_mean, norm.running_var, norm.num_batches_tracked
     assert mean is not None

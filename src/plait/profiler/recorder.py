@@ -1,9 +1,10 @@
-"""Recording: a model runs once on tensors without values, and every torch call it makes is written down.
+"""Records the torch calls of one forward of a model on fake tensors.
 
-A torch.nn module is one call, run later by the module itself, so that dropout, BatchNorm, fused LSTMs and
-hooks behave as they always do, and so is each of the user's own modules that stays whole. Between modules the
-recorder sees torch functions as the model's source calls them. torch.export, the alternative, would lower
-everything to aten operations with the device written in, and drop the backward of a torch.autograd.Function.
+A call of a torch.nn module is recorded as one call and later run by the module itself, so that dropout,
+BatchNorm, fused LSTMs and hooks behave as usual; so is each of the user's modules that stays whole. Between
+modules the recorder sees torch functions as the model's source calls them. torch.export, the alternative,
+would lower everything to aten operations with a fixed device, and drop the backward of a
+torch.autograd.Function.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from plait.profiler.failures import SourceLine, current_line, refusal
 from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
 from plait.profiler.watched import watch
 
-# torch.nn modules that only arrange others: the layers are inside.
+# torch.nn modules that only contain others, which are the layers.
 CONTAINERS = (
     nn.Sequential,
     nn.ModuleList,
@@ -53,11 +54,11 @@ _WRITING_OPERATORS = frozenset(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a layer's code stands, which is the same in every trace of the model.
+class CodeLocation:
+    """Where a layer's code is in the model, equal in every trace.
 
-    `path` and `call` say which call of which module it is, `index` how many modules that call had called
-    before, and `within` are the calls around it, as pairs of path and call.
+    `path` and `call` identify the call of a module, `index` counts the modules that this call has called
+    before, and `within` are the enclosing calls, as pairs of path and call.
     """
 
     path: str
@@ -67,7 +68,7 @@ class Place:
 
 
 class MustOpen(Exception):
-    """A module that cannot be recorded as one call, for what it takes, returns or shares with others."""
+    """A module cannot be recorded as one call, because of its arguments, results or shared state."""
 
     def __init__(self, paths: Collection[str]) -> None:
         super().__init__(", ".join(sorted(paths)))
@@ -76,7 +77,7 @@ class MustOpen(Exception):
 
 @dataclass
 class _Call:
-    """A call of a module that is running; `children` counts the modules that it has called."""
+    """A running call of a module; `children` counts the modules that it has called."""
 
     module: nn.Module
     path: str
@@ -85,24 +86,24 @@ class _Call:
 
 
 def after(value: Tensor, _change: object) -> Tensor:
-    """`value` as it is once an operation that wrote into it has run."""
+    """`value` after an operation that wrote to it."""
     return value
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of `module` is one layer: torch's own modules are, those built from them are not."""
+    """Whether a call of `module` is one layer: torch's modules are, containers and users' modules are not."""
     return type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, CONTAINERS)
 
 
 class CallRecorder(TorchFunctionMode):
-    """Writes the torch calls of one forward pass of `model` into `graph`.
+    """Records the torch calls of one forward pass of `model` in `graph`.
 
-    The modules whose paths are in `whole` are one call each; MustOpen is raised where one cannot be.
+    The modules whose paths are in `whole` are one call each; raises MustOpen if that is impossible.
     `constants` are tensors that have names already.
 
-    A node's meta holds: `group`, equal for nodes of one layer; `path`, its module; `shape`, `dtype`,
-    `requires_grad` and `storage` of a tensor; `writes`, the storages it changes in place; `symbols`, those
-    its sizes are made of; `device`, whether it asks for one; `no_grad` and `autocast`, where it runs.
+    A node's meta contains: `group`, equal for nodes of one layer; `path`, its module; `shape`, `dtype`,
+    `requires_grad` and `storage` of a tensor; `writes`, the storages that it changes in place; `symbols` of
+    its sizes; `device`, whether it uses one; `no_grad` and `autocast`, the modes it runs in.
     """
 
     def __init__(
@@ -115,34 +116,34 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = dict(constants or {})
-        self.places: dict[int, Place] = {}
-        # Modules whose own code was recorded, and the line that read a size which the trace fixes.
+        self.locations: dict[int, CodeLocation] = {}
+        # Modules whose code was recorded, and the line that read a size which the trace fixes.
         self.opened: dict[str, nn.Module] = {"": model}
-        # Values among the inputs, by name, that the code of opened modules goes by, with the first of these.
+        # Input values, by name, that the code of traced modules depends on, with the first such module.
         self.looked_at: dict[str, str] = {}
         self.size_read: SourceLine | None = None
         self._sizes = sizes
         self.whole = frozenset(whole)
-        # Tensors that the whole module which runs now may use, and in which one each other was made.
+        # Tensors that the running whole module may use, and the whole module that made each other tensor.
         self._known: set[int] | None = None
         self._running = ""
         self._made_in: dict[int, str] = {}
-        # Storages that were written in place, by whichever code; and, of the tensors in `left`, which an
-        # earlier forward has left behind, the whole modules that use one.
+        # Storages that were written in place by any code; and the whole modules that use one of `left`, the
+        # tensors that an earlier forward has left behind.
         self.written_in: set[int] = set()
         self.left: dict[int, Tensor] = {}
         self.using_left: set[str] = set()
-        # Random numbers in [0, 1), and comparisons of them whose outcome does not depend on the number.
+        # Random numbers in [0, 1), and comparisons of them whose result does not depend on the number.
         self._uniform: set[int] = set()
         self._decided: dict[int, bool] = {}
         self._attributes = {id(tensor): name for name, tensor in self.constants.items()}
         self._attributes |= dict(_named_tensors(model))
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._values: dict[int, fx.Node] = {}
-        self._kept: list[object] = []  # an object that lives keeps its id for itself
-        # Of each storage written into: when, by which node, and the value it was written through.
+        self._kept: list[object] = []  # kept alive so that ids are not reused
+        # For each written storage: when, by which node, and the value through which it was written.
         self._written: dict[int, tuple[int, fx.Node, fx.Node | None]] = {}
-        # Tensors that the call which is being written down gives a gradient, by writing into them.
+        # Tensors to which the call being recorded adds a gradient, by writing to them.
         self._gaining: set[int] = set()
         self._modules = [_Call(model, "", 1)]
         self._calls: Counter[str] = Counter()
@@ -155,19 +156,21 @@ class CallRecorder(TorchFunctionMode):
     # Called by the trace.
 
     def replace_tensors(self, model: nn.Module, mode: FakeTensorMode) -> None:
-        """Let `model` run on parameters and buffers without values; the caller puts its own back."""
+        """Replace the parameters and buffers of `model` by fake ones; the caller restores them."""
         for module in model.modules():
             holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for holder in holders:
                 for name, tensor in holder.items():
                     if tensor is not None:
-                        stand_in = mode.from_tensor(tensor, static_shapes=True)  # tied ones get the same
+                        stand_in = mode.from_tensor(
+                            tensor, static_shapes=True
+                        )  # tied tensors get the same fake
                         self._attributes[id(stand_in)] = self._attributes[id(tensor)]
                         self._kept.append(stand_in)
                         holder[name] = stand_in
 
     def follow(self, other: CallRecorder, left: Iterable[Tensor] = ()) -> None:
-        """Know the parameters and buffers of a model whose tensors `other` has replaced.
+        """Use the parameters and buffers of a model whose tensors `other` has replaced.
 
         `left` are tensors that its forward has left behind.
         """
@@ -175,7 +178,7 @@ class CallRecorder(TorchFunctionMode):
         self.left = {id(tensor): tensor for tensor in left if id(tensor) not in self._attributes}
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether a forward wrote into the memory of `tensor`, a parameter, a buffer or a constant."""
+        """Whether a forward wrote to the storage of `tensor`, a parameter, buffer or constant."""
         return _storage(tensor) in self.written_in
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
@@ -184,7 +187,7 @@ class CallRecorder(TorchFunctionMode):
         return node
 
     def add_value(self, name: str, value: Any) -> Any:
-        """A number or text among the inputs, which calls may take as it is; `looked_at` notes who looks."""
+        """Add a number or text among the inputs, which calls may take; `looked_at` records who reads it."""
         node = self.graph.placeholder(name)
         node.meta |= {"python": True, "shape": (1,), "dtype": torch.uint8, "requires_grad": False}
         node.meta |= {"storage": -1, "since": 0}
@@ -193,12 +196,12 @@ class CallRecorder(TorchFunctionMode):
         return watched
 
     def _note_look(self, name: str) -> None:
-        # What is recorded as one call goes by the value of its own batch.
+        # A call that is recorded as one uses the value of each batch.
         if not self._is_silent():
             self.looked_at.setdefault(name, self._modules[-1].path)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node that made `tensor`; a parameter, buffer or constant gets a node of its own."""
+        """The node of `tensor`; a new node for a parameter, buffer or constant."""
         node = self._values.get(id(tensor))
         if node is not None:
             if id(tensor) not in self._gaining:
@@ -244,7 +247,7 @@ class CallRecorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record while inside: torch functions, calls of modules, and torch.autograd.Function."""
+        """Context that records torch functions, calls of modules, and torch.autograd.Function."""
         call, assign = nn.Module.__call__, nn.Module.__setattr__
         recorder = self
 
@@ -253,7 +256,7 @@ class CallRecorder(TorchFunctionMode):
 
         def recorded_apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == recorder._thread and cls is CheckpointFunction:
-                # What to recompute is a schedule's choice, not the model's.
+                # Recomputation is chosen by the schedule, not by the model.
                 function, _, *inputs = args
                 return function(*inputs)
             original = torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)
@@ -265,11 +268,11 @@ class CallRecorder(TorchFunctionMode):
             if not recorder._assign_buffer(module, name, value):
                 assign(module, name, value)
 
-        # torch's encoder compares a mask's values to see whether it is causal, only to save time.
+        # torch's encoder reads a mask's values to see whether it is causal, only as an optimization.
         detect, transformer._detect_is_causal_mask = transformer._detect_is_causal_mask, _is_said_causal
         nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
         nn.Module.__setattr__ = recorded_assignment  # type: ignore[method-assign, assignment]
-        # Below Function.apply, which may have another name already: `swish = Swish.apply`.
+        # Below Function.apply, to which the user may have kept a reference: `swish = Swish.apply`.
         SingleLevelFunction.apply = classmethod(recorded_apply)  # type: ignore[attr-defined]
         try:
             with self:
@@ -281,11 +284,11 @@ class CallRecorder(TorchFunctionMode):
             del SingleLevelFunction.apply  # type: ignore[attr-defined]
 
     def _is_silent(self) -> bool:
-        """Inside a call that is being recorded as one, or on another job's thread."""
+        """Whether it is inside a call that is recorded as one, or on another thread."""
         return self._silent > 0 or threading.get_ident() != self._thread
 
     def _assign_buffer(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Record `self.buffer = value` as a write into the buffer; False where it is no such thing."""
+        """Record `self.buffer = value` as a write to the buffer; returns False if it is not one."""
         buffer = module.__dict__.get("_buffers", {}).get(name)
         if self._is_silent() or not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
             return False
@@ -329,7 +332,7 @@ class CallRecorder(TorchFunctionMode):
         return call(module, *args, **kwargs)
 
     def _call_whole(self, call: Any, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Record a call of one of the user's modules as it is, if what goes in and out allows that."""
+        """Record a call of a user's module as one call, if its arguments and results allow it."""
         if not can_be_lowered((args, kwargs)):
             raise MustOpen({path})
 
@@ -342,13 +345,13 @@ class CallRecorder(TorchFunctionMode):
         self._known = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._running = path
         try:
-            with own_random_numbers():  # its draws in Python will be its own when it runs
+            with unchanged_python_random():  # its draws in Python happen when it runs
                 return self._observe(path, args, kwargs, run)
         finally:
             self._known = None
 
     def _note_writes(self, function: Any, versions: list[tuple[Tensor, int]]) -> None:
-        """Note the storages that a call within a whole module has written; `versions` are from before it."""
+        """Record the storages that a call within a whole module has written; `versions` are from before."""
         if threading.get_ident() != self._thread:
             return
         self.written_in |= {_storage(tensor) for tensor, before in versions if tensor._version != before}
@@ -356,7 +359,7 @@ class CallRecorder(TorchFunctionMode):
             self.written_in |= {_storage(tensor) for tensor, _ in versions[:1]}
 
     def _watch_inside(self, args: Any, kwargs: Any, result: Any) -> None:
-        """See that a whole module uses only what it was given: others may run on another worker."""
+        """Check that a whole module uses only its arguments: other modules may run on another worker."""
         if self._known is None or threading.get_ident() != self._thread:
             return
         for leaf in leaves((args, kwargs)):
@@ -374,13 +377,13 @@ class CallRecorder(TorchFunctionMode):
                 self._kept.append(leaf)
 
     def _decide(self, function: Any, args: Any, result: Any) -> None:
-        """Know the outcome of `torch.rand(()) < p` where p is 0 or 1: nothing, or all, is left out."""
+        """Evaluate `torch.rand(()) < p` if p is 0 or 1, as in stochastic depth."""
         name = getattr(function, "__name__", "").strip("_")
         if name == "rand" and isinstance(result, Tensor) and result.dim() == 0:
             self._uniform.add(id(result))
             self._kept.append(result)
             if id(result) in self._values:
-                # It is drawn though nobody uses it, so that what is drawn later stays the same.
+                # The unused draw is kept, so that later draws stay the same.
                 self._values[id(result)].meta["writes"] = ()
         elif name in _BELOW and len(args) == 2 and id(args[0]) in self._uniform:
             limit = args[1]
@@ -389,7 +392,7 @@ class CallRecorder(TorchFunctionMode):
                 self._kept.append(result)
 
     def _note_size_read(self, function: Any, args: Any) -> None:
-        """Remember the first line that reads a size which is a number in this trace."""
+        """Record the first line that reads a size which is a number in this trace."""
         if self.size_read is not None or not args or not isinstance(args[0], Tensor):
             return
         name = getattr(function, "__name__", "")
@@ -402,7 +405,7 @@ class CallRecorder(TorchFunctionMode):
                 self.size_read = current_line()
 
     def _observe(self, target: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a call and write it down when it made a tensor or changed one."""
+        """Run a call, and record it if it created or changed a tensor."""
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         without = [tensor for tensor in tensors if not tensor.requires_grad]
@@ -412,7 +415,7 @@ class CallRecorder(TorchFunctionMode):
         makes = any(isinstance(leaf, Tensor) for leaf in leaves(result))
         if not makes and not changed and not _writes(target):
             return result
-        # `out = zeros_like(x); out[i] = y`: this call is what gives the tensor a gradient.
+        # `out = zeros_like(x); out[i] = y`: this call makes the tensor require a gradient.
         self._gaining = {id(t) for t in without if t.requires_grad and any(t is one for one in changed)}
         node = self._record(target, args, kwargs)
         self._gaining = set()
@@ -437,14 +440,14 @@ class CallRecorder(TorchFunctionMode):
         return node
 
     def _enter_group(self, alone: bool) -> None:
-        """A module's call is a layer alone; functions called one after another by one module are another."""
+        """Begin a layer: a module's call, or the consecutive function calls of one module."""
         call = self._modules[-1]
         key = object() if alone else (call.path, call.number)
         if key != self._group_key:
             self._group += 1
             self._group_key = key
             within = tuple((each.path, each.number) for each in self._modules[1:])
-            self.places[self._group] = Place(call.path, call.number, call.children, within)
+            self.locations[self._group] = CodeLocation(call.path, call.number, call.children, within)
 
     def _create(self, kind: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         name = args[1].lower() if target is getattr else operation_name(target)
@@ -454,17 +457,17 @@ class CallRecorder(TorchFunctionMode):
         return node
 
     def _changed_autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
-        """Where the model itself switched autocast, by device type."""
+        """The autocast settings that the model itself has changed, by device type."""
         now = _autocast_state()
         return {device: state for device, state in now.items() if state != self._autocast[device]}
 
     # Arguments and results.
 
     def _bind(self, node: fx.Node, result: Any, unchanged: set[int]) -> Any:
-        """Let `node` stand for the tensors of `result`; returns the result the model goes on with."""
+        """Bind `node` to the tensors of `result`; returns the result that the model continues with."""
         if isinstance(result, Tensor):
             if id(result) in unchanged or id(result) in self._attributes:
-                # The same object came back (`x.contiguous()`): without a new one, later uses of the
+                # The same object was returned (`x.contiguous()`): without a new one, later uses of the
                 # argument could not be distinguished from uses of the result.
                 result = self._fresh(result)
             self._describe(node, result)
@@ -523,9 +526,9 @@ class CallRecorder(TorchFunctionMode):
             self._describe(self._create("call_function", after, (before, node), {}), tensor)
 
     def _current(self, node: fx.Node, tensor: Tensor) -> fx.Node:
-        """The node that stands for `tensor` now, if a write through a view has changed it since `node`.
+        """The current node of `tensor`, if a write through a view has changed it since `node`.
 
-        The view must have been made from it in the layer of the write: what is cut apart shares no memory.
+        The view must have been made from it in the layer of the write, as stages do not share memory.
         """
         when, write, view = self._written.get(_storage(tensor), (0, node, None))
         if when <= node.meta["since"]:
@@ -544,7 +547,7 @@ class CallRecorder(TorchFunctionMode):
 
 
 def refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
-    """A tensor that got a gradient after it was made comes from code that the recorder has not seen."""
+    """Raise for a tensor that requires a gradient only since it was recorded, by code that was not seen."""
     if tensor.requires_grad and not node.meta["requires_grad"] and tensor.grad_fn is not None:
         raise refusal(
             "this uses a tensor whose gradient comes from outside torch's own functions",
@@ -554,7 +557,7 @@ def refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
 
 
 def _can_be_bound(result: Any) -> bool:
-    """Whether the parts of a module's result can be distinguished later: tensors, in known containers."""
+    """Whether a module's result consists of tensors in known containers."""
     if isinstance(result, (Tensor, type(None))):
         return True
     if isinstance(result, (tuple, list)):
@@ -566,7 +569,7 @@ def _can_be_bound(result: Any) -> bool:
 
 
 def _like(result: Any, parts: dict[str, Any]) -> Any:
-    """`parts` in a container of the kind of `result`, a dict that torch knows how to rebuild."""
+    """`parts` in a container like `result`; a dict of a type that pytree can rebuild."""
     if type(result) not in pytree.SUPPORTED_NODES:
         return parts
     node = pytree.SUPPORTED_NODES[type(result)]
@@ -575,8 +578,8 @@ def _like(result: Any, parts: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
-    """Put the random state of Python and numpy back at the end."""
+def unchanged_python_random() -> Iterator[None]:
+    """Context after which the random state of Python and numpy is restored."""
     before = python_random_state()
     try:
         yield
@@ -586,24 +589,24 @@ def own_random_numbers() -> Iterator[None]:
 
 
 def python_random_state() -> tuple[Any, Any]:
-    """What Python's and numpy's own random numbers follow from."""
+    """The random state of Python and numpy."""
     return random.getstate(), np.random.get_state()
 
 
 def _leads_to(node: fx.Node, value: fx.Node | None, group: int) -> bool:
-    """Whether `value` was made from `node` by operations of `group` alone."""
+    """Whether `value` was computed from `node` by operations of `group` only."""
     waiting = [value] if value is not None else []
     while waiting:
-        found = waiting.pop()
-        if found is node:
+        current = waiting.pop()
+        if current is node:
             return True
-        if found.meta.get("group") == group:
-            waiting += found.all_input_nodes
+        if current.meta.get("group") == group:
+            waiting += current.all_input_nodes
     return False
 
 
 def pick(container: Any, key: Any) -> Any:
-    """One tensor of what a call returned."""
+    """One tensor of the result of a call."""
     return container[key]
 
 
@@ -612,7 +615,7 @@ def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: in
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[int, str]]:
-    # Reversed, so that of a tied parameter the first name stays.
+    # Reversed, so that the first name of a tied parameter is kept.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return ((id(tensor), name) for name, tensor in reversed(named))
 
@@ -626,7 +629,7 @@ def _autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
 
 
 def _writes(target: Any) -> bool:
-    """Whether a function, by its name, changes its first argument: `add_`, `x += y`, `x[i] = y`."""
+    """Whether a function, by its name, writes to its first argument: `add_`, `x += y`, `x[i] = y`."""
     name = getattr(target, "__name__", "")
     if name.startswith("__"):
         return name in _WRITING_OPERATORS
@@ -636,7 +639,7 @@ def _writes(target: Any) -> bool:
 def _refuse_hooks(function: Any) -> None:
     name = getattr(function, "__name__", "")
     if name == "__set__" and function.__self__ is Tensor.requires_grad:
-        return  # asks for the gradient of an input, which changes no other
+        return  # requires_grad_ of an input, which changes nothing else
     if name in ("register_hook", "register_post_accumulate_grad_hook", "__set__", "backward"):
         what = "assigns an attribute of a tensor" if name == "__set__" else f"calls {name} inside forward"
         raise refusal(
@@ -645,7 +648,7 @@ def _refuse_hooks(function: Any) -> None:
 
 
 def operation_name(target: Any) -> str:
-    """A word for what a node does, such as `add`."""
+    """A short name of a node's operation, such as `add`."""
     if isinstance(target, str):
         return target.replace(".", "_")
     name = getattr(target, "__name__", "call")

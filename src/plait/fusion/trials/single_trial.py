@@ -1,8 +1,8 @@
-"""One trial by itself, on plain tensors, with the random numbers that it draws in an array.
+"""Runs a single trial on plain tensors, with the random numbers that it draws in an array.
 
-A module that runs trial by trial and the plain model that a fused one is compared with both run here: the
-user's own code on ordinary tensors. Draws that the rules know come from the trial's stream; whatever else is
-random comes from generators that are seeded for the trial.
+Used for modules that run trial by trial, and for plain models that a fused one is compared with: the user's
+code runs on ordinary tensors. Random functions with a rule draw from the trial's stream; other random
+functions use generators that are seeded for the trial.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from plait.fusion.dispatch.fallback import body_of
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
-from plait.fusion.dispatch.seams import running
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.rules.shapes import sizes
 from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
@@ -35,20 +35,20 @@ _LIKE = frozenset((torch.rand_like, torch.randn_like))
 _NEW = {torch.rand: "uniform", torch.randn: "normal"}
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
-# Functions that torch has in Python and that draw inside.
+# Functions that torch implements in Python with random functions inside.
 _OPENED = frozenset((F.multi_head_attention_forward,))
 _ATTENTION_NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 
 
-class LoneMode(TorchFunctionMode):
-    """Within, one trial's own code runs on plain tensors, and draws from its stream."""
+class SingleTrialMode(TorchFunctionMode):
+    """Function mode in which a single trial's code runs on plain tensors and draws from its stream."""
 
     def __init__(self, streams: Streams, rows: Rows | None = None) -> None:
         super().__init__()
         self.trials = Trials(1, streams, rows)
         self._contexts: list[Any] = []
 
-    def __enter__(self) -> LoneMode:
+    def __enter__(self) -> SingleTrialMode:
         context = running(self._again, None)
         context.__enter__()
         self._contexts.append(context)
@@ -59,10 +59,10 @@ class LoneMode(TorchFunctionMode):
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
         self._contexts.pop().__exit__(*failure)
 
-    def _again(self) -> Callable[[], LoneMode]:
-        """What a checkpoint that computes again in backward runs in."""
+    def _again(self) -> Callable[[], SingleTrialMode]:
+        """A factory of the mode for activation checkpoints that recompute in backward."""
         streams = self.streams.repeated()
-        return lambda: LoneMode(streams.repeated(), self.trials.rows)
+        return lambda: SingleTrialMode(streams.repeated(), self.trials.rows)
 
     @property
     def streams(self) -> Streams:
@@ -89,12 +89,12 @@ class LoneMode(TorchFunctionMode):
     def _by_rule(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         given = dict(kwargs)
         x = args[0] if args else given.pop("input")
-        own = TrialTensor(x.unsqueeze(0), self.trials)
-        outcome = RULES[func](func, (own, *args[1:]), given)
-        if outcome is own:  # not active, or in place
+        wrapped = TrialTensor(x.unsqueeze(0), self.trials)
+        outcome = RULES[func](func, (wrapped, *args[1:]), given)
+        if outcome is wrapped:  # not active, or in place
             return x
-        found: Tensor = outcome.stacked.squeeze(0)
-        return found.requires_grad_() if kwargs.get("requires_grad") else found
+        result: Tensor = outcome.stacked.squeeze(0)
+        return result.requires_grad_() if kwargs.get("requires_grad") else result
 
     def _new(self, kind: str, args: Arguments, kwargs: Options) -> Tensor:
         shape = sizes(args or (kwargs["size"],))
@@ -108,7 +108,7 @@ class LoneMode(TorchFunctionMode):
         return x * self.streams.keep(tuple(x.shape), float(p), x.dtype)[0]
 
     def _attention(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """Attention with its weights in full, where some of them are dropped."""
+        """Attention with materialized weights, for dropout."""
         usual: Options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
         given = arguments_of(_ATTENTION_NAMES, usual, args, kwargs)
         if not given["dropout_p"]:
@@ -129,7 +129,7 @@ class LoneMode(TorchFunctionMode):
         return self._drop(weights, given["dropout_p"]).to(value.dtype) @ value
 
     def _recurrent(self, func: Function, args: Arguments) -> Any:
-        """The layers one after the other, where elements are dropped between them."""
+        """Recurrent layers one after the other, with dropout between them."""
         x, state, weights, has_bias, count, dropout, training, both_ways, batch_first = args
         if not (training and dropout and count > 1):
             return func(*args)
@@ -140,15 +140,15 @@ class LoneMode(TorchFunctionMode):
         ends = []
         for layer in range(count):
             if layer:
-                # The streams number elements in the order of (batch, time, channels).
+                # The streams number elements in the order (batch, time, channels).
                 x = self._drop(x if batch_first else x.transpose(0, 1), dropout)
                 x = x if batch_first else x.transpose(0, 1)
             begin = [part[layer * directions : (layer + 1) * directions] for part in states]
-            own = weights[layer * per_layer : (layer + 1) * per_layer]
+            layer_weights = weights[layer * per_layer : (layer + 1) * per_layer]
             x, *end = func(
                 x,
                 tuple(begin) if is_pair else begin[0],
-                own,
+                layer_weights,
                 has_bias,
                 1,
                 0.0,
@@ -161,8 +161,8 @@ class LoneMode(TorchFunctionMode):
 
 
 def seeded_for(streams: Streams) -> AbstractContextManager[None]:
-    """Within, the generators of torch, numpy and Python are those of one trial at this point of its forward.
+    """Context in which the generators of torch, numpy and Python are seeded for one trial at this point.
 
-    Afterwards they go on as before: no trial changes what another draws.
+    Afterwards their state is restored, so that trials do not affect each other's draws.
     """
     return same_random_numbers(streams.number())

@@ -1,8 +1,9 @@
-"""Convolutions of all trials as matrix products whose rows the GPU's copy engine fetches as boxes.
+"""Convolutions of all trials as matrix products whose operands the tensor memory accelerator (TMA) loads.
 
-Where channels lie innermost, the places that one tap of a convolution meets are a box of the image, moved by
-the tap; with a stride, a box of one phase of it. A tensor descriptor fetches such a box in one instruction
-and fills with zeros what lies outside, so padding costs nothing. Needs a Hopper GPU or a newer one.
+In channels-last format, the pixels that one tap of a convolution kernel reads for a tile of outputs are a box
+of the image, shifted by the tap; with a stride, a box of one phase of the image. A tensor descriptor loads
+such a box in one instruction and fills pixels outside of the image with zeros, so padding is free. Needs a
+Hopper GPU or newer.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -23,19 +24,19 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:
-    from plait.fusion.kernels import absent as triton
+    from plait.fusion.kernels import triton_stub as triton
 
 Box = tuple[int, int, int]
 
-# Tensor descriptors take addresses and strides in multiples of this many bytes.
+# Tensor descriptors need addresses and strides in multiples of this many bytes.
 _ALIGNED_BYTES = 16
-# Programs of a weight gradient below which its rows are shared out among more.
+# A weight gradient with fewer programs than this is split over its rows.
 _PROGRAMS = 132 * 2
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program computes: rows and columns, and `depth` of the sum at a time."""
+    """The block sizes of one program: rows, columns, and the reduced axis (`depth`)."""
 
     rows: int
     columns: int
@@ -49,11 +50,11 @@ def _moved(
     desc, image0, y0, x0, tap_y, tap_x, trial, trials, channels, k,
     STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
 ):  # fmt: skip
-    """What a tap of a convolution meets at the places of a box; see `_described` for the axes."""
+    """Load the pixels that a tap reads for a box of outputs; see `_described` for the axes."""
     if STRIDE == 1:
         box = desc.load([image0, y0 + tap_y - PAD_H, x0 + tap_x - PAD_W, trial, k])
     else:
-        # The padding is added as whole strides, so that nothing negative is divided.
+        # The padding is added in whole strides, so that no negative number is divided.
         far_y = tap_y + (STRIDE - 1) * PAD_H
         far_x = tap_x + (STRIDE - 1) * PAD_W
         channel = ((far_x % STRIDE) * trials + trial) * channels + k
@@ -71,10 +72,10 @@ def _box_product(
     BOX_B: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y[place, out] = sum over taps and channels of a[moved place, channel] * b[channel, out].
+    """y[pixel, out] = sum over taps and channels of a[shifted pixel, channel] * b[channel, out].
 
-    Down, a small image is made from a large one; up, the other way round, and each program makes the places
-    of one phase of the stride, which meet the same taps.
+    A convolution computes a small image from a large one (down), a transposed one the reverse (up). Up, each
+    program computes the pixels of one phase of the stride, which use the same taps.
     """
     BLOCK_M: tl.constexpr = BOX_B * BOX_Y * BOX_X
     trial = tl.program_id(1)
@@ -141,7 +142,7 @@ def _box_gradient(
     BOX_B: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
     BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dw[out, tap, channel] = sum over places of small[place, out] * large[moved place, channel]."""
+    """dw[out, tap, channel] = sum over pixels of small[pixel, out] * large[shifted pixel, channel]."""
     BLOCK_M: tl.constexpr = BOX_B * BOX_Y * BOX_X
     trial = tl.program_id(1)
     tiles_c = tl.cdiv(channels, BLOCK_C)
@@ -169,32 +170,32 @@ def _box_gradient(
 
 
 def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool:
-    """Whether boxes can be cut from `source`, where the large images have this size, on its GPU."""
+    """Whether `source`, on its GPU, can be loaded by tensor descriptors; the large images have this size."""
     outs, channels = taps.shape[1], taps.shape[-1]
-    places = (outs * 2, channels * 2, source.data_ptr(), taps.data_ptr())
-    aligned = all(place % _ALIGNED_BYTES == 0 for place in places)
-    # With a stride the descriptor has no axis left for the trials, and cannot separate one from the next.
+    values = (outs * 2, channels * 2, source.data_ptr(), taps.data_ptr())
+    aligned = all(value % _ALIGNED_BYTES == 0 for value in values)
+    # With a stride the descriptor has no axis left for the trials, and cannot separate them.
     phased = stride == 1 or (channels % 64 == 0 and size[0] % stride == 0 and size[1] % stride == 0)
     return aligned and phased and torch.cuda.get_device_capability(source.device) >= (9, 0)
 
 
 def box_of(rows: int, batch: int, height: int, width: int) -> Box:
-    """Images, height and width, powers of two, of the boxes of `rows` places that waste least."""
+    """The box of `rows` pixels (images, height, width; powers of two) that wastes the fewest."""
     powers = [2**n for n in range(rows.bit_length())]
     boxes = [(rows // (y * x), y, x) for y, x in product(powers, powers) if y * x <= rows]
     return min(boxes, key=lambda box: (_count(box, batch, height, width), box[0]))
 
 
 def _count(box: Box, batch: int, height: int, width: int) -> int:
-    found: int = triton.cdiv(batch, box[0]) * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
-    return found
+    count: int = triton.cdiv(batch, box[0]) * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
+    return count
 
 
 def _described(images: Tensor, trials: int, stride: int, box: Box, block: int) -> Any:
-    """Images as (batch, height, width, trials, channels), in boxes of `block` channels of one trial.
+    """A descriptor of images as (batch, height, width, trials, channels), with `block` channels of one trial.
 
-    With a stride, as (phase down, batch, height, width, phase across x trials x channels), in boxes of one
-    phase: a descriptor has five axes at most.
+    With a stride, as (vertical phase, batch, height, width, horizontal phase x trials x channels), with boxes
+    of one phase: a descriptor has at most five axes.
     """
     batch, wide, height, width = images.shape
     row, image = width * wide, height * width * wide
@@ -206,7 +207,7 @@ def _described(images: Tensor, trials: int, stride: int, box: Box, block: int) -
 
 
 def _table(taps: Tensor, block_o: int, block_c: int) -> Any:
-    """The taps as (trials, outs, taps, channels), in boxes of one tap."""
+    """A descriptor of the weights as (trials, outs, taps, channels), with boxes of one tap."""
     trials, outs, kernel_h, kernel_w, channels = taps.shape
     shape = [trials, outs, kernel_h * kernel_w, channels]
     strides = [taps.stride(0), taps.stride(1), channels, 1]
@@ -226,7 +227,7 @@ def _gradient_tile(outs: int, channels: int) -> Tile:
 
 
 def _block(size: int, most: int) -> int:
-    """A block for this many channels: what Tensor Cores take at least, and no more than is fast."""
+    """The block size for this many channels: at least the minimum of Tensor Cores, at most `most`."""
     return min(most, max(16, int(triton.next_power_of_2(size))))
 
 
@@ -235,7 +236,7 @@ def _is_point(taps: Tensor, stride: int, pad: Pad) -> bool:
 
 
 def _one_row(images: Tensor) -> Tensor:
-    """All places as one row of one image, where a kernel of one point makes no difference between them."""
+    """All pixels as one row of one image, for 1x1 kernels."""
     return images.permute(0, 2, 3, 1).reshape(1, 1, -1, images.shape[1]).permute(0, 3, 1, 2)
 
 
@@ -277,12 +278,12 @@ def up(
     is_point = _is_point(taps, stride, pad)
     source, large = (_one_row(small), _one_row(made)) if is_point else (small, made)
     batch, _, out_h, out_w = large.shape
-    places = (-(-out_h // stride), -(-out_w // stride))
+    phase_size = (-(-out_h // stride), -(-out_w // stride))
     tile = tile or _product_tile(channels, outs)
-    box = box_of(tile.rows, batch, *places)
+    box = box_of(tile.rows, batch, *phase_size)
     a = _described(source, trials, 1, box, tile.depth)
     b = _table(taps, tile.depth, tile.columns)
-    _multiply(a, b, bias, large, places, taps, (stride, *pad), True, box, tile)
+    _multiply(a, b, bias, large, phase_size, taps, (stride, *pad), True, box, tile)
     return made
 
 
@@ -291,7 +292,7 @@ def _multiply(
     b: Any,
     bias: Tensor | None,
     made: Tensor,
-    places: tuple[int, int],
+    phase_size: tuple[int, int],
     taps: Tensor,
     geometry: tuple[int, int, int],
     is_up: bool,
@@ -301,10 +302,10 @@ def _multiply(
     trials, outs, kernel_h, kernel_w, channels = taps.shape
     reduced, columns = (outs, channels) if is_up else (channels, outs)
     batch, wide, out_h, out_w = made.shape
-    tiles = _count(box, batch, *places) * triton.cdiv(columns, tile.columns)
+    tiles = _count(box, batch, *phase_size) * triton.cdiv(columns, tile.columns)
     _box_product[(tiles, trials, geometry[0] ** 2 if is_up else 1)](
         a, b, bias if bias is not None else made, made, reduced, columns, wide, batch, out_h, out_w,
-        triton.cdiv(places[0], box[1]), triton.cdiv(places[1], box[2]),
+        triton.cdiv(phase_size[0], box[1]), triton.cdiv(phase_size[1], box[2]),
         kernel_h, kernel_w, *geometry, is_up, bias is not None, *box, tile.columns, tile.depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -321,12 +322,12 @@ def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: 
     steps = _count(box, batch, out_h, out_w)
     parts = triton.cdiv(outs, tile.rows) * triton.cdiv(channels, tile.columns) * kernel_h * kernel_w
     shares = max(1, min(_PROGRAMS // (parts * trials), steps // 8))
-    found = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
+    gradient = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
     _box_gradient[(parts, trials, shares)](
         _described(large, trials, stride, box, tile.columns), _described(small, trials, 1, box, tile.rows),
-        found, channels, outs, found.stride(1),
+        gradient, channels, outs, gradient.stride(1),
         steps, triton.cdiv(out_h, box[1]), triton.cdiv(out_w, box[2]),
         kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return found[0] if shares == 1 else found.sum(0)
+    return gradient[0] if shares == 1 else gradient.sum(0)

@@ -56,7 +56,7 @@ class GuestWorker:
             self._reached = self._reached or loss <= self._target
 
 
-def train_as_guest(
+def train_on_same_workers(
     worker: Worker, name: str, settings: TrainSettings, folder: Path, target: float | None = None
 ) -> None:
     """Train a run in `folder` together with the other workers, to its `target`; `name` is given once."""

@@ -1,8 +1,8 @@
-"""Batch norm of all trials, with the ReLU and the maximum that may follow it, in few passes over memory.
+"""Batch norm of all trials, fused with a following ReLU and maximum, in few passes over memory.
 
-Values lie as rows of channels, the trials' channels side by side: (batch, points, trials x channels). What is
-known of each channel lies in one table, `KNOWN`: the norm is a x + b, by a mean and an inverse deviation. A
-ReLU is a `slope` of 0 below zero, a leaky one another slope, none a slope of 1.
+Values have shape (batch, points, trials x channels). The statistics of each channel are in one table with the
+rows `KNOWN`: the norm is a x + b, from a mean and an inverse deviation. A ReLU is a `slope` of 0 below zero,
+a leaky one another slope, none a slope of 1.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -18,10 +18,10 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    from plait.fusion.kernels import absent as triton
+    from plait.fusion.kernels import triton_stub as triton
 
 _ROWS, _CHANNELS = 32, 128
-# Enough programs to fill a GPU several times over.
+# Enough programs to fill a GPU several times.
 _PROGRAMS = 132 * 16
 # The rows of the table.
 KNOWN = ("a", "b", "mean", "inverse")
@@ -29,14 +29,14 @@ KNOWN = ("a", "b", "mean", "inverse")
 
 @triton.jit
 def _columns(channels, BLOCK_C: tl.constexpr):
-    """The channels of this program, and which of them there are."""
+    """The channels of this program, and a mask of those that exist."""
     offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     return offs_c, offs_c < channels
 
 
 @triton.jit
 def _known(table_ptr, row, offs_c, channels):
-    """One number of each channel, as a row to broadcast."""
+    """One row of the table for these channels, to broadcast."""
     return tl.load(table_ptr + row * channels + offs_c, mask=offs_c < channels, other=0.0)[None, :]
 
 
@@ -51,7 +51,7 @@ def _cut(y, SLOPE: tl.constexpr):
 
 @triton.jit
 def _before_cut(dy, y, SLOPE: tl.constexpr):
-    """The gradient of a norm's outcome y from that of the cut one."""
+    """The gradient of the norm's output y from that of the activation."""
     if SLOPE == 0.0:
         dy = tl.where(y > 0, dy, 0.0)
     elif SLOPE != 1.0:
@@ -70,7 +70,7 @@ def _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, count):
 
 @triton.jit
 def _store_sums(out_ptr, first, second, offs_c, channels):
-    """Summed across rows once, at the end of a loop: threads need not meet in it."""
+    """Sum across rows once, at the end of a loop, which then needs no synchronization."""
     to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
     tl.store(to, tl.sum(first, 0), mask=offs_c < channels)
     tl.store(to + channels, tl.sum(second, 0), mask=offs_c < channels)
@@ -78,7 +78,7 @@ def _store_sums(out_ptr, first, second, offs_c, channels):
 
 @triton.jit
 def _sums(x_ptr, out_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Sums of x and of its square, both less the first row, over this program's share of the rows."""
+    """Sums of x and its square, shifted by the first row, over this program's rows."""
     offs_c, real = _columns(channels, BLOCK_C)
     shift = _known(x_ptr, 0, offs_c, channels).to(tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
@@ -99,7 +99,7 @@ def _finish(
     shares, rows, channels, momentum, eps,
     HAS_RUNNING: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The table of `KNOWN` from the shares' sums; running statistics move towards the batch's."""
+    """Compute the table from the partial sums, and update the running statistics."""
     offs_c, real = _columns(channels, BLOCK_C)
     total = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
     square = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
@@ -132,7 +132,7 @@ def _normalise(
     x_ptr, table_ptr, y_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y = a x + b, cut below zero where a ReLU follows."""
+    """y = a x + b, multiplied by the slope below zero."""
     offs_r = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     offs_c, real = _columns(channels, BLOCK_C)
     mask = (offs_r < rows)[:, None] & real[None, :]
@@ -147,7 +147,7 @@ def _gradient_sums(
     x_ptr, dy_ptr, table_ptr, out_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dy and of dy times the normalised x, over this program's share of the rows."""
+    """Sums of dy and of dy times the normalised x, over this program's rows."""
     offs_c, real = _columns(channels, BLOCK_C)
     a = _known(table_ptr, 0, offs_c, channels)
     b = _known(table_ptr, 1, offs_c, channels)
@@ -172,7 +172,7 @@ def _gradient(
     x_ptr, dy_ptr, table_ptr, totals_ptr, dx_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x from that of the cut norm, and from the sums over it."""
+    """The gradient of x from that of the activation, and from the sums over it."""
     offs_r = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     offs_c, real = _columns(channels, BLOCK_C)
     mask = (offs_r < rows)[:, None] & real[None, :]
@@ -187,9 +187,9 @@ def _gradient(
 
 @triton.jit
 def _largest(
-    x_ptr, table_ptr, value_ptr, place_ptr, points, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr, table_ptr, value_ptr, index_ptr, points, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """The x that a x + b is largest at, over the points of one sample, and where it is."""
+    """The x with the largest a x + b over the points of one sample, and its index."""
     offs_c, real = _columns(channels, BLOCK_C)
     sign = tl.where(_known(table_ptr, 0, offs_c, channels) >= 0, 1.0, -1.0)
     sample = tl.program_id(1).to(tl.int64)
@@ -205,25 +205,25 @@ def _largest(
         best = tl.maximum(best, x)
     largest = tl.max(best, 0)
     rows = first + tl.arange(0, BLOCK_R)[:, None]
-    place = tl.min(tl.where(best == largest[None, :], rows, points), 0)
+    index = tl.min(tl.where(best == largest[None, :], rows, points), 0)
     to = sample * channels + offs_c
     tl.store(value_ptr + to, largest * tl.sum(sign, 0), mask=real)
-    tl.store(place_ptr + to, place, mask=real)
+    tl.store(index_ptr + to, index, mask=real)
 
 
 @triton.jit
 def _gradient_of_largest(
-    x_ptr, dy_ptr, place_ptr, table_ptr, totals_ptr, dx_ptr, points, channels, count,
+    x_ptr, dy_ptr, index_ptr, table_ptr, totals_ptr, dx_ptr, points, channels, count,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """As `_gradient`, where dy is not zero at one point of each sample and channel only."""
+    """Same as `_gradient`, with dy nonzero at only one point of each sample and channel."""
     offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_c, real = _columns(channels, BLOCK_C)
     sample = tl.program_id(2).to(tl.int64)
     mask = (offs_r < points)[:, None] & real[None, :]
     at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
-    place = _known(place_ptr, sample, offs_c, channels)
-    dy = tl.where(offs_r[:, None] == place, _known(dy_ptr, sample, offs_c, channels), 0.0)
+    index = _known(index_ptr, sample, offs_c, channels)
+    dy = tl.where(offs_r[:, None] == index, _known(dy_ptr, sample, offs_c, channels), 0.0)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dx = _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, count)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -237,7 +237,7 @@ def statistics(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """The table of `KNOWN` for (batch, points, channels); moves the running mean and variance, if any."""
+    """The table `KNOWN` for x of shape (batch, points, channels); updates the running statistics, if any."""
     channels = x.shape[-1]
     rows = x.numel() // channels
     sums = _partial(rows, channels, x.device)
@@ -262,7 +262,7 @@ def _shares(sums: Tensor) -> tuple[int, int]:
 
 
 class _Norm(torch.autograd.Function):
-    """Batch norm, and a cut where asked, of (batch, points, channels), given its statistics."""
+    """Batch norm and activation of (batch, points, channels), given the statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
@@ -292,7 +292,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _NormLargest(torch.autograd.Function):
-    """The largest over a sample's points of what `_Norm` computes, which is never written down."""
+    """The maximum of `_Norm` over the points of a sample, without storing the norm's output."""
 
     @staticmethod
     def forward(
@@ -300,21 +300,21 @@ class _NormLargest(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         batch, points, channels = x.shape
         at = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
-        place = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
+        index = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
         _largest[(triton.cdiv(channels, _CHANNELS), batch)](
-            x, table, at, place, points, channels, _ROWS, _CHANNELS
+            x, table, at, index, points, channels, _ROWS, _CHANNELS
         )
         value = at * table[0] + table[1]
-        ctx.save_for_backward(x, table, at, place, value > 0)
+        ctx.save_for_backward(x, table, at, index, value > 0)
         ctx.slope = slope
-        places = place.to(torch.int64)
-        ctx.mark_non_differentiable(places)
-        return torch.where(value > 0, value, value * slope).to(x.dtype), places
+        indices = index.to(torch.int64)
+        ctx.mark_non_differentiable(indices)
+        return torch.where(value > 0, value, value * slope).to(x.dtype), indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
-        x, table, at, place, is_kept = ctx.saved_tensors
+        x, table, at, index, is_kept = ctx.saved_tensors
         dy = dy.to(torch.float32)
         dy = torch.where(is_kept, dy, dy * ctx.slope)
         batch, points, channels = x.shape
@@ -322,13 +322,13 @@ class _NormLargest(torch.autograd.Function):
         dx = torch.empty_like(x)
         grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(points, _ROWS), batch)
         _gradient_of_largest[grid](
-            x, dy, place, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
+            x, dy, index, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
         )
         return dx, totals[1], totals[0], None, None
 
 
 def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
-    """Batch norm of (batch, points, channels) by the table of `statistics`, cut by the slope."""
+    """Batch norm of (batch, points, channels) by the table of `statistics`, with the activation's slope."""
     outcome: Tensor = _Norm.apply(x, weight, bias, table, slope)
     return outcome
 
@@ -336,6 +336,6 @@ def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: fl
 def trial_norm_largest(
     x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float
 ) -> tuple[Tensor, Tensor]:
-    """The largest value of `trial_norm` over the points of each sample, and its place: (batch, channels)."""
-    value, place = _NormLargest.apply(x, weight, bias, table, slope)
-    return value, place
+    """The maximum of `trial_norm` over the points of each sample, and its index: (batch, channels)."""
+    value, index = _NormLargest.apply(x, weight, bias, table, slope)
+    return value, index

@@ -1,10 +1,10 @@
-"""Whether fused trials compute what the same trials compute alone; and if not, which module is to blame.
+"""Verifies that fused trials compute the same as their plain models, and locates modules that differ.
 
-The trials run on real batches, fused and each alone, with the same random numbers: outputs, losses, the
-gradient of every parameter, buffers and numbers that modules keep in Python must agree up to rounding, in
-training and in evaluation. Where they do not, the first module at which they differ runs trial by trial, and
-all is compared again. The fused trials are an array of their own, a trial alone is its model itself, which is
-afterwards as it was before.
+The trials run on real batches, fused and singly, with the same random numbers. Outputs, losses, the gradient
+of every parameter, buffers and numbers that modules keep in Python must agree up to rounding, in training and
+in evaluation mode. If they do not, the first module at which they differ is run trial by trial, and all is
+compared again. The fused trials are a separate array; the plain models themselves are run, and restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from plait.fusion.verify.fused_step import (
     is_within,
     numbers_in,
 )
-from plait.fusion.verify.lone_run import LoneRun
+from plait.fusion.verify.plain_run import PlainRun
 from plait.verification import (
     BUFFER,
     Difference,
@@ -42,7 +42,7 @@ from plait.verification import (
     first_names,
     same_random_numbers,
 )
-from plait.verification.trace import IN_NONE, ModuleTrace, failed_in, path_of
+from plait.verification.module_trace import IN_NONE, ModuleTrace, failed_in, path_of
 from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,
@@ -55,29 +55,29 @@ from plait.verification.verify import (
 
 log = logging.getLogger(__name__)
 
-# Each twice in a row, so that what a model keeps is seen.
+# Each mode twice, to see state that a model keeps.
 PHASES = (Phase(True, 0), Phase(True, 1), Phase(False, 0), Phase(False, 1))
-# For trials of a kind of which others have been compared.
+# For trials whose structure was verified before.
 FEW_PHASES = (Phase(True, 0), Phase(False, 0))
-# Modules that are tried one by one before the whole model runs trial by trial.
+# How many modules are unfused one by one before the whole model is.
 _ATTEMPTS = 12
-# Longer than this, and than a few times the first comparison, no further modules are tried one by one.
+# After this time, and a multiple of the first comparison, the whole model is unfused instead of modules.
 _SEARCH_S, _SEARCH_TIMES = 20.0, 6.0
-# How far, relative to their size, the weights of trials are set apart.
-APART = 0.01
-# How many numbers are drawn for it; they are repeated over larger weights, of which no side divides them.
+# The relative size of the perturbation of the trials' weights.
+PERTURBATION = 0.01
+# How many numbers are drawn for it; larger weights repeat them. A prime, so that rows differ.
 _DRAWN = 4093
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _WHOLE = "the whole model"
 _LOSS = "the loss"
-_NOT_TWICE = (
-    "a trial alone does something else when it is run again from the same state with the same random "
-    "numbers: its forward goes by what is outside of the model (a global variable, a file, the time)"
+_NOT_REPEATABLE = (
+    "a single model gives another result when it is run again from the same state with the same random "
+    "numbers: its forward depends on something outside of the model (a global variable, a file, the time)"
 )
 
 
-class _FailsAlone(Exception):
-    """A plain model that fails by itself."""
+class _PlainModelFailed(Exception):
+    """A plain model raises an error."""
 
     def __init__(self, trial: int, why: str) -> None:
         super().__init__(why)
@@ -85,13 +85,13 @@ class _FailsAlone(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What verification found: the modules that must run trial by trial, by name, and why.
+class FusionReport:
+    """The result of verification: the modules that must run trial by trial, by name, with the reasons.
 
-    `refused` says why not even that helps; then each trial has to be trained alone. `has_python_state` says
-    that modules keep numbers in Python that change from step to step, which no CUDA graph can hold. With
-    `loss_alone` only the loss is computed trial by trial. `failed` are trials, by their places, that cannot
-    take a step alone either, and why.
+    `refused` is why not even that is enough; then each trial must be trained separately. `has_python_state`:
+    modules keep numbers in Python that change between steps, which a CUDA graph cannot contain. With
+    `loss_alone` only the loss is computed trial by trial. `failed` are the indices of trials whose plain
+    model raises an error, with the error.
     """
 
     unfused: Mapping[str, str] = field(default_factory=dict)
@@ -104,30 +104,32 @@ class Verdict:
 
 def verify_fused(
     candidate: Candidate, unfused: Mapping[str, str] | None = None, phases: Sequence[Phase] = PHASES
-) -> Verdict:
-    """Compare all trials, fused, with the same trials alone.
+) -> FusionReport:
+    """Compare all trials, fused, with their plain models.
 
-    Where memory is too short for a second array of all trials, they are compared in arrays of fewer.
+    If there is not enough memory for a second array of all trials, they are compared in smaller arrays.
     """
     start = time.perf_counter()
-    found = _verify(candidate, dict(unfused or {}), phases, list(range(len(candidate.models))))
-    return replace(found, seconds=time.perf_counter() - start)
+    report = _verify(candidate, dict(unfused or {}), phases, list(range(len(candidate.models))))
+    return replace(report, seconds=time.perf_counter() - start)
 
 
 def _verify(
     candidate: Candidate, unfused: dict[str, str], phases: Sequence[Phase], trials: list[int]
-) -> Verdict:
-    check = _Check(candidate, unfused, phases, trials)
+) -> FusionReport:
+    check = _Verifier(candidate, unfused, phases, trials)
     try:
-        return check.verdict()
+        return check.report()
     except torch.OutOfMemoryError:
-        pass  # the frames of what failed hold memory: go on outside of here
+        pass  # the traceback holds memory: continue outside of the handler
     del check
     gc.collect()
     torch.cuda.empty_cache()
     if len(trials) == 1:
-        log.warning("fused trials were not verified: there is no memory for a second copy of one of them")
-        return Verdict(unfused)
+        log.warning(
+            "fused trials were not verified: there is not enough memory for a second copy of one of them"
+        )
+        return FusionReport(unfused)
     half = len(trials) // 2
     first = _verify(candidate, unfused, phases, trials[:half])
     if first.refused is not None:
@@ -135,17 +137,17 @@ def _verify(
     return _verify(candidate, dict(first.unfused), phases, trials[half:])
 
 
-def log_verdict(verdict: Verdict, known: Mapping[str, str]) -> None:
+def log_report(report: FusionReport, known: Mapping[str, str]) -> None:
     """Log which modules run trial by trial, besides those `known` before."""
-    for name, why in verdict.unfused.items():
+    for name, why in report.unfused.items():
         if name not in known:
             log.warning("%s runs trial by trial, which is slower: %s", name or _WHOLE, why)
-    if verdict.refused is not None:
-        log.warning("these trials are not fused, each trains alone: %s", verdict.refused)
+    if report.refused is not None:
+        log.warning("these trials are not fused, each trains separately: %s", report.refused)
 
 
-class _Check:
-    """One array of trials and the same trials alone."""
+class _Verifier:
+    """Compares one array of trials with their plain models."""
 
     def __init__(
         self, candidate: Candidate, unfused: dict[str, str], phases: Sequence[Phase], trials: Sequence[int]
@@ -156,31 +158,31 @@ class _Check:
         self.phases = phases
         self._trials, self._first = trials, candidate.models[trials[0]]
         self._blamed: list[type] = []
-        # The modules that the fused form calls, by name: in stages some of the plain model's are opened.
+        # The modules that the fused form calls, by name; stages call only some of the plain model's.
         self._called: dict[str, nn.Module] = {}
-        # Of each phase, how far rounding took one of the trials.
+        # The rounding error of one of the trials in each phase.
         self._noise: dict[int, Noise] = {}
         self._mends = 0
         self._started, self._limit_s = time.perf_counter(), _SEARCH_S
 
-    def verdict(self) -> Verdict:
+    def report(self) -> FusionReport:
         refused, failed = None, {}
         try:
             left = verify(self._find, self._mend, _ATTEMPTS + 2)
             refused = None if left is None else left.why
-        except _FailsAlone as failure:
-            refused = f"trial {failure.trial} fails by itself on these batches: {failure}"
+        except _PlainModelFailed as failure:
+            refused = f"the plain model of trial {failure.trial} fails on these batches: {failure}"
             failed = {failure.trial: str(failure)}
         except NotRepeatableError:
-            refused = _NOT_TWICE
+            refused = _NOT_REPEATABLE
         state, alone = self.has_python_state, self.candidate.loss_alone
-        return Verdict(self.unfused, refused, 0.0, state, alone, failed)
+        return FusionReport(self.unfused, refused, 0.0, state, alone, failed)
 
     def _find(self) -> Mismatch | None:
-        """The first trial that is not what it is alone, and the first phase in which it is not."""
-        # Of the first trial before anything is fused: a model that fails alone is no one's else fault.
+        """The first trial, and its first phase, that differs from its plain model."""
+        # Run the first plain model before fusing, to see whether it raises by itself.
         first = self._trials[0]
-        alone = list(_LoneTrial(self, first).run())
+        alone = list(_PlainTrial(self, first).run())
         if all(phase.training for phase in self.phases[:2]):
             self.has_python_state = changes_in_python(alone)
         try:
@@ -194,33 +196,33 @@ class _Check:
                 steps.append(self._together(fused, phase))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as failure:  # the user's code can fail in any way on fused tensors
+            except Exception as failure:  # the user's code can raise anything on fused tensors
                 why, module = _first_line(failure), failed_in(failure, [one.module for one in fused])
                 in_loss = module == IN_NONE and not self.candidate.loss_alone
                 unlike = [Difference(_LOSS, torch.inf, 0.0, why)] if in_loss else []
                 failed = Mismatch(why, module, phase, first, unlike)
                 break
         del fused
-        # Where a step failed, one trial is enough to see whether the steps before it were right.
-        for place, trial in enumerate(self._trials[:1] if failed is not None else self._trials):
-            reference = _LoneTrial(self, trial)
-            expected = alone if place == 0 else list(reference.run(until=len(steps) - 1))
-            own = (step.of_trial(place, reference.model) for step in steps)
-            if (apart := first_differences(reference, expected, own, self._noise)) is not None:
+        # If a step failed, compare one trial to see whether the steps before it were correct.
+        for index, trial in enumerate(self._trials[:1] if failed is not None else self._trials):
+            reference = _PlainTrial(self, trial)
+            expected = alone if index == 0 else list(reference.run(until=len(steps) - 1))
+            steps_of_trial = (step.of_trial(index, reference.model) for step in steps)
+            if (apart := first_differences(reference, expected, steps_of_trial, self._noise)) is not None:
                 phase, wrong = apart
                 mode = self.phases[phase].mode
-                why = f"trial {trial} parts from the trial alone in {mode}: {wrong[0]}"
+                why = f"trial {trial} differs from its plain model in {mode}: {wrong[0]}"
                 return Mismatch(why, None, phase, trial, wrong)
             alone = []
         return failed
 
     def _mend(self, mismatch: Mismatch) -> bool:
-        """Run another module trial by trial, or the loss; False where that has been done."""
+        """Run another module, or the loss, trial by trial; returns False if nothing is left to do."""
         self._mends += 1
         if self._mends == 1:
-            # It may be one of the trials that cannot take a step, and no module of all of them.
+            # A single trial may be at fault: check that every plain model can take a step.
             for trial in self._trials[1:]:
-                list(_LoneTrial(self, trial).run(until=0))
+                list(_PlainTrial(self, trial).run(until=0))
             self._limit_s = max(_SEARCH_S, _SEARCH_TIMES * self._searched_s)
         names = [difference.name for difference in mismatch.differences]
         only_loss = names[:1] == [_LOSS] and not _is_of_forward(mismatch)
@@ -242,13 +244,13 @@ class _Check:
         return time.perf_counter() - self._started
 
     def _to_unfuse(self, blamed: str) -> list[str]:
-        """The module to run trial by trial next: the one to blame, or what is around it."""
+        """The modules to unfuse next: the one at fault, or its parent."""
         parts = {"": self._first, **self._called}
         name = blamed
         while name and (is_within(name, self.unfused) or name not in parts):
             name = name.rpartition(".")[0]
         kind = type(parts[name])
-        # Where a second one of a kind is to blame, all of that kind are.
+        # If a second module of the same class is at fault, unfuse all of that class.
         is_second = kind in self._blamed
         self._blamed.append(kind)
         if not name or not is_second:
@@ -263,8 +265,8 @@ class _Check:
         fused, names = self.candidate.fuse(self._trials, self.unfused), first_names(self._first)
         for one in fused:
             for name, parameter in one.module.named_parameters():
-                for place, trial in enumerate(self._trials):
-                    _set_apart(parameter, parameter.data[place], names.get(name, name), trial)
+                for index, trial in enumerate(self._trials):
+                    _perturb(parameter, parameter.data[index], names.get(name, name), trial)
         plain = dict(self._first.named_modules())
         self._called = {
             path: plain[path]
@@ -275,7 +277,7 @@ class _Check:
         return fused
 
     def observable(self, alone: Observation) -> Observation:
-        """What of a plain model can be seen of its fused form: not what an opened module keeps in Python."""
+        """The observations that exist for the fused form, which may not call all modules."""
         if not self.candidate.in_stages:
             return alone
         kept = {f"{ATTRIBUTE}{path}" for path in self._called}
@@ -288,7 +290,7 @@ class _Check:
     def _together(
         self, fused: Sequence[FusedModule], number: int, trace: ModuleTrace | None = None
     ) -> FusedStep:
-        """What the trials do in one phase, fused."""
+        """Run the fused trials in one phase."""
         training, batch = self.phases[number]
         for one in fused:
             if not training or not one.module.training:
@@ -303,56 +305,58 @@ class _Check:
         return FusedStep(fused, outputs, losses, training, first_names(self._first))
 
     def _locate(self, mismatch: Mismatch) -> str:
-        """The first module whose outcome differs from that of the module alone."""
-        place, phase = self._trials.index(mismatch.trial), mismatch.phase
+        """The first module whose output differs from the plain model's."""
+        index, phase = self._trials.index(mismatch.trial), mismatch.phase
         fused = self._fuse()
-        together = ModuleTrace([one.module for one in fused], lambda leaf: _of_trial(leaf, place))
+        together = ModuleTrace([one.module for one in fused], lambda leaf: _of_trial(leaf, index))
         try:
             for earlier in range(phase + 1):
                 self._together(fused, earlier, together if earlier == phase else None)
             kinds = ("values", "gradients") if _is_of_forward(mismatch) else ("gradients",)
-            located = locate(_LoneTrial(self, mismatch.trial), phase, together, kinds)
+            located = locate(_PlainTrial(self, mismatch.trial), phase, together, kinds)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # some hook of the trace does what the model does not like: the whole is to blame
+        except Exception:  # tracing hooks may break the model: unfuse all of it
             return ""
         if located is None:
             return ""
         kind, keys = located
-        # Of gradients that differ, the first was made around the last of those modules that ran.
+        # The first gradient that differs in backward belongs to the last module in forward order.
         return path_of(keys[0]) if kind == "values" else path_of(keys[-1]).rpartition(".")[0]
 
 
-class _LoneTrial(Reference):
-    """One trial alone: its plain model, with the random numbers that it draws among the others."""
+class _PlainTrial(Reference):
+    """The plain model of one trial, with the random numbers that it draws in the array."""
 
-    def __init__(self, check: _Check, trial: int) -> None:
-        candidate = check.candidate
+    def __init__(self, verifier: _Verifier, trial: int) -> None:
+        candidate = verifier.candidate
         model, seed = candidate.models[trial], 1000 * (trial + 1)
-        super().__init__(model, check.phases, seed=seed, rounding=candidate.rounding)
-        self._check, self._trial = check, trial
+        super().__init__(model, verifier.phases, seed=seed, rounding=candidate.rounding)
+        self._verifier, self._trial = verifier, trial
 
     def begin(self) -> None:
-        candidate, trial = self._check.candidate, self._trial
+        candidate, trial = self._verifier.candidate, self._trial
         candidate.prepare(trial)
         for name, parameter in self.model.named_parameters():
-            _set_apart(parameter, parameter.data, name, trial)
-        self._lone = LoneRun(self.model, candidate.seeds[trial], candidate.ages[trial], self._check.unfused)
+            _perturb(parameter, parameter.data, name, trial)
+        self._plain_run = PlainRun(
+            self.model, candidate.seeds[trial], candidate.rng_steps[trial], self._verifier.unfused
+        )
 
     def forward(self, phase: Phase) -> tuple[Any, Tensor]:
-        # In training, modules kept in evaluation mode on purpose stay in it.
+        # Do not call train() in training, as submodules may be in evaluation mode on purpose.
         if phase.training != self.model.training:
             self.model.train(phase.training)
-        with self._lone.forward():
-            return self._check.candidate.alone(self._trial, phase.batch)
+        with self._plain_run.forward():
+            return self._verifier.candidate.alone(self._trial, phase.batch)
 
     def visible(self, observed: Observation) -> Observation:
-        return self._check.observable(observed)
+        return self._verifier.observable(observed)
 
     def run(
         self, seed: int | None = None, until: int | None = None, trace: ModuleTrace | None = None
     ) -> Iterator[Observation]:
-        """What the trial does in each phase, with numbers in Python; it ends where it cannot be evaluated."""
+        """Run each phase, including Python numbers; stops early if evaluation raises an error."""
         done = 0
         try:
             for step in super().run(seed, until, trace):
@@ -360,23 +364,23 @@ class _LoneTrial(Reference):
                 yield {**step, **numbers_in(self.model)}
         except torch.OutOfMemoryError:
             raise
-        except Exception as failure:  # the user's code can fail in any way
+        except Exception as failure:  # the user's code can raise anything
             if not self.phases[done].training:
-                return  # its forward asks for gradients, say
+                return  # its forward may need gradients, for example
             if isinstance(failure, PlaitError):
                 raise
-            raise _FailsAlone(self._trial, _first_line(failure)) from failure
+            raise _PlainModelFailed(self._trial, _first_line(failure)) from failure
 
 
 def _is_of_forward(mismatch: Mismatch) -> bool:
-    """Whether outputs differ, or what forward leaves."""
+    """Whether outputs, buffers or attributes differ, not only gradients or the loss."""
     return any(d.name.startswith(("output", BUFFER, ATTRIBUTE)) for d in mismatch.differences)
 
 
-def _set_apart(parameter: Tensor, values: Tensor, name: str, trial: int) -> None:
-    """Move one trial's values of a trained parameter a little, by what its name and the trial draw.
+def _perturb(parameter: Tensor, values: Tensor, name: str, trial: int) -> None:
+    """Perturb one trial's values of a trained parameter, seeded by its name and the trial.
 
-    Trials that begin alike would hide that one computes with what belongs to another.
+    With identical weights, mixing up trials would go unnoticed.
     """
     if not trial or not parameter.requires_grad or not parameter.is_floating_point():
         return
@@ -385,18 +389,18 @@ def _set_apart(parameter: Tensor, values: Tensor, name: str, trial: int) -> None
         few = torch.randn(min(_DRAWN, values.numel()), generator=generator).to(values)
         times = -(-values.numel() // max(1, len(few)))
         drawn = few.repeat(times)[: values.numel()].view(values.shape)
-        values.add_(drawn * values.abs().mean().clamp(min=1e-3), alpha=APART)
+        values.add_(drawn * values.abs().mean().clamp(min=1e-3), alpha=PERTURBATION)
 
 
-def _of_trial(leaf: Tensor, place: int) -> tuple[Tensor, Any]:
-    """A tensor as that of all trials, and what takes one trial's of it."""
+def _of_trial(leaf: Tensor, index: int) -> tuple[Tensor, Any]:
+    """The tensor of all trials, and a function that selects one trial's."""
     if isinstance(leaf, TrialTensor):
-        return leaf.stacked, lambda stacked: stacked[place]
-    return leaf, lambda own: own
+        return leaf.stacked, lambda stacked: stacked[index]
+    return leaf, lambda tensor: tensor
 
 
 def _first_line(failure: BaseException) -> str:
-    """What was found, in one line: without the advice of fusion's errors, to do what is done here."""
+    """The error in one line, without the advice of a FusionError."""
     text = failure.what if isinstance(failure, FusionError) else str(failure)
     text = text.strip() or type(failure).__name__
     line = " ".join(part.strip() for part in text.splitlines()[:2])

@@ -1,4 +1,4 @@
-"""What each module is given and returns, and in which one an error was raised: where two models differ."""
+"""Records the inputs and outputs of each module, to locate where two models differ or where one fails."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from torch.utils import _pytree as pytree
 
 from plait.verification.compare import find_differences, measure_noise
 
-# The path of no module: where a loss or backward failed.
+# The path if a loss or backward failed, outside of all modules.
 IN_NONE = "\0"
-# A tensor of a candidate as plain tensors: the one that gradients are of, and what takes one trial's part.
+# Unwraps a candidate's tensor: the tensor that has gradients, and a function that selects one trial's part.
 Unwrap = Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 
 def failed_in(failure: BaseException, models: Sequence[nn.Module]) -> str:
-    """The path of the innermost module of `models` whose call has raised an error; or IN_NONE."""
-    paths, found = _paths(models), IN_NONE
+    """The path of the innermost module of `models` whose call raised an error, or IN_NONE."""
+    paths, path = _paths(models), IN_NONE
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         if frame.f_code is nn.Module._call_impl.__code__:
-            found = paths.get(id(frame.f_locals["self"]), found)
-    return found
+            path = paths.get(id(frame.f_locals["self"]), path)
+    return path
 
 
 class ModuleTrace:
-    """Within, notes the tensors that each module inside of `models` is given and returns, as the modules end.
+    """Context that records the input and output tensors of each module inside of `models`, after its call.
 
-    `calls` counts how often each is called, by path; `gradients` are those of what they return.
+    `calls` counts the calls by path; `gradients` are those of the outputs.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], unwrap: Unwrap = lambda leaf: (leaf, lambda own: own)
+        self, models: Sequence[nn.Module], unwrap: Unwrap = lambda leaf: (leaf, lambda tensor: tensor)
     ) -> None:
         self._paths = {key: path for key, path in _paths(models).items() if path}
         self._unwrap = unwrap
         self.calls: Counter[str] = Counter()
-        # By path, number of the call, and which input or output.
+        # Keyed by path, number of the call, and which input or output.
         self.values: dict[str, Tensor | None] = {}
         self.gradients: dict[str, Tensor | None] = {}
 
@@ -69,25 +69,25 @@ class ModuleTrace:
                 tensor.register_hook(lambda g, key=key, pick=pick: self._note_gradient(key, pick(g)))
 
     def _note_gradient(self, key: str, gradient: Tensor) -> None:
-        before, own = self.gradients.get(key), gradient.detach().clone()
-        self.gradients[key] = own if before is None else before + own
+        before, added = self.gradients.get(key), gradient.detach().clone()
+        self.gradients[key] = added if before is None else before + added
 
 
 def differing_keys(
-    expected: ModuleTrace, moved: Sequence[ModuleTrace], found: ModuleTrace, kind: str
+    expected: ModuleTrace, moved: Sequence[ModuleTrace], actual: ModuleTrace, kind: str
 ) -> list[str]:
-    """Where `found` differs in its `values` or its `gradients`, in order, of modules that both have called.
+    """The keys in which the `values` or `gradients` of `actual` differ, in order, for modules called by both.
 
-    `moved` are traces from weights that are rounded otherwise.
+    `moved` are traces from perturbed weights.
     """
-    wanted = {key: value for key, value in getattr(expected, kind).items() if path_of(key) in found.calls}
+    wanted = {key: value for key, value in getattr(expected, kind).items() if path_of(key) in actual.calls}
     noise = measure_noise(wanted, lambda seed: getattr(moved[seed], kind))
-    own = {key: value for key, value in getattr(found, kind).items() if key in wanted}
-    return [difference.name for difference in find_differences(wanted, own, noise)]
+    observed = {key: value for key, value in getattr(actual, kind).items() if key in wanted}
+    return [difference.name for difference in find_differences(wanted, observed, noise)]
 
 
 def path_of(key: str) -> str:
-    """The path of the module that a key of a trace is about."""
+    """The module path in a key of a trace."""
     return key.partition("\0")[0]
 
 

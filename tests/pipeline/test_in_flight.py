@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from plait.pipeline.cutting.cut import cut
-from plait.pipeline.stage import Flight, LossOf, StageRunner
+from plait.pipeline.stage import InFlight, LossOf, StageRunner
 from plait.profiler.trace import trace
 
 
 def test_outputs_that_autograd_does_not_keep_are_freed_once_they_are_sent():
     x = torch.randn(3, 4, requires_grad=True)
     linear = nn.Linear(4, 4)
-    flight = Flight({"x": x}, 0, (), outputs={"y": linear(x), "count": torch.ones(3)})
+    flight = InFlight({"x": x}, 0, (), outputs={"y": linear(x), "count": torch.ones(3)})
     alive = weakref.ref(flight.outputs["y"])
-    flight.let_go_of_outputs()
+    flight.free_outputs()
     assert alive() is None
     assert list(flight.edges) == ["y"]
     torch.autograd.backward([flight.edges["y"]], [torch.ones(3, 4)])
@@ -58,9 +58,9 @@ def trained(model: nn.Module, recompute: bool) -> dict[str, torch.Tensor]:
         for number in (2 * step, 2 * step + 1):
             made = torch.Generator().manual_seed(number)
             x, y = (torch.randn(8, n, generator=made, dtype=torch.float64) for n in (4, 2))
-            flight = Flight({stage.inputs[0].name: x + 1}, number, (), target=y)
+            flight = InFlight({stage.inputs[0].name: x + 1}, number, (), target=y)
             runner.forward(flight)
-            flight.let_go_of_outputs()
+            flight.free_outputs()
             flights.append(flight)
         for flight in flights:
             runner.backward(flight, {})

@@ -1,4 +1,4 @@
-"""The audit of a step in a person's own training loop."""
+"""The audit of a step in a user's training loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from plait.verification.twin import MakeOptimizer, OptimizerTwin
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit of one step found: `differences` beyond rounding, in words, and the largest of all.
+    """The result of an audit: `differences` beyond rounding, as text, and the largest difference.
 
-    `largest_difference` is relative to the largest value of its kind. `unseen` names attributes that cannot
-    be read: forward may go by them, and then differences mean nothing.
+    `largest_difference` is relative to the largest value of the same kind. `unseen` names attributes that
+    cannot be read; if forward depends on them, differences mean nothing.
     """
 
     largest_difference: float
@@ -42,7 +42,7 @@ class AuditReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the step was what plain PyTorch does, up to rounding."""
+        """Whether the step equals that of plain PyTorch, up to rounding."""
         return not self.differences
 
     def check(self) -> None:
@@ -53,7 +53,9 @@ class AuditReport:
     def __str__(self) -> str:
         if not self.differences:
             return f"the step is what plain PyTorch does, largest difference {self.largest_difference:.1g}"
-        unseen = f"; forward may go by {', '.join(self.unseen)}, which cannot be read" if self.unseen else ""
+        unseen = (
+            f"; forward may depend on {', '.join(self.unseen)}, which cannot be read" if self.unseen else ""
+        )
         return f"the step is not what plain PyTorch does: {'; '.join(self.differences)}{unseen}"
 
 
@@ -67,18 +69,17 @@ def audit(
     make_model: Callable[[], nn.Module] | None = None,
     make_optimizer: MakeOptimizer | None = None,
 ) -> AuditReport:
-    """Take one step of a training loop, and the same step as plain PyTorch takes it, and compare the two.
+    """Take one step of a training loop, repeat it in plain PyTorch, and compare the two.
 
-    `step()` is the loop's own, by whatever means: it computes the gradients of `loss(model(inputs), target)`
-    for `batch`, which is `(inputs, target)`, and calls `optimizer.step()` once. It is taken as usual, and
-    training goes on from it. The other is forward, backward and update of a model that `make_model` makes,
-    by default a copy, with the state and the random numbers from before the step. Where torch.distributed
-    is initialized, all ranks call it together, each with its own batch, and gradients are averaged, as
-    DistributedDataParallel does.
+    `step()` is the loop's step: it computes the gradients of `loss(model(inputs), target)` for `batch`, which
+    is `(inputs, target)`, and calls `optimizer.step()` once. Training continues from its result. The
+    repetition is forward, backward and update of a model that `make_model` builds, by default a copy, with
+    the state and the random numbers from before the step. If torch.distributed is initialized, all ranks call
+    it together, each with its own batch, and gradients are averaged, as in DistributedDataParallel.
     """
     live = PlainModel(_unwrapped(model), loss)
-    before, random_state = live.state().own(), RandomState.now()
-    part = Part(*batch, random_state=random_state).own()
+    before, random_state = live.state().copied(), RandomState.now()
+    part = Part(*batch, random_state=random_state).copied()
     names: dict[Tensor, str] = {parameter: name for name, parameter in live.parameters().items()}
     twin = OptimizerTwin(optimizer, names, make_optimizer or _remade(optimizer), lambda _: None)
     try:
@@ -89,7 +90,7 @@ def audit(
         raise PlaitError(f"audit: found {twin.updates} calls of optimizer.step() in the step, expected one")
     state = live.state()
     frozen = {name: state.tensors[name] for name in live.parameters() if name not in twin.gradients}
-    found = ObservedStep(
+    observed = ObservedStep(
         torch.zeros(()),
         twin.gradients,
         {name: state.tensors[name] for name in live.buffers()},
@@ -97,15 +98,15 @@ def audit(
         state.attributes.values,
     )
     with unchanged_random_numbers(), unchanged_state(live.objects):
-        own = (make_model or (lambda: copy.deepcopy(live.model)))()
-        replay = Replay(PlainModel(own, loss), before, [part], _mean_over_ranks)
-        largest, differences = replay.compare(found, Rounding(), set(), _any_rank)
+        plain = (make_model or (lambda: copy.deepcopy(live.model)))()
+        replay = Replay(PlainModel(plain, loss), before, [part], _mean_over_ranks)
+        largest, differences = replay.compare(observed, Rounding(), set(), _any_rank)
         differences += twin.differences()
     return AuditReport(largest, tuple(map(str, differences)), before.attributes.unseen)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own model inside of DistributedDataParallel and torch.compile."""
+    """The user's model inside of DistributedDataParallel and torch.compile."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -116,7 +117,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _remade(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
-    """Makes an optimizer of the same class and options for other parameters."""
+    """A function that makes an optimizer of the same class and options for other parameters."""
 
     def make(parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
         rest = iter(parameters)

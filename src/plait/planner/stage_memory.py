@@ -1,26 +1,25 @@
-"""How much memory a stage needs under a schedule.
+"""The memory of a stage under a schedule.
 
-What a worker holds for a stage while it trains, besides what any Python process with torch holds:
+A worker holds the following for a stage, besides the memory of any Python process with torch:
 
 - the weights, once for each version: as many under stash as there are microbatches in flight (with vertical
   sync as many as the first stage has in flight, planner/as_run.py), two under 2bw, else one; one gradient of
   each; the optimizer's state; the buffers; where the stage has replicas, one copy more of the gradients, in
   which they are summed;
-- the same of weights that belong to another stage and are used here too (`Graph.ties`). All stages that
-  share a weight sum its gradients: schedules that drain hold one copy more for that, 2bw the sum of the batch
-  before. Under stash each stage has given the gradients of some microbatches, which wait until the first
-  of these stages has come so far, as that one has more in flight than itself (pipeline/tied_weights.py);
-- for each microbatch in flight, what autograd keeps, the input that was received, and the output that was
-  sent, which stays in the memory that both workers see until the stage behind is done with it. Outputs
-  that autograd does not keep are given back once they are sent, and the stage's inputs count once, though
-  layers keep them too;
-- messages on their way: an input more, and two gradients in either direction;
-- what the layer at work takes beyond all that, as it was measured: results that nobody keeps, gradients,
-  the workspace of its kernels, and, where gradients add up over microbatches, those that are added. Early
-  layers have it while little is kept as yet;
-- with recomputation, of each microbatch only what was received and sent, and the activations of one.
+- the same for weights that belong to another stage and are also used here (`Graph.ties`). All stages that
+  share a weight sum its gradients: schedules that drain hold one more copy for that, 2bw the sum of the
+  previous batch. Under stash each stage contributes gradients of microbatches that the first of these stages
+  has not yet reached, as that one has more in flight (pipeline/tied_weights.py);
+- for each microbatch in flight, what autograd saves, the received input, and the sent output, which stays in
+  shared memory until the next stage releases it. Outputs that autograd does not save are freed after sending,
+  and the stage's inputs are counted once, although layers save them too;
+- messages in transit: one more input, and two gradients in either direction;
+- the measured working memory of the running layer beyond all that: temporary results, gradients, workspace
+  of its kernels, and, if gradients are accumulated over microbatches, those that are added. Early layers need
+  it while little is saved yet;
+- with recomputation, for each microbatch only what was received and sent, and the activations of one.
 
-What libraries keep for themselves is not counted.
+Internal memory of libraries is not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from plait.planner.schedules.kinds import Schedule
 from plait.schema.plans.graph import Graph, Node
 from plait.schema.plans.plan import Stage
 
-# Pairs of ideals times layers up to which the working memory of stages is exact.
+# Up to this many pairs of ideals times layers, the working memory of stages is exact.
 EXACT_LIMIT = 50_000_000
 
 Amount = TypeVar("Amount", float, Floats)
@@ -46,7 +45,7 @@ Amount = TypeVar("Amount", float, Floats)
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What the optimizer and the user add: `optimizer_copies` is 1 for momentum, 2 for Adam, 0 for SGD."""
+    """Memory options: `optimizer_copies` is 1 for momentum, 2 for Adam, 0 for SGD."""
 
     optimizer_copies: float = 1.0
     recompute: bool = False
@@ -58,10 +57,11 @@ class MemorySettings:
 
 @dataclass(frozen=True, eq=False)
 class Held(Generic[Amount]):
-    """What a stage is made of, in bytes, or every stage of a family: weights, buffers, and by microbatch.
+    """The parts of a stage's memory (or of every stage of a family): weights, buffers, per microbatch.
 
-    `kept` is what autograd keeps besides the inputs, `working` what a layer at work takes beyond it. `shared`
-    are the weights that other stages use too, `waiting` their gradients that wait for the others under stash.
+    `kept` is what autograd saves besides the inputs, `working` the working memory of a layer beyond it.
+    `shared` are the weights that other stages also use, `waiting` their gradients that wait for the others
+    under stash.
     """
 
     weights: Amount
@@ -74,26 +74,26 @@ class Held(Generic[Amount]):
     waiting: Amount
 
     def state(self, schedule: Schedule, settings: MemorySettings) -> Amount:
-        """What is there however many microbatches are in flight, but for the versions of the weights."""
+        """The memory that does not depend on the microbatches in flight, without weight versions."""
         copies = 1 + settings.optimizer_copies
         state = self.weights * copies + self.buffers + self._queued(schedule) + self.working
         state = state + (self.waiting if schedule is Schedule.STASH else self.shared)
         return state + self.kept if settings.recompute else state
 
     def microbatch(self, settings: MemorySettings) -> Amount:
-        """What each microbatch in flight takes, but for a version of the weights."""
+        """The memory per microbatch in flight, without weight versions."""
         messages = self.received + self.sent
         return messages if settings.recompute else messages + self.kept
 
     def _queued(self, schedule: Schedule) -> Amount:
-        """Messages on their way besides those of the microbatches in flight."""
+        """Messages in transit besides those of the microbatches in flight."""
         if schedule is Schedule.NONE:
             return self.received + self.sent
         return 3 * self.received + 2 * self.sent
 
 
 def held_by(stage: Stage) -> Held[float]:
-    """What the memory of a plan's stage is made of."""
+    """The parts of the memory of a plan's stage."""
     return Held(
         stage.parameter_bytes + stage.tied.copied_bytes,
         stage.buffer_bytes,
@@ -108,9 +108,9 @@ def held_by(stage: Stage) -> Held[float]:
 
 @dataclass(frozen=True, eq=False)
 class StageMemory:
-    """Bytes of the stage between any two ideals: `fixed`, and `each` for a microbatch in flight.
+    """Bytes of the stage between any two ideals: `fixed`, and `each` per microbatch in flight.
 
-    Replicas hold `summed` besides.
+    Replicas additionally hold `summed`.
     """
 
     fixed: Floats
@@ -122,7 +122,7 @@ class StageMemory:
         return float(self.fixed[start, end] + in_flight * self.each[start, end] + summed)
 
     def most_in_flight(self, pairs: tuple[Any, Any], limit_bytes: float, replicated: bool) -> Floats:
-        """How many microbatches fit next to the rest, for the stages that `pairs` index."""
+        """How many microbatches in flight fit into the limit, for the stages that `pairs` index."""
         with np.errstate(divide="ignore", invalid="ignore"):
             room = limit_bytes - self.fixed[pairs] - (self.summed[pairs] if replicated else 0.0)
             fits = np.where(self.each[pairs] > 0, np.floor(room / self.each[pairs] + 1e-9), np.inf)
@@ -140,11 +140,11 @@ def stage_memory(
     deepest: int = 1,
     exact_limit: int = EXACT_LIMIT,
 ) -> StageMemory:
-    """The memory of every stage of `ideals` under `schedule`; `deepest` is the most in flight in any.
+    """The memory of every stage of `ideals` under `schedule`; `deepest` is the maximum in flight in any.
 
-    For gradients of tied weights that wait under stash it is a bound from above: which stage uses them
-    first, and how deep that is, is not known of a stage alone. Working memory is exact up to `exact_limit`
-    layers over all pairs of ideals, else a bound from above, too.
+    For waiting gradients of tied weights under stash it is an upper bound, as it is not known which stage
+    uses them first and how deep that is. Working memory is exact up to `exact_limit` layers over all pairs of
+    ideals, otherwise an upper bound.
     """
     graph = ideals.graph
     nodes = [graph.node_by_id[name] for name in graph.order]
@@ -163,7 +163,7 @@ def stage_memory(
         waiting=deepest * shared,
     )
     copies, versions_each = versions(schedule)
-    # The more a stage itself has in flight, the fewer of its gradients wait.
+    # The more microbatches a stage has in flight, the fewer of its gradients wait.
     come = shared if schedule is Schedule.STASH else 0.0
     return StageMemory(
         held.weights * copies + held.state(schedule, settings),
@@ -173,7 +173,7 @@ def stage_memory(
 
 
 def _tied(ideals: Ideals) -> tuple[Floats, Floats]:
-    """Bytes of the weights that each stage shares with others, and of those that another one counts."""
+    """Bytes of the weights that each stage shares with others, and of those counted by another stage."""
     shared, copied = np.zeros((2, len(ideals), len(ideals)))
     for tie in ideals.graph.ties:
         users = _ranges(ideals.sums([name in tie.nodes for name in ideals.graph.order]))
@@ -185,13 +185,13 @@ def _tied(ideals: Ideals) -> tuple[Floats, Floats]:
 
 
 def kept_bytes(graph: Graph) -> dict[str, float]:
-    """What autograd keeps of each layer; where nobody measured it, the layers' outputs stand for it."""
+    """What autograd saves of each layer; the layers' outputs if that was not measured."""
     measured = any(node.activation_bytes for node in graph.nodes)
     return {node.id: node.activation_bytes if measured else node.output_bytes for node in graph.nodes}
 
 
 def working_bytes(nodes: Sequence[Node], schedule: Schedule) -> float:
-    """What a layer of a stage at work takes at most beyond what all of its layers keep in the end."""
+    """The maximum working memory of a stage's layers beyond what all of its layers save."""
     most, kept = 0.0, 0.0
     for node in nodes:
         adding = 0.0 if schedule is Schedule.STASH else node.adding_bytes
@@ -201,32 +201,32 @@ def working_bytes(nodes: Sequence[Node], schedule: Schedule) -> float:
 
 
 def _working_of_stages(ideals: Ideals, adds: bool, exact_limit: int) -> Floats:
-    """`working_bytes` of every stage; from above where there are too many to look into each."""
+    """`working_bytes` of every stage; an upper bound if there are too many for an exact result."""
     nodes = [ideals.graph.node_by_id[name] for name in ideals.graph.order]
     kept = np.array([node.activation_bytes for node in nodes])
-    taken = np.array([node.working_bytes + adds * node.adding_bytes for node in nodes])
+    needed = np.array([node.working_bytes + adds * node.adding_bytes for node in nodes])
     working = np.zeros((len(ideals), len(ideals)))
-    if not taken.any():
+    if not needed.any():
         return working
     if np.array_equal(ideals.members, np.tri(len(nodes) + 1, len(nodes), -1, dtype=bool)):
-        # A chain: a layer more keeps its own, and takes what it takes.
+        # A chain: extend each stage by one layer at a time.
         for layer in range(len(nodes)):
-            most = np.maximum(working[: layer + 1, layer], taken[layer]) - kept[layer]
+            most = np.maximum(working[: layer + 1, layer], needed[layer]) - kept[layer]
             working[: layer + 1, layer + 1] = np.maximum(most, 0.0)
         return working
     if len(ideals) ** 2 * len(nodes) > exact_limit:
-        return np.broadcast_to(np.where(ideals.members, taken, 0.0).max(axis=1), working.shape)
+        return np.broadcast_to(np.where(ideals.members, needed, 0.0).max(axis=1), working.shape)
     for start, before in enumerate(ideals.members):
         behind = np.flatnonzero(~before)
         within = ideals.members[start:, behind]
-        own = within * kept[behind]
-        peaks = within * (np.cumsum(own, axis=1) - own + taken[behind])
-        working[start, start:] = peaks.max(axis=1, initial=0.0) - own.sum(axis=1)
+        saved = within * kept[behind]
+        peaks = within * (np.cumsum(saved, axis=1) - saved + needed[behind])
+        working[start, start:] = peaks.max(axis=1, initial=0.0) - saved.sum(axis=1)
     return np.maximum(working, 0.0)
 
 
 def versions(schedule: Schedule) -> tuple[int, int]:
-    """Copies of the weights: how many at any time, and how many more for each microbatch in flight."""
+    """Copies of the weights: a constant number, and how many more per microbatch in flight."""
     if schedule is Schedule.STASH:
         return 0, 1
     if schedule is Schedule.TWO_BUFFERED:

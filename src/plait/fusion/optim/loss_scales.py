@@ -1,18 +1,18 @@
-"""Loss scales for float16: one a trial, so that one trial's overflow costs no other a step."""
+"""Loss scaling for float16 with one scale per trial, so that an overflow skips the step of one trial only."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from plait.fusion.optim.gradients import unscale_gradients
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.trial_gradients import unscale_gradients
 
 
 class LossScales:
-    """A factor on each trial's loss that grows while its gradients are numbers, and shrinks when not.
+    """A loss scale per trial that grows while its gradients are finite, and backs off when they are not.
 
-    The rules and defaults are those of torch.amp.GradScaler, for each trial alone.
+    The rules and defaults are those of torch.amp.GradScaler, for each trial separately.
     """
 
     def __init__(
@@ -31,19 +31,19 @@ class LossScales:
         self.growth_interval = growth_interval
 
     def scale(self, losses: Tensor) -> Tensor:
-        """The losses, one a trial, times their scales: what to sum and differentiate."""
+        """The losses, one per trial, times their scales; call backward on the sum."""
         return losses * self.scales
 
     @torch.no_grad()
     def step(self, optimizer: FusedOptimizer) -> Tensor:
-        """Unscale the gradients, step every trial whose gradients are numbers, and adapt the scales.
+        """Unscale the gradients, step every trial whose gradients are finite, and update the scales.
 
-        Returns which trials stood still.
+        Returns which trials were skipped.
         """
         gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
         overflowed = unscale_gradients(gradients, 1.0 / self.scales, len(self.scales))
         optimizer.step(skip=overflowed)
-        # In place, as a captured step would otherwise go on with the old ones.
+        # In place, as a captured step would otherwise keep using the old tensors.
         self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
         grown = self.good_steps >= self.growth_interval
         factor = torch.where(overflowed, self.backoff, torch.where(grown, self.growth, 1.0))

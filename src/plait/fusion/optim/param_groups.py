@@ -1,4 +1,4 @@
-"""A parameter group of fused trials: hyperparameters with one number a trial, and how often each moved."""
+"""A parameter group of fused trials: hyperparameters with one value per trial, and step counts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 
 @dataclass
 class StepClock:
-    """The steps of parameters that always moved together: one number a trial.
+    """The step counts, one per trial, of parameters that were always updated together.
 
-    A parameter without a gradient does not move, and its corrections for the first steps come later.
-    `pushes` are the steps with momentum, of which the first fills the buffer.
+    A parameter without a gradient is not updated, so its bias correction starts later. `pushes` counts the
+    steps with momentum, the first of which fills the buffer.
     """
 
     steps: Tensor
@@ -41,11 +41,11 @@ class StepClock:
 
 
 class FusedGroup(dict[str, Any]):
-    """One of an optimizer's `param_groups`, under torch's names, with numbers that trials may differ in.
+    """One of an optimizer's `param_groups`, with torch's names; values may differ between trials.
 
-    A number can be set to a float for all trials or to one for each, and reads as a float or as a `PerTrial`,
-    with which schedulers compute as with a float. It is on the device as soon as it is set, so that a
-    captured step replays with it.
+    A hyperparameter can be set to one float or to one per trial. It reads as a float or as a `PerTrial`,
+    which schedulers can use like a float. Setting it copies it to the device, so that a captured step uses
+    it.
     """
 
     def __init__(self, kind: str, trials: int, device: torch.device) -> None:
@@ -53,11 +53,11 @@ class FusedGroup(dict[str, Any]):
         self.kind_name = kind
         self.trials = trials
         self.device = device
-        # Of each hyperparameter the trials' values, also on the device: kept in float64, since they are few
-        # and 1 - beta ** step loses digits in float32.
+        # The trials' values of each hyperparameter, also on the device; in float64, since 1 - beta ** step
+        # loses digits in float32.
         self.numbers: dict[str, list[float]] = {}
         self.vectors: dict[str, Tensor] = {}
-        # The clock of each parameter that has moved or could have.
+        # The clock of each parameter that was, or could have been, updated.
         self.clock_of: dict[Tensor, StepClock] = {}
 
     @property
@@ -66,12 +66,12 @@ class FusedGroup(dict[str, Any]):
 
     @property
     def switches(self) -> dict[str, bool]:
-        """What is either so or not, for all trials."""
+        """The boolean options, which are the same for all trials."""
         return {name: bool(self[name]) for name in self.kind.common}
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What is kept for a parameter, with the numbers of now."""
+        """The names of a parameter's state tensors, given the current hyperparameters."""
         return tuple(self.kind.states(self.numbers, self.switches))
 
     @property
@@ -80,12 +80,12 @@ class FusedGroup(dict[str, Any]):
         return distinct(self.clock_of.values())
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if "numbers" not in self.__dict__:  # while it is unpickled
+        if "numbers" not in self.__dict__:  # while unpickling
             super().__setitem__(name, value)
         elif name == "betas" and "beta1" in self.kind.hyperparameters:
             pairs = _split_betas(value)
-            own = tuple(self._set("betas", f"beta{place}", one) for place, one in enumerate(pairs, 1))
-            super().__setitem__(name, own)
+            betas = tuple(self._set("betas", f"beta{index}", one) for index, one in enumerate(pairs, 1))
+            super().__setitem__(name, betas)
         elif name in self.kind.hyperparameters:
             super().__setitem__(name, self._set(name, name, value))
         else:
@@ -100,8 +100,8 @@ class FusedGroup(dict[str, Any]):
             self[name] = default
         return self[name]
 
-    def _set(self, shown: str, name: str, value: Number) -> float:
-        values = one_each(shown, value, self.trials)
+    def _set(self, torch_name: str, name: str, value: Number) -> float:
+        values = one_each(torch_name, value, self.trials)
         vector = torch.tensor(values, dtype=torch.float64)
         if name in self.vectors:
             self.vectors[name].copy_(vector)
@@ -111,25 +111,25 @@ class FusedGroup(dict[str, Any]):
         return as_number(values)
 
     def set_trial(self, number: int, values: Mapping[str, Any]) -> None:
-        """Give one trial other numbers, under torch's names."""
+        """Set hyperparameters of one trial, under torch's names."""
         for name, value in values.items():
-            names, own = (("beta1", "beta2"), value) if name == "betas" else ((name,), (value,))
-            pairs = [self._with(one, number, given) for one, given in zip(names, own)]
+            names, values_given = (("beta1", "beta2"), value) if name == "betas" else ((name,), (value,))
+            pairs = [self._with(one, number, given) for one, given in zip(names, values_given)]
             self[name] = tuple(pairs) if name == "betas" else pairs[0]
 
     def _with(self, name: str, number: int, value: float) -> PerTrial:
         return PerTrial([value if n == number else other for n, other in enumerate(self.numbers[name])])
 
     def clocks_for(self, absent: Mapping[Tensor, tuple[int, ...]]) -> list[StepClock]:
-        """The clock of each parameter of `absent`, which move now, but for the trials given with them.
+        """The clocks of the parameters in `absent`, which are updated now except for the trials given there.
 
-        Parameters that moved together so far and do so no more get clocks of their own.
+        Parameters that were updated together until now and no longer are get separate clocks.
         """
         clocks = self.clocks
         if len(clocks) == 1 and len(absent) == len(self.clock_of) and not any(absent.values()):
             return clocks * len(absent)
         for clock in clocks:
-            members = [parameter for parameter, own in self.clock_of.items() if own is clock]
+            members = [parameter for parameter, other in self.clock_of.items() if other is clock]
             kinds = list(dict.fromkeys(absent.get(parameter) for parameter in members))
             for kind in kinds[1:]:
                 apart = clock.mapped(torch.clone)
@@ -144,12 +144,12 @@ class FusedGroup(dict[str, Any]):
             self.clock_of.update(dict.fromkeys(new, StepClock.new(self.trials, self.device)))
 
     def counts(self, parameter: Tensor) -> StepClock:
-        """How often each trial of a parameter moved."""
+        """How many times each trial of a parameter was updated."""
         self._add_clocks()
         return self.clock_of[parameter]
 
     def set_counts(self, counts: Mapping[Tensor, tuple[list[float], list[float]]]) -> None:
-        """Say how often each parameter moved; those with equal counts share a clock."""
+        """Set how many times each parameter was updated; parameters with equal counts share a clock."""
         known: dict[Any, StepClock] = {}
         for parameter, (steps, pushes) in counts.items():
             key = (*steps, None, *pushes)
@@ -159,13 +159,13 @@ class FusedGroup(dict[str, Any]):
             self.clock_of[parameter] = known[key]
 
     def forget(self, number: int) -> None:
-        """Let a trial begin anew."""
+        """Reset the steps of a trial."""
         for clock in self.clocks:
             clock.steps[number] = clock.pushes[number] = 0.0
 
     def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
-        """Let the trials be those at `numbers` so far; `change` does the same to a tensor."""
-        # Parameters that share a clock go on doing so.
+        """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
+        # Parameters that share a clock continue to.
         changed = {id(clock): clock.mapped(change) for clock in self.clocks}
         self.trials = len(numbers)
         self.clock_of = {parameter: changed[id(clock)] for parameter, clock in self.clock_of.items()}
@@ -182,12 +182,12 @@ def distinct(clocks: Iterable[StepClock]) -> list[StepClock]:
 
 
 def as_number(values: Sequence[float]) -> float:
-    """One number where all trials have the same, else one for each."""
+    """One number if all trials have the same, else one per trial."""
     return values[0] if len(set(values)) == 1 else PerTrial(values)
 
 
 def _split_betas(betas: Any) -> tuple[Any, Any]:
-    """The two of `betas`: of a pair, each of them for all trials or one a trial, or of a list of pairs."""
+    """The two `betas`, from a pair (each a float or one per trial) or from one pair per trial."""
     if isinstance(betas[0], (tuple, list)):
         return [pair[0] for pair in betas], [pair[1] for pair in betas]
     return betas[0], betas[1]
@@ -202,7 +202,7 @@ def _with_pair(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_options(name: str, options: Iterable[str], also: Iterable[str] = ()) -> None:
-    """Refuse options that an optimizer of this kind does not take."""
+    """Raise for options that this optimizer does not have."""
     kind = KINDS[name]
     valid = [*torch_names(kind), *kind.hyperparameters, *kind.common, *also]
     for option in options:
@@ -211,5 +211,5 @@ def check_options(name: str, options: Iterable[str], also: Iterable[str] = ()) -
 
 
 def torch_names(kind: OptimizerKind) -> dict[str, Any]:
-    """The hyperparameters of a kind under torch's names, with torch's defaults."""
+    """The hyperparameters of an optimizer kind under torch's names, with torch's defaults."""
     return _with_pair(dict(kind.hyperparameters))

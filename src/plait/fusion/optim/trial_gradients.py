@@ -1,4 +1,4 @@
-"""Gradients of fused parameters, changed for each trial by itself: clipped, unscaled."""
+"""Per-trial clipping and unscaling of the gradients of fused parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad
 
 from plait.fusion.errors import FusionError
 
-# The modules of several trials whose parameters torch must not clip together.
+# Fused modules, whose parameters torch must not clip together.
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -22,7 +22,7 @@ def clip_gradients(
 ) -> Tensor:
     """Scale each trial's gradients, in place, to a norm of at most its `limit`; returns the norms before.
 
-    `sum_squares` adds to the squared norms those of gradients that others hold.
+    `sum_squares` adds the squared norms of gradients on other workers.
     """
     each = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]
     norms = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else torch.zeros_like(limit)
@@ -31,31 +31,31 @@ def clip_gradients(
     scale = (limit.to(norms.dtype) / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(_of_trials(scale, gradient))
-    found: Tensor = norms
-    return found
+    before: Tensor = norms
+    return before
 
 
 def unscale_gradients(gradients: Sequence[Tensor], inverse: Tensor | None, trials: int) -> Tensor:
-    """Multiply gradients, in place, by one number or one a trial; which trials have any that is not finite.
+    """Multiply gradients, in place, by one number or one per trial; returns which trials are not finite.
 
-    Without a number they are only looked at.
+    Without a number they are only checked.
     """
     overflowed = torch.zeros(trials, dtype=torch.bool, device=gradients[0].device if gradients else None)
     for gradient in gradients:
         if inverse is not None:
-            own = inverse.to(gradient.dtype)
-            gradient.mul_(_of_trials(own, gradient) if own.dim() else own)
+            factor = inverse.to(gradient.dtype)
+            gradient.mul_(_of_trials(factor, gradient) if factor.dim() else factor)
         overflowed |= ~gradient.flatten(1).isfinite().all(1)
     return overflowed
 
 
 def _of_trials(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number a trial in the shape in which it multiplies `like`."""
+    """One number per trial, in a shape that broadcasts with `like`."""
     return numbers.view(-1, *(1,) * (like.dim() - 1))
 
 
 def refuse_joint_clipping(module: nn.Module) -> None:
-    """Have torch.nn.utils.clip_grad_norm_ refuse the parameters of a fused module.
+    """Make torch.nn.utils.clip_grad_norm_ raise for the parameters of a fused module.
 
     It would clip the gradients of all trials by their common norm.
     """

@@ -1,4 +1,4 @@
-"""One trial's plain model, run with the random numbers that it draws in an array."""
+"""Runs one trial's plain model with the random numbers that it draws in an array."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.trials.alone import LoneMode, seeded_for
+from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 
 @contextmanager
-def drawing_as(model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> Iterator[None]:
-    """Within, `model` draws what a fused trial of this seed and age draws in its next forwards."""
-    lone = LoneRun(model, seed, age, unfused)
+def drawing_as(model: nn.Module, seed: int, rng_step: int, unfused: Mapping[str, str]) -> Iterator[None]:
+    """Context in which `model` draws the random numbers of a fused trial, from `rng_step` on."""
+    plain = PlainRun(model, seed, rng_step, unfused)
     try:
-        with lone.forwards():
+        with plain.forwards():
             yield
     finally:
-        lone.close()
+        plain.close()
 
 
-class LoneRun:
-    """One trial's plain model: its stream, and its generators where its fused form has modules of its own."""
+class PlainRun:
+    """One trial's plain model with the trial's stream; unfused modules use seeded generators."""
 
-    def __init__(self, model: nn.Module, seed: int, age: int, unfused: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module, seed: int, rng_step: int, unfused: Mapping[str, str]) -> None:
         self._model = model
         self._seed = seed
-        self._age = age
+        self._rng_step = rng_step
         self._streams: Streams | None = None
         self._handles: list[Any] = []
         for name in unfused:
@@ -41,13 +41,13 @@ class LoneRun:
         self._open: list[Any] = []
 
     def close(self) -> None:
-        """Leave nothing in the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def forwards(self) -> Iterator[None]:
-        """Within, each forward of the model and what follows it run as this trial's next ones."""
+        """Context in which each forward of the model, and what follows it, runs as this trial's next step."""
         contexts: list[Any] = []
 
         def begin(*_: object) -> None:
@@ -59,7 +59,7 @@ class LoneRun:
             while contexts:
                 contexts.pop().__exit__(None, None, None)
 
-        # Before those of modules that draw by themselves, of which the model may be one.
+        # Before the hooks of unfused modules, as the model itself may be one.
         handle = self._model.register_forward_pre_hook(begin, prepend=True)
         try:
             yield
@@ -69,12 +69,12 @@ class LoneRun:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Within, one forward and its loss run as this trial."""
+        """Context in which one forward and its loss run as this trial."""
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        seeds, ages = (torch.tensor([number], device=device) for number in (self._seed, self._age))
-        self._streams = Streams(seeds, ages)
-        mode = LoneMode(self._streams)
-        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, ages))
+        seeds, rng_steps = (torch.tensor([number], device=device) for number in (self._seed, self._rng_step))
+        self._streams = Streams(seeds, rng_steps)
+        mode = SingleTrialMode(self._streams)
+        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, rng_steps))
         try:
             with mode:
                 yield
@@ -83,11 +83,11 @@ class LoneRun:
             while self._open:
                 self._open.pop().__exit__(None, None, None)
         if self._model.training:
-            self._age += 1
+            self._rng_step += 1
 
-    def _begin_loss(self, mode: LoneMode, seeds: Tensor, ages: Tensor) -> None:
-        """A loss draws as the next call of the fused module would."""
-        mode.trials.streams = self._streams = Streams(seeds, ages + int(self._model.training))
+    def _begin_loss(self, mode: SingleTrialMode, seeds: Tensor, rng_steps: Tensor) -> None:
+        """Start the streams of the next call of the fused module, from which a loss draws."""
+        mode.trials.streams = self._streams = Streams(seeds, rng_steps + int(self._model.training))
 
     def _enter(self, *_: object) -> None:
         assert self._streams is not None

@@ -1,7 +1,6 @@
-"""Convolutions of images of few channels: all taps of a place side by side, as one short row of a product.
+"""Convolutions of images with few channels by im2col: all taps of a pixel form one row of a matrix product.
 
-A product with each tap by itself would multiply three channels at a time, where the Tensor Cores take
-sixteen.
+A separate product per tap would reduce over, say, three channels, where Tensor Cores need sixteen.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -17,11 +16,11 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    from plait.fusion.kernels import absent as triton
+    from plait.fusion.kernels import triton_stub as triton
 
 _FEW = 4
 _ROWS = 128
-# Shares of the rows of a weight gradient: enough programs to hide the wait for memory.
+# The rows of a weight gradient are split into enough programs to hide memory latency.
 _PROGRAMS = 132 * 8
 
 
@@ -30,14 +29,14 @@ def _spread(
     x_ptr, y_ptr, size, batch, in_h, in_w, high, wide, channels, x_row,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each trial's images by themselves, padded with zeros all around and to `FEW` channels."""
+    """Separate each trial's images, padded with zeros on all sides and to `FEW` channels."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = (offs % FEW).to(tl.int32)
-    place = (offs // FEW).to(tl.int32)
-    x_at = place % wide - PAD_W
-    y_at = place // wide % high - PAD_H
-    image = place // (wide * high) % batch
-    trial = place // (wide * high * batch)
+    pixel = (offs // FEW).to(tl.int32)
+    x_at = pixel % wide - PAD_W
+    y_at = pixel // wide % high - PAD_H
+    image = pixel // (wide * high) % batch
+    trial = pixel // (wide * high * batch)
     inside = (x_at >= 0) & (x_at < in_w) & (y_at >= 0) & (y_at < in_h) & (channel < channels)
     at = ((image * in_h + y_at) * in_w + x_at).to(tl.int64) * x_row + trial * channels + channel
     x = tl.load(x_ptr + at, mask=inside & (offs < size), other=0.0)
@@ -49,10 +48,10 @@ def _patches(
     x_ptr, offs_m, offs_k, rows, out_h, out_w, high, across, trial, batch,
     REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """What all taps meet at these places: (places, taps x channels), the taps of a row in one run."""
+    """Load the patches at these pixels, of shape (pixels, taps x channels)."""
     image = trial * batch + offs_m // (out_w * out_h)
     line = (image * high + offs_m // out_w % out_h * STRIDE).to(tl.int64)
-    # Written so that the compiler sees by how much an address can be divided, and reads in wide words.
+    # Written so that the compiler sees the alignment of addresses, and uses wide loads.
     corner = (line * across + offs_m % out_w) * (STRIDE * FEW)
     offsets = (offs_k // RUN) * (across * (STRIDE * FEW)) + offs_k % RUN
     mask = (offs_m < rows)[:, None] & (offs_k < REDUCED)[None, :]
@@ -65,7 +64,7 @@ def _patch_product(
     REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y[place, out] = sum over taps and channels of the patch at that place times the weights."""
+    """y[pixel, out] = sum over taps and channels of the patch at that pixel times the weights."""
     trial = tl.program_id(1)
     tiles_n = tl.cdiv(outs, BLOCK_N)
     offs_m = (tl.program_id(0) // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -93,7 +92,7 @@ def _patch_gradient(
     REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dw[out, tap and channel] = sum over this program's share of the places of dy times the patch."""
+    """dw[out, tap and channel] = sum over this program's pixels of dy times the patch."""
     trial = tl.program_id(1)
     tiles_k = tl.cdiv(REDUCED, BLOCK_K)
     offs_o = (tl.program_id(0) // tiles_k) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -118,13 +117,13 @@ def _fold(
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y[place, channel] = sum over the taps that reach the place of what the small image sends by them."""
+    """y[pixel, channel] = sum over the columns of the small image whose taps reach the pixel (col2im)."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = (offs % wide).to(tl.int32)
-    place = (offs // wide).to(tl.int32)
-    image = place // (out_h * out_w)
-    y_at = place // out_w % out_h + PAD_H
-    x_at = place % out_w + PAD_W
+    pixel = (offs // wide).to(tl.int32)
+    image = pixel // (out_h * out_w)
+    y_at = pixel // out_w % out_h + PAD_H
+    x_at = pixel % out_w + PAD_W
     from_trial = (column // channels) * (KERNEL_H * KERNEL_W * channels) + column % channels
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for step_y in tl.static_range((KERNEL_H + STRIDE - 1) // STRIDE):
@@ -144,19 +143,19 @@ def _fold(
 
 
 def fits(taps: Tensor) -> bool:
-    """Whether the large image has so few channels that its taps belong side by side."""
+    """Whether the large image has few enough channels for im2col."""
     return taps.shape[-1] <= _FEW
 
 
 def _width(size: int) -> int:
-    """A block for this many columns: what Tensor Cores take at least, and no more than is fast."""
+    """The block size for this many columns: at least the minimum of Tensor Cores, at most what is fast."""
     return min(64, max(16, int(triton.next_power_of_2(size))))
 
 
 def _spread_out(
     large: Tensor, taps: Tensor, stride: int, pad: Pad, size: tuple[int, int]
 ) -> tuple[Tensor, int]:
-    """`large` as (trials, batch, height, width, few), padded for all taps; and how many a row then has."""
+    """`large` as (trials, batch, height, width, few), padded for all taps; and the length of its rows."""
     trials, _, kernel_h, kernel_w, channels = taps.shape
     taps_across: int = triton.next_power_of_2(kernel_w)
     high = (size[0] - 1) * stride + kernel_h
@@ -217,7 +216,7 @@ def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: 
 
 
 def as_points(taps: Tensor) -> Tensor:
-    """The taps of a transposed convolution as one of a single point, which makes the columns of all taps."""
+    """The weights of a transposed convolution as a 1x1 convolution that computes the columns of all taps."""
     return taps.flatten(2).mT.contiguous()[:, :, None, None, :]
 
 
@@ -230,7 +229,7 @@ def fold(
     size: tuple[int, int],
     kind: torch.dtype,
 ) -> Tensor:
-    """Images of `size` from the columns that each place of the small image sends by all taps, summed."""
+    """Images of `size` summed from the columns of each pixel of the small image (col2im)."""
     count, _, kernel_h, kernel_w, channels = taps.shape
     large = new_images(columns, count * channels, size, kind)
     block = 1024

@@ -1,4 +1,4 @@
-"""A user's own policy: a function of the signals, named in the job file."""
+"""A user-defined policy: a function of the signals, named in the job file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _EXPECTED = f"a list of {', '.join(kind.__name__ for kind in _CHANGES)}"
 class FunctionPolicy:
     """Calls `function(signals, **options)`, which returns a list of changes.
 
-    A function whose second parameter is `state` is called with what it returned before, None at first, and
-    returns (changes, state); the state is plain values, and checkpoints hold it.
+    A function whose second parameter is `state` is called with the state that it returned before, None at
+    first, and returns (changes, state); the state is plain values and saved in checkpoints.
     """
 
     state_type: type | None = None
@@ -42,28 +42,30 @@ class FunctionPolicy:
     def decide(self, signals: Sequence[Signals], state: Any) -> Decision:
         given = (signals, state) if self._has_state else (signals,)
         try:
-            found = self._function(*given, **self._options)
+            returned = self._function(*given, **self._options)
         except Exception as failure:
             raise JobError(f"adapt: {self._name} failed with {in_words(failure)}") from failure
         after = None
         if self._has_state:
-            if not isinstance(found, (tuple, list)) or len(found) != 2:
-                raise self._wrong(found, "(changes, state)")
-            found, after = found
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+                raise self._wrong(returned, "(changes, state)")
+            returned, after = returned
             self._check_state(after)
-        if found is not None and not isinstance(found, (list, tuple)):
-            raise self._wrong(found, _EXPECTED)
-        return Decision(tuple(self._proposal(each) for each in found or ()), after)
+        if returned is not None and not isinstance(returned, (list, tuple)):
+            raise self._wrong(returned, _EXPECTED)
+        return Decision(tuple(self._proposal(each) for each in returned or ()), after)
 
-    def _proposal(self, found: Any) -> Proposal:
-        proposal = found if isinstance(found, Proposal) else Proposal(found, f"decided by {self._name}")
+    def _proposal(self, returned: Any) -> Proposal:
+        proposal = (
+            returned if isinstance(returned, Proposal) else Proposal(returned, f"decided by {self._name}")
+        )
         change = proposal.change
         if not isinstance(change, _CHANGES) or not isinstance(proposal.why, str):
-            raise self._wrong(found, _EXPECTED)
+            raise self._wrong(returned, _EXPECTED)
         try:
             return Proposal(decode(type(change), _plain(change)), proposal.why)
         except ArtefactError as failure:
-            raise self._wrong(found, str(failure).rpartition("expected ")[2]) from None
+            raise self._wrong(returned, str(failure).rpartition("expected ")[2]) from None
 
     def _check_state(self, state: Any) -> None:
         try:
@@ -71,11 +73,11 @@ class FunctionPolicy:
         except (TypeError, ValueError):
             raise self._wrong(state, "a state of numbers, text, lists and dicts") from None
 
-    def _wrong(self, found: Any, expected: str) -> JobError:
-        return JobError(f"adapt: {self._name} returned {shown(found)}, expected {expected}")
+    def _wrong(self, value: Any, expected: str) -> JobError:
+        return JobError(f"adapt: {self._name} returned {shown(value)}, expected {expected}")
 
 
 def _plain(change: Any) -> dict[str, Any]:
-    """The fields of a change, numbers of numpy's or torch's as Python's."""
+    """The fields of a change, with numpy and torch numbers as Python numbers."""
     fields = encode(change)
     return {key: value.item() if hasattr(value, "item") else value for key, value in fields.items()}

@@ -1,8 +1,8 @@
-"""Convolutions of all trials in one launch each: which kernels cut these images, and their gradients.
+"""Convolutions of all trials in one launch each, and their gradients: selects the kernels.
 
-Images lie with their channels innermost, the trials' channels side by side: (batch, height, width, trials,
-channels). A grouped convolution's kernels treat many groups poorly; here each trial is a batch of a matrix
-product. Three ways fetch its rows: as boxes, as patches where an image has few channels, and gathered.
+Images are in channels-last format: (batch, height, width, trials, channels). Kernels for grouped convolutions
+are slow with many groups; here each trial is one matrix of a batched product. Its rows are loaded in one of
+three ways: by TMA, by im2col if an image has few channels, or gathered.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.fusion.kernels import boxes, gather, patches
+from plait.fusion.kernels import conv_tma, gather, im2col
 from plait.fusion.kernels.images import Pad
 
 
@@ -26,42 +26,42 @@ def _down(
     pad: Pad,
     kind: torch.dtype | None = None,
 ) -> Tensor:
-    if patches.fits(taps):
-        return patches.down(large, taps, bias, stride, pad, kind)
-    if boxes.fits(large, taps, stride, large.shape[2:]):
-        return boxes.down(large, taps, bias, stride, pad, kind)
+    if im2col.fits(taps):
+        return im2col.down(large, taps, bias, stride, pad, kind)
+    if conv_tma.fits(large, taps, stride, large.shape[2:]):
+        return conv_tma.down(large, taps, bias, stride, pad, kind)
     return gather.down(large, taps, bias, stride, pad, kind)
 
 
 def _up(
     small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
 ) -> Tensor:
-    # Where each place of the large image meets one place of the small one, a product of all taps wastes
-    # nothing; where it has few channels, a product with each tap by itself would be as narrow.
-    if patches.fits(taps) or small.shape[2:] == (1, 1):
-        columns = _down(small, patches.as_points(taps), None, 1, (0, 0), torch.float32)
-        return patches.fold(columns, taps, bias, stride, pad, size, small.dtype)
-    if boxes.fits(small, taps, stride, size):
-        return boxes.up(small, taps, bias, stride, pad, size)
+    # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
+    # nothing; if it has few channels, separate products per tap would be narrow.
+    if im2col.fits(taps) or small.shape[2:] == (1, 1):
+        columns = _down(small, im2col.as_points(taps), None, 1, (0, 0), torch.float32)
+        return im2col.fold(columns, taps, bias, stride, pad, size, small.dtype)
+    if conv_tma.fits(small, taps, stride, size):
+        return conv_tma.up(small, taps, bias, stride, pad, size)
     return gather.up(small, taps, bias, stride, pad, size)
 
 
 def _taps_gradient(
     large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, kind: torch.dtype
 ) -> Tensor:
-    if patches.fits(taps):
-        found = patches.taps_gradient(large, small, taps, stride, pad)
-    elif boxes.fits(large, taps, stride, large.shape[2:]) and boxes.fits(
+    if im2col.fits(taps):
+        gradient = im2col.taps_gradient(large, small, taps, stride, pad)
+    elif conv_tma.fits(large, taps, stride, large.shape[2:]) and conv_tma.fits(
         small, taps, stride, large.shape[2:]
     ):
-        found = boxes.taps_gradient(large, small, taps, stride, pad)
+        gradient = conv_tma.taps_gradient(large, small, taps, stride, pad)
     else:
-        found = gather.taps_gradient(large, small, taps, stride, pad)
-    return found.to(kind).movedim(-1, 2)
+        gradient = gather.taps_gradient(large, small, taps, stride, pad)
+    return gradient.to(kind).movedim(-1, 2)
 
 
 class _TrialConvolution(torch.autograd.Function):
-    """A convolution, or with a size to reach a transposed one, of each trial's channels with its weight."""
+    """A convolution of each trial's channels with its weight; with an output size, a transposed one."""
 
     @staticmethod
     def forward(
@@ -103,11 +103,11 @@ def trial_convolution(
     pad: Pad,
     size: tuple[int, int] | None = None,
 ) -> Tensor:
-    """The convolution of each trial's channels with its own weight; all in 16 bits, sums in float32.
+    """The convolution of each trial's channels with its weight; in 16 bits, accumulated in float32.
 
     `folded` is (batch, trials x channels, height, width), the weight (trials, out, channels, ...). With a
-    `size`, the transposed convolution that makes images of that size; its weight has the input's channels
-    first, as torch's has. Under autocast the input is cast as a convolution's is.
+    `size`, the transposed convolution to images of that size; its weight has the input channels first, as in
+    torch. Under autocast the input is cast as for a convolution.
     """
     if torch.is_autocast_enabled("cuda"):
         folded = folded.to(torch.get_autocast_dtype("cuda"))

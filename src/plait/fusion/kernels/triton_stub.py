@@ -1,4 +1,4 @@
-"""What stands for Triton where it is not installed: modules import, and no kernel runs."""
+"""A stub for Triton if it is not installed: kernel modules can be imported, but no kernel runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Config:
-    """A choice of block sizes that nobody will try."""
+    """Stub for triton.Config."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Copies of trial tensors that a lone model has as views: what is written into one must reach the other.
+"""Copies of trial tensors that are views in a single model: a write to one must reach the other.
 
-A lone `y.view(-1)` shares its memory with `y`. With the trials between the merged axes it has to be a copy.
-An `AliasLink` between the two storages repeats each write on the other side, or refuses it where that is
-unclear.
+In a single model `y.view(-1)` shares memory with `y`. With the trials axis between the merged axes it has to
+be a copy. An `AliasLink` between the two storages repeats each write on the other side, or raises if it is
+unclear whether the single model would share memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 
-# Whether any link was made in this process: most models make none, and pay for no look-up.
+# Whether any link was made in this process; if not, no lookup is needed.
 made = False
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One tensor, and the storage that its views share."""
+    """Weak references to a tensor and its storage."""
 
     tensor: weakref.ReferenceType[Tensor]
     storage: weakref.ReferenceType[Any]
@@ -33,9 +33,9 @@ class _Side:
 
 @dataclass(frozen=True)
 class AliasLink:
-    """From a storage to the tensor that holds the same values elsewhere.
+    """From a tensor to another that holds the same values in other memory.
 
-    `exact` says that the lone model surely has one memory; elsewhere it may have two.
+    `exact`: the single model certainly has one memory for both; otherwise it may have two.
     """
 
     own: _Side
@@ -43,32 +43,32 @@ class AliasLink:
     exact: bool
 
     def repeat_write(self) -> None:
-        """Give the other side what its twin holds now; nothing, where nobody can look at it any more."""
+        """Copy the values to the other side, unless that no longer exists."""
         if self.other.storage() is None:
             return
-        own, other = self.own.tensor(), self.other.tensor()
-        if not self.exact or own is None or other is None:
+        source, other = self.own.tensor(), self.other.tensor()
+        if not self.exact or source is None or other is None:
             raise FusionError(
                 f"{user_line()}\n  writes in place into a tensor that was reshaped, which may be a copy in a "
                 f"fused model; write out of place (y = y * 2 in place of y *= 2), or clone() first"
             )
-        other.copy_(own.reshape(other.shape))
+        other.copy_(source.reshape(other.shape))
 
 
 def link(base: Tensor, copy: Tensor, exact: bool) -> None:
-    """Remember that `copy`, in memory of its own, stands for a view of `base`."""
+    """Record that `copy` represents a view of `base`."""
     global made
     if base.untyped_storage() is copy.untyped_storage():
         return
     made = True
     one, two = _Side.of(base), _Side.of(copy)
-    for own, other in ((one, two), (two, one)):
-        storage = own.storage()
-        storage.__dict__.setdefault("plait_links", []).append(AliasLink(own, other, exact))
+    for source, other in ((one, two), (two, one)):
+        storage = source.storage()
+        storage.__dict__.setdefault("plait_links", []).append(AliasLink(source, other, exact))
 
 
 def repeat_writes(written: Tensor, seen: tuple[Any, ...] = ()) -> None:
-    """After a write into `written`: the same write in all tensors that stand for the same memory."""
+    """After a write to `written`, repeat it in all linked tensors."""
     storage = written.untyped_storage()
     for one in getattr(storage, "plait_links", ()):
         target = one.other.storage()
@@ -80,9 +80,9 @@ def repeat_writes(written: Tensor, seen: tuple[Any, ...] = ()) -> None:
 
 
 def is_view_alone(stacked: Tensor) -> bool:
-    """Whether one trial's tensor is surely contiguous in a lone model, where `stacked` has trials between.
+    """Whether one trial's tensor is certainly contiguous in a single model, although `stacked` is not.
 
-    It is where the trials fill the gaps: all of the memory belongs to the tensor, axes in their order.
+    It is if `stacked` has no gaps and its other axes are in order.
     """
     strides = [stride for stride, size in zip(stacked.stride()[1:], stacked.shape[1:]) if size > 1]
     return strides == sorted(strides, reverse=True) and _is_dense(stacked)

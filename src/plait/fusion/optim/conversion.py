@@ -1,0 +1,235 @@
+"""Conversion between a fused optimizer and one torch optimizer per trial, with their states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.fusion.errors import FusionError
+from plait.fusion.module import FusedModule
+from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.param_groups import torch_names
+from plait.fusion.optim.updates import KINDS, kind_of
+
+
+def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
+    """One torch optimizer per trial, with its state, for the modules that `fused.split()` returned."""
+    return [trial_optimizer(optimizer, module, number) for number, module in enumerate(modules)]
+
+
+def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
+    """A torch optimizer with one trial's state, for the module that `fused.trial(number)` returned."""
+    parameters = _by_fused(fused.fused, module)
+    make: Any = fused.kind.torch_class
+    groups = [
+        {
+            **{name: _of_trial(group[name], number) for name in torch_names(fused.kind)},
+            **group.switches,
+            "params": [parameters[parameter] for parameter in group["params"]],
+        }
+        for group in fused.groups
+    ]
+    single: torch.optim.Optimizer = make(groups)
+    for group in fused.groups:
+        for parameter in group["params"]:
+            clock = group.counts(parameter)
+            steps = (clock.steps if fused.kind.counts_steps else clock.pushes)[number].item()
+            if steps == 0:
+                continue
+            state = fused.state[parameter]
+            trial_state: dict[str, Any] = {
+                name: tensor[number].detach().clone() for name, tensor in state.items()
+            }
+            if fused.kind.counts_steps:
+                trial_state["step"] = torch.tensor(steps, dtype=torch.float32)
+                if group.numbers.get("momentum", [1.0] * (number + 1))[number] == 0.0:
+                    trial_state.pop("momentum_buffer", None)
+            single.state[parameters[parameter]] = trial_state
+    return single
+
+
+def _of_trial(value: Any, number: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_of_trial(one, number) for one in value)
+    return value.of(number) if hasattr(value, "of") else value
+
+
+def _by_fused(fused: FusedModule, module: nn.Module) -> dict[Tensor, nn.Parameter]:
+    """Maps each fused parameter to the parameter of the same name in a trial's module."""
+    named = dict(module.named_parameters())
+    return {parameter: named[name] for name, parameter in fused.module.named_parameters()}
+
+
+def fuse_optimizers(
+    fused: FusedModule,
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module] | None = None,
+    **options: Any,
+) -> FusedOptimizer:
+    """One optimizer of the fused module with the states of the trials' optimizers, after any number of steps.
+
+    Parameter groups are kept. `models` are the fused models, whose parameters the optimizers hold; without
+    them a parameter is identified by its values.
+    """
+    kinds = {kind_of(optimizer) for optimizer in optimizers}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None or len({len(optimizer.param_groups) for optimizer in optimizers}) > 1:
+        raise FusionError(
+            f"fuse_optimizers: found {sorted({type(o).__name__ for o in optimizers})} with "
+            f"{[len(o.param_groups) for o in optimizers]} groups of parameters, expected one type of "
+            f"{sorted(KINDS)} with equal numbers of groups"
+        )
+    every = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if kind == "adam" and _common_switch("decoupled_weight_decay", every):
+        kind = "adamw"
+    given = [None] * len(optimizers) if models is None else models
+    names_by_group = [
+        _names_by_group(fused, o, number, model) for number, (o, model) in enumerate(zip(optimizers, given))
+    ]
+    groups = [
+        _fused_group(fused, kind, [optimizer.param_groups[index] for optimizer in optimizers], names)
+        for index, names in enumerate(_common_names(names_by_group))
+    ]
+    made = FusedOptimizer(fused, kind, params=groups, **options)
+    for number, (optimizer, names_of) in enumerate(zip(optimizers, names_by_group)):
+        _load_states(made, optimizer, number, names_of)
+    return made
+
+
+def _fused_group(
+    fused: FusedModule, kind: str, groups: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> dict[str, Any]:
+    """A group of fused parameters, by name, with the hyperparameters of the trials' groups."""
+    parameters = dict(fused.module.named_parameters())
+    numbers: dict[str, Any] = {name: [group[name] for group in groups] for name in torch_names(KINDS[kind])}
+    switches = {name: _common_switch(name, groups) for name in KINDS[kind].common}
+    return {**numbers, **switches, "params": [parameters[name] for name in names]}
+
+
+def _common_switch(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """A boolean option, which must be equal in all trials since one formula computes them all."""
+    values = [bool(group.get(name, False)) for group in groups]
+    if len(set(values)) > 1:
+        raise FusionError(
+            f"fuse_optimizers: found {name} = {values}, expected one value for all trials; fuse trials with "
+            f"equal values"
+        )
+    return values[0]
+
+
+def _common_names(names_by_group: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The parameter names in each group, which must be the same for all trials."""
+    for number, names_of in enumerate(names_by_group):
+        for group, (names, first) in enumerate(zip(names_of, names_by_group[0])):
+            if set(names) != set(first):
+                odd = sorted(set(names) ^ set(first))[0]
+                raise FusionError(
+                    f"fuse_optimizers: {odd!r} is in group {group} of the optimizer of only one of the "
+                    f"trials 0 and {number}; expected the same groups in all trials"
+                )
+    return [list(names) for names in names_by_group[0]]
+
+
+@torch.no_grad()
+def load_trial(
+    fused: FusedOptimizer, optimizer: torch.optim.Optimizer, number: int, model: nn.Module | None = None
+) -> None:
+    """Load the hyperparameters and state of a torch optimizer over `model`'s parameters into one trial.
+
+    Without a model its parameters are identified by their values.
+    """
+    names_by_group = _names_by_group(fused.fused, optimizer, number, model)
+    names = {parameter: name for name, parameter in fused.fused.module.named_parameters()}
+    expected = [[names[parameter] for parameter in group["params"]] for group in fused.groups]
+    if [set(group) for group in names_by_group] != [set(group) for group in expected]:
+        raise FusionError(
+            f"fuse_optimizers: trial {number}'s optimizer has {[len(group) for group in names_by_group]} "
+            f"parameters in its groups, expected those of the array: {[len(group) for group in expected]}"
+        )
+    for group, single in zip(fused.groups, optimizer.param_groups):
+        group.set_trial(number, {name: single[name] for name in torch_names(fused.kind)})
+    _load_states(fused, optimizer, number, names_by_group)
+
+
+@torch.no_grad()
+def _load_states(
+    fused: FusedOptimizer,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    names_by_group: Sequence[Sequence[str]],
+) -> None:
+    # After the hyperparameters are set, as the initial state depends on some of them.
+    fused.forget_trial(number)
+    if not optimizer.state:
+        return
+    parameters = dict(fused.fused.module.named_parameters())
+    for group, single, names in zip(fused.groups, optimizer.param_groups, names_by_group):
+        rows = {id(clock): (clock.steps.tolist(), clock.pushes.tolist()) for clock in group.clocks}
+        counts = {p: copy.deepcopy(rows[id(group.counts(p))]) for p in group["params"]}
+        for parameter, name in zip(single["params"], names):
+            trial_state, stacked = optimizer.state.get(parameter, {}), parameters[name]
+            if not trial_state:
+                continue
+            for key, tensor in fused.state_of(group, stacked).items():
+                if trial_state.get(key) is not None:
+                    tensor[number] = trial_state[key]
+            pushed = float(trial_state.get("momentum_buffer") is not None)
+            steps, pushes = counts[stacked]
+            steps[number], pushes[number] = float(trial_state.get("step", pushed)), pushed
+        group.set_counts(counts)
+
+
+def _names_by_group(
+    fused: FusedModule, optimizer: torch.optim.Optimizer, number: int, model: nn.Module | None
+) -> list[list[str]]:
+    """The parameter names in each group of a torch optimizer."""
+    if model is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    free = {name: parameter[number].detach() for name, parameter in fused.module.named_parameters()}
+    # The usual order: an optimizer over all parameters, or over the trained ones.
+    usual = list(free)
+    trained = [name for name, parameter in fused.module.named_parameters() if parameter.requires_grad]
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    usual = trained if count == len(trained) else usual
+    names_by_group: list[list[str]] = []
+    position = 0
+    for group in optimizer.param_groups:
+        names_by_group.append([])
+        for parameter in group["params"]:
+            likely = usual[position] if position < len(usual) else ""
+            order = sorted(free, key=lambda name: name != likely)
+            same = [name for name in order if _is_same(free[name], parameter)]
+            if not same:
+                raise FusionError(
+                    f"fuse_optimizers: parameter {position} of trial {number}'s optimizer, of shape "
+                    f"{tuple(parameter.shape)}, does not equal any parameter of the fused trial; expected "
+                    f"the optimizer of the model that was fused, with the same values"
+                )
+            names_by_group[-1].append(same[0])
+            del free[same[0]]
+            position += 1
+    _refuse_ambiguous(fused, names_by_group, number)
+    return names_by_group
+
+
+def _refuse_ambiguous(fused: FusedModule, names_by_group: Sequence[Sequence[str]], number: int) -> None:
+    """Raise if equal parameters are in different groups, as values then do not identify them."""
+    parameters = dict(fused.module.named_parameters())
+    for group, names in enumerate(names_by_group):
+        for other in names_by_group[group + 1 :]:
+            for one in names:
+                for two in other:
+                    if _is_same(parameters[one][number], parameters[two][number]):
+                        raise FusionError(
+                            f"fuse_optimizers: {one!r} and {two!r} are equal and in two groups of trial "
+                            f"{number}'s optimizer; tell them apart with fuse_optimizers(..., models=models)"
+                        )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other.to(one)) | one.isnan()).all())
