@@ -51,7 +51,7 @@ def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path
 def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # As many as pay depends on the machine; here, all that may be.
     monkeypatch.setattr(
-        "plait.sweeping.array_builder.choose_width", lambda fresh, s, d, sets, trials, *rest: (trials, "")
+        "plait.sweeping.array_builder.choose_width", lambda fresh, asked, sets: (asked.trials, "")
     )
     job = digits_job(steps=9)
     settings = sweep_of("optimizer.lr=log:1e-3:0.3", width=None, job=job, kind="asha", trials=12)

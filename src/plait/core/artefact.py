@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +20,12 @@ MOST_BYTES = 64_000_000
 
 def save(value: Any, path: Path, kind: str, version: int) -> None:
     """Write `value`, a frozen dataclass, to `path` under its `kind` ("profile", "plan") and version."""
-    text = json.dumps({"plait": kind, "version": version, **encode(value)}, indent=1)
-    write_output(path, text + "\n")
+    write_output(path, text_of(encode(value), kind, version))
+
+
+def text_of(content: Mapping[str, Any], kind: str, version: int) -> str:
+    """The text of the file that holds an encoded value."""
+    return json.dumps({"plait": kind, "version": version, **content}, indent=1) + "\n"
 
 
 def load(cls: type[T], path: Path, kind: str, version: int) -> T:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.core.artefact import load
+from plait.core.artefact import load, text_of
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
 from plait.fusion.errors import FusionError
 from plait.launch.display import Display, Silent
-from plait.launch.run import check_alone, launch_entry, tracing_modules
+from plait.launch.run import LaunchedRun, check_alone, tracing_modules
 from plait.launch.run_dir import RunKind, choose_folder, new_run
 from plait.report.sweep import write_sweep
 from plait.schema.aliases import KEY_ALIASES, canonical_value
@@ -90,18 +89,14 @@ def sweep(
         placement = placement_of(job, settings)
         folder = folder or new_run(run_dir, job.name)
         content = encode(settings)
-        text = json.dumps({"plait": KIND, "version": VERSION, **content}, indent=1) + "\n"
-        found = launch_entry(
+        files = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
+        job_text = "" if resume is not None else job.text()
+        run = LaunchedRun(RunKind.SWEEP, folder, display or Silent(), resume is not None, files, job_text)
+        found = run.supervise(
             "plait.sweeping.worker",
-            RunKind.SWEEP,
             content,
             placement,
-            folder,
-            display or Silent(),
-            resume is not None,
-            {} if settings == before else {folder.sweep: text},
-            "" if resume is not None else job.text(),
-            preload=tracing_modules(settings.train),
+            tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
         )
     result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
@@ -263,7 +258,6 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
 
     Where all combinations are `listed`, refuse too many of them.
     """
-    content = job.content
     try:
         if listed:
             combinations(dimensions)
@@ -272,15 +266,8 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
         few = combinations(samples) if together else []
     except FusionError as failure:
         raise InputError(str(failure)) from None
-    for dimension in samples:
-        for value in dimension.values:
-            _check(content, {dimension.key: value})
-    for values in few:
-        _check(content, values)
-
-
-def _check(content: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    try:
-        make_job(content, list(values.items()))
-    except JobError as failure:
-        raise JobError(f"--over {failure}") from None
+    for values in [*({each.key: value} for each in samples for value in each.values), *few]:
+        try:
+            make_job(job.content, list(values.items()))
+        except JobError as failure:
+            raise JobError(f"--over {failure}") from None

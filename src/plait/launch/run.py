@@ -136,19 +136,8 @@ def launch(
         display.printed(f"warning: {words}")
         return {**earlier, "warnings": [*earlier["warnings"], words]}
 
-    result = launch_entry(
-        "plait.training.worker",
-        RunKind.TRAIN,
-        content,
-        placement,
-        folder,
-        display,
-        resume,
-        files,
-        job_text,
-        finish,
-        preload=tracing_modules(settings),
-    )
+    run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text)
+    result = run.supervise("plait.training.worker", content, placement, tracing_modules(settings), finish)
     return replace(decode(RunResult, result, "result"), run=str(folder.path))
 
 
@@ -158,43 +147,6 @@ def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
     They take longer to import than most of torch, and a worker that runs the model whole needs none of them.
     """
     return TRACING if settings.as_run().in_stages else ()
-
-
-def launch_entry(
-    module: str,
-    kind: RunKind,
-    settings: Mapping[str, Any],
-    placement: Placement,
-    folder: RunDir,
-    display: Display,
-    resume: bool,
-    files: Mapping[Path, str],
-    job_text: str,
-    finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
-    preload: tuple[str, ...] = (),
-    coordinator: str | None = None,
-) -> dict[str, Any]:
-    """Run the function of that kind on all workers in a run folder, once its module's `check_order` accepts.
-
-    `settings` are encoded, and `files` are what the folder keeps of them. A new run has these before any
-    worker starts, a resumed one once the workers have taken it up: until then they may refuse. `finish` may
-    change what rank 0 or the coordinator returned; `preload` and `coordinator` are as in `Launch`.
-    """
-    record = folder.claim(kind, resume)
-    request = RunRequest(
-        folder=folder.path.absolute(), resume=resume, run=record.id, workers=placement.workers
-    )
-    task = Launch(
-        placement,
-        f"{module}:{kind.value}",
-        {"settings": settings, **encode(request)},
-        folder.logs.absolute(),
-        check=f"{module}:check_order",
-        preload=preload,
-        coordinator=coordinator,
-    )
-    with folder.lock():
-        return _Run(folder, display, resume, files, job_text).supervise(task, finish)
 
 
 def check_alone(environment: Mapping[str, str] = os.environ) -> None:
@@ -221,20 +173,53 @@ _TASKS = (
 )
 
 
-class _Run:
-    """One launch in its folder: what it writes, and what it takes back where it is refused."""
+class LaunchedRun:
+    """One launch in its folder: what it writes, and what it takes back where it is refused.
+
+    `files` are what the folder keeps of the settings. A new run has these before any worker starts, a resumed
+    one once the workers have taken it up: until then they may refuse.
+    """
 
     def __init__(
-        self, folder: RunDir, display: Display, resume: bool, files: Mapping[Path, str], job_text: str
+        self,
+        kind: RunKind,
+        folder: RunDir,
+        display: Display,
+        resume: bool,
+        files: Mapping[Path, str],
+        job_text: str,
     ) -> None:
+        self._kind = kind
         self._folder = folder
         self._resume = resume
         self._files = files
         self._job_text = job_text
+        self._record = folder.claim(kind, resume)
         self._status = StatusFile(folder, display, self._write_files)
         self._before = folder.status.read_bytes() if folder.status.exists() else None
 
-    def supervise(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    def supervise(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        placement: Placement,
+        preload: tuple[str, ...],
+        finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
+        coordinator: str | None = None,
+    ) -> dict[str, Any]:
+        """Run the function of its kind on all workers, once its module's `check_order` accepts the settings.
+
+        `finish` may change what rank 0 or the coordinator returned; `preload` and `coordinator` are as in
+        `Launch`.
+        """
+        path, logs = self._folder.path.absolute(), self._folder.logs.absolute()
+        request = RunRequest(folder=path, resume=self._resume, run=self._record.id, workers=placement.workers)
+        order = {"settings": settings, **encode(request)}
+        entry, check = f"{module}:{self._kind.value}", f"{module}:check_order"
+        with self._folder.lock():
+            return self._run(Launch(placement, entry, order, logs, check, preload, coordinator), finish)
+
+    def _run(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         folder = self._folder
         # A worker that was killed may have left some, then and now; meanwhile others write theirs.
         folder.remove_unfinished()

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from plait.core import locks
-from plait.core.artefact import load
+from plait.core.artefact import load, text_of
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError
 from plait.core.files import expand_path, write_atomic, writing
@@ -257,7 +257,7 @@ class RunDir:
 
 
 def _text(record: RunRecord) -> str:
-    return json.dumps({"plait": KIND, "version": VERSION, **encode(record)}, indent=1) + "\n"
+    return text_of(encode(record), KIND, VERSION)
 
 
 def _checksum(content: bytes) -> str:

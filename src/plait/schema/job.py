@@ -43,7 +43,7 @@ def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
     content = parse(text, str(path))
     if isinstance(kind := content.get("plait"), str):
         raise JobError(f"{path}: this is a {shortened(kind)} file, expected a job file (YAML)")
-    return make_job(content, overrides, str(Path(path).absolute().parent))
+    return _checked(replace(_build_job(content, overrides), folder=str(Path(path).absolute().parent)))
 
 
 def as_job(job: Job | str | Path | Mapping[str, Any]) -> Job:
@@ -53,8 +53,18 @@ def as_job(job: Job | str | Path | Mapping[str, Any]) -> Job:
     return read_job(job) if isinstance(job, (str, Path)) else make_job(job)
 
 
-def make_job(content: Mapping[str, Any], overrides: Overrides = (), folder: str | None = None) -> Job:
-    """Build and check a job from plain values, the content of a job file in `folder`, where there is one."""
+def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
+    """Build and check a job from plain values, the content of a job file."""
+    return _checked(_build_job(content, overrides))
+
+
+def _checked(job: Job) -> Job:
+    check_combinations(job)
+    return job
+
+
+def _build_job(content: Mapping[str, Any], overrides: Overrides) -> Job:
+    """The job with every key checked by itself."""
     if not isinstance(content, Mapping):
         raise JobError(f"found {shown(content)}, expected keys such as name, model and data; see read_job")
     aliases = AliasResolver()
@@ -68,9 +78,7 @@ def make_job(content: Mapping[str, Any], overrides: Overrides = (), folder: str 
         checked = model_of(Job).model_validate(tree)
     except ValidationError as failure:
         raise JobError(explain(model_of(Job), failure, aliases.written)) from None
-    job = _with_paths(replace(build(Job, checked), content=tree, folder=folder))
-    check_combinations(job)
-    return job
+    return _with_paths(replace(build(Job, checked), content=tree))
 
 
 def _with_paths(job: Job) -> Job:

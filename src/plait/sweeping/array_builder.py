@@ -19,7 +19,7 @@ from plait.fusion.verify import FusionReport, log_report
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
-from plait.sweeping.array_size import FailsAloneError, choose_width, try_two
+from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
 from plait.sweeping.engines.audited_step import ADVICE
 from plait.sweeping.engines.stages import layout_from
 from plait.sweeping.engines.verified_arrays import verify_entries
@@ -152,11 +152,12 @@ class ArrayBuilder:
             if self._fresh is None:
                 assert width is not None
                 return width, ""
-            if width is None:
-                return choose_width(self._fresh, settings, self._device, sets, trials, replicas, verdict)
-            # Before the array is made: then the group would be in the middle of it.
-            try_two(self._fresh, settings, self._device, sets, replicas, verdict)
-            return width, ""
+            # A width that was given is tried before the array is made: then the group would be in its middle.
+            asked = ArrayRequest(
+                settings, str(self._device), replicas, verdict, trials if width is None else None
+            )
+            found, why = choose_width(self._fresh, asked, sets)
+            return (found, why) if width is None else (width, "")
 
         width, why, failed = self.workers.from_first(lambda: _outcome(measure))
         if failed:

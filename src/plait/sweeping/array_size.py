@@ -46,45 +46,16 @@ MOST = 64
 log = logging.getLogger(__name__)
 
 
-def choose_width(
-    fresh: FreshProcesses,
-    settings: TrainSettings,
-    device: torch.device,
-    sets: DataPair,
-    trials: int,
-    replicas: int = 1,
-    verdict: FusionReport | None = None,
-) -> tuple[int, str]:
-    """The trials of one array, of `trials` that there are: as many as fit and as go faster together.
-
-    Where that is one, also why. Of `replicas` workers this one measures a step on a share of the batch,
-    alone: sums are not timed. All is measured in a process of its own.
-    """
-    if trials < 2:
-        return 1, ""
-    found = _measured(fresh, _Asked(settings, str(device), replicas, verdict, trials), sets)
-    return found["width"], found["why"]
-
-
 class FailsAloneError(PlaitError):
     """The trial that stands for its group fails by itself; `str` says why."""
 
 
-def try_two(
-    fresh: FreshProcesses,
-    settings: TrainSettings,
-    device: torch.device,
-    sets: DataPair,
-    replicas: int = 1,
-    verdict: FusionReport | None = None,
-) -> None:
-    """Take a step with two fused trials, in a process of its own; NotFusedError where it fails."""
-    _measured(fresh, _Asked(settings, str(device), replicas, verdict), sets)
-
-
 @dataclass(frozen=True)
-class _Asked:
-    """What is measured: the width for `trials` trials of these settings or, without them, a step of two."""
+class ArrayRequest:
+    """What is measured: the width for `trials` trials of these settings or, without them, a step of two.
+
+    Of `replicas` workers one measures a step on a share of the batch, alone: sums are not timed.
+    """
 
     settings: TrainSettings
     device: str
@@ -93,8 +64,13 @@ class _Asked:
     trials: int | None = None
 
 
-def _measured(fresh: FreshProcesses, asked: _Asked, sets: DataPair) -> Any:
-    """What `measure` returns in another process; NotFusedError where it fails there."""
+def choose_width(fresh: FreshProcesses, asked: ArrayRequest, sets: DataPair) -> tuple[int, str]:
+    """The trials of one array: as many as fit and as go faster together; where that is one, also why.
+
+    Without a number of trials, two. All is measured in a process of its own; NotFusedError where it fails.
+    """
+    if asked.trials is not None and asked.trials < 2:
+        return 1, ""
     # The last worker's share is the largest.
     share = (asked.replicas - 1, asked.replicas)
     batch = open_stream(sets[0], asked.settings, Position(), share).next()
@@ -105,7 +81,7 @@ def _measured(fresh: FreshProcesses, asked: _Asked, sets: DataPair) -> Any:
         raise NotFusedError(short(str(failure))) from None
     if "fails alone" in found:
         raise FailsAloneError(found["fails alone"])
-    return found
+    return found["width"], found["why"]
 
 
 def import_fake_tensors() -> None:
@@ -117,7 +93,7 @@ def import_fake_tensors() -> None:
 def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
     """The width of arrays and, where it is one, why; or why one trial fails by itself, if it does."""
     use_eager_optimizers()
-    asked, batch = decode(_Asked, argument["asked"]), argument["batch"]
+    asked, batch = decode(ArrayRequest, argument["asked"]), argument["batch"]
     device = torch.device(asked.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -126,7 +102,7 @@ def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
         with fused_work():
             if asked.trials is None:
                 steps.of_width(2)()
-                return {}
+                return {"width": 2, "why": ""}
             width, why = find_width(steps, min(asked.trials, MOST, steps.fitting()))
             return {"width": width, "why": why}
     except NotFusedError as failure:
@@ -166,7 +142,7 @@ def slower_by(times: Sequence[tuple[float, float]], narrow: int, wide: int) -> f
 class _Steps:
     """Steps of arrays of some width, on one batch."""
 
-    def __init__(self, asked: _Asked, batch: Batch, device: torch.device) -> None:
+    def __init__(self, asked: ArrayRequest, batch: Batch, device: torch.device) -> None:
         self._asked, self._batch, self._device = asked, batch, device
 
     def entries(self, count: int, device: torch.device | None = None) -> list[TrialInit]:
