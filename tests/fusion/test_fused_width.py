@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.fusion import FusedOptimizer, FusionError
 from plait.fusion.kernels import can_run_on
-from plait.fusion.trials.array_size import MemoryNeed, measure_need, step_bytes
+from plait.fusion.trials.memory_need import MemoryNeed, measure_need, step_bytes
 
 
 def make_step(width):

@@ -19,7 +19,7 @@ from plait.core.errors import PlaitError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
-from plait.fusion.trials.array_size import MemoryNeed, measure_need
+from plait.fusion.trials.memory_need import MemoryNeed, measure_need
 from plait.fusion.verify import FusionReport
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
