@@ -141,6 +141,8 @@ def test_half_precision_on_two_workers_comes_close_to_that_on_one(
     assert same_table(one, pair[1]["fp16"], tolerance=0.02)
 
 
+# As a sweep in stages (test_sweep_stages.py).
+@pytest.mark.extended
 def test_a_killed_group_goes_on_with_nothing_lost_and_the_same_dropout(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

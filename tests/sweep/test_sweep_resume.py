@@ -92,17 +92,6 @@ def _kill_at(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(EventLog, "flush", deadly)
 
 
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path):
-    settings = SWEEPS["grid"]
-    expected = sweep_here(settings, tmp_path / "whole")
-    stop = tmp_path / "stop"
-    stop.touch()
-    stopped = sweep_here(settings, tmp_path / "part", stop_file=stop)
-    assert stopped["reason"] == "stopped"
-    found = sweep_here(settings, tmp_path / "part", resume=True)
-    assert same_table(expected, found)
-
-
 def test_kill_minus_nine_in_its_first_and_last_arrays_loses_nothing(tmp_path: Path):
     expected = sweep_here(SWEEPS["grid"], tmp_path / "whole")
     folder = killed_sweep(1, SWEEPS["grid"], tmp_path, 0, 5)

@@ -151,6 +151,8 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
         assert largest_difference(checkpoints.load(path).model, weights) < 1e-10
 
 
+# One that is stopped goes on in tests/test_engines.py, a sweep that is killed in test_sweep_resume.py.
+@pytest.mark.extended
 def test_a_killed_pipeline_goes_on_with_nothing_lost_and_the_same_dropout(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -159,6 +161,7 @@ def test_a_killed_pipeline_goes_on_with_nothing_lost_and_the_same_dropout(
     assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
 
 
+@pytest.mark.extended
 def test_a_pipeline_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
     settings = in_stages("optimizer.lr=0.01,0.1", **DUE)
     stopped, saved, found = run_ranks(2, stop_and_go_on, settings, tmp_path / "two")[0]

@@ -9,11 +9,11 @@ import pytest
 
 from plait.core import events
 from plait.core.run_events import Pace, WorkersChanged
-from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
+from plait.schema.settings import EvaluateSettings, ModelSettings
 from plait.training import checkpoint
 from support.elastic import membership, run_elastic
 from support.syncs import settings_of
-from support.training import digits_job, largest_difference, train_here
+from support.training import largest_difference
 
 SYNCS: list[tuple[str, dict[str, Any]]] = [
     ("partial-reduce", {}),
@@ -73,16 +73,3 @@ def test_where_a_worker_dies_the_rest_finishes_the_run_with_equal_weights(
     # The checkpoint of the end is what all hold.
     (last, *_) = checkpoint.list_checkpoints(tmp_path / "checkpoints")
     assert checkpoint.load(last).step == 30
-
-
-def test_with_an_average_after_every_step_workers_that_come_and_go_equal_one_process(tmp_path: Path):
-    """With plain SGD, averaging weights after every step is averaging gradients."""
-    plain = OptimizerSettings("sgd", {"lr": 0.05})
-    settings = digits_job(steps=30, data=DataSettings("digits", 60), optimizer=plain)
-    versions = [(0, (0,)), (5, (0, 1, 2)), (14, (1, 2)), (22, (2, 3))]
-    averaged = settings_of(
-        "local-sgd", {"every": 1}, precision="float64", data=settings.data, optimizer=plain
-    )
-    found = run_elastic(averaged, tmp_path / "elastic", versions)
-    _, alone = train_here(settings, tmp_path / "alone")
-    assert largest_difference(found[3]["weights"], alone) < 1e-9

@@ -65,7 +65,8 @@ def final_weights(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("replicas", "schedule"),
     [
-        ((1, 1), Schedule.FLUSH),
+        # tests/test_engines.py has this one.
+        pytest.param((1, 1), Schedule.FLUSH, marks=pytest.mark.extended),
         # A run that goes on under another plan does so under this one.
         pytest.param((2, 1), Schedule.GPIPE, marks=pytest.mark.extended),
         ((1, 2), Schedule.ZERO_BUBBLE),
