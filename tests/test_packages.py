@@ -224,7 +224,13 @@ def test_every_worker_has_a_membership():
 
 @pytest.mark.parametrize(
     "name",
-    ["engines/whole_model", "engines/pipeline", "stages/model_stages", "audit/stages", "monitoring/stages"],
+    [
+        "engines/whole_model",
+        "engines/pipeline",
+        "stages/model_stages",
+        *(f"audit/{path.stem}" for path in (SOURCE / "training/audit").glob("*.py")),
+        *(f"monitoring/{path.stem}" for path in (SOURCE / "training/monitoring").glob("*.py")),
+    ],
 )
 def test_what_trains_a_model_knows_no_run(name: str):
     source = (SOURCE / f"training/{name}.py").read_text()

@@ -129,20 +129,26 @@ def engine_of_sync(run: Run) -> Engine:
 
 def whole_model_engine(run: Run) -> WholeModelEngine:
     """The engine of a run whose workers each hold the whole model, and sum gradients."""
+    worker, trials, metrics = run.worker, run.trials, run.metrics
+
+    def make_monitor(shared: bool) -> StepMonitor | None:
+        if not is_monitored(run.settings):
+            return None
+        return StepMonitor(worker, trials, run.parts, run.noise, run.signals.add, metrics.warn, shared)
 
     def on_step(done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
         step, (batch,) = run.trial.step + done, batches
-        run.metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.total)
+        metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.total)
 
     return WholeModelEngine(
-        run.worker,
-        run.trials,
+        worker,
+        trials,
         run.parts,
         feed=lambda trial: BatchStream(run.own_batches(), trial.position),
         on_step=on_step,
-        on_event=run.metrics.note,
-        audit=ReplicaAudit(run),
-        make_monitor=lambda shared: StepMonitor(run, shared) if is_monitored(run.settings) else None,
+        on_event=metrics.note,
+        audit=ReplicaAudit(worker, trials, run.parts, run.audits),
+        make_monitor=make_monitor,
     )
 
 

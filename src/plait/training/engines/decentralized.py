@@ -29,7 +29,7 @@ from plait.sync.averaging.parameter_server import serving
 from plait.sync.averaging.whole_state import rest_of_state
 from plait.training.audit.averages import is_mean
 from plait.training.audit.schedule import is_audited
-from plait.training.audit.whole_model import ADVICE, AuditedStep
+from plait.training.audit.whole_model import ADVICE, ReplicaAudit
 from plait.training.change.members import CannotGoOn, Mark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
@@ -106,9 +106,12 @@ class WholeModel:
         self.place, self.workers = run.worker.rank, run.worker.memberships.current.members
         sync = run.settings.sync
         self._options = options_among(sync.kind, sync.options, len(self.workers))
-        self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
+        self.monitor: ShareMonitor | None = None
+        if is_monitored(run.settings):
+            warn = run.metrics.warn
+            self.monitor = ShareMonitor(run.trials, run.parts, run.noise, run.signals.add, warn)
         self._samples = 0
-        self._audit: AuditedStep | None = None
+        self._audit = ReplicaAudit(run.worker, run.trials, run.parts, run.audits, together=False)
         self._open(f"{SYNC_PREFIX}/{name}")
         if held.sync:
             self.averaging.load_state(self._by_weight(held.sync))
@@ -144,8 +147,7 @@ class WholeModel:
 
     def _average_gradients(self) -> None:
         with contextlib.ExitStack() as around:
-            if self._audit is not None:
-                around.enter_context(self._audit.averaging_before_update())
+            around.enter_context(self._audit.averaging_before_update())
             if self.monitor is not None:
                 weights = list(self._run.parts.model.parameters())
                 around.enter_context(self.monitor.averaging_gradients(weights, self._samples, self.averaging))
@@ -154,26 +156,15 @@ class WholeModel:
     def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
         # Random numbers depend on the seed, the step and the share alone, whichever worker takes it.
         loader.seed_all(mix(self._run.settings.seed, step, share))
-        loss = torch.zeros((), dtype=torch.float64)
+        losses = torch.zeros(1, dtype=torch.float64)
         self._samples = batch.count
         if batch.count:
-            loss = self._audited_step(step, share, batch, factor)
+            self._audit.begin_share(self._step, step, share)
+            losses, _ = self._step.step([batch], [factor])
+            self._audit.end(self._step, losses)
         if not averages_gradients(self._options):
             self.averaging.after_update()
-        return loss
-
-    def _audited_step(self, step: int, share: int, batch: loader.Batch, factor: float) -> torch.Tensor:
-        """A step alone, taken a second time where that is due."""
-        run = self._run
-        if not is_audited(run.settings, step):
-            return self._step.step([batch], [factor])[0][0]
-        self._audit = AuditedStep(run, step, mix(run.settings.seed, step, share), together=False)
-        self._step.recorded = self._audit.parts
-        loss = self._step.step([batch], [factor])[0][0]
-        self._step.recorded = None
-        self._audit.end(run.audits, loss)
-        self._audit = None
-        return loss
+        return losses[0]
 
     def weight_sums(self) -> list[float]:
         return [float(weight.detach().double().sum()) for weight in self._run.parts.model.parameters()]

@@ -49,7 +49,10 @@ class PipelineMember:
         self._tied = tied_aliases(run.parts.model)
         report_verification(run.metrics, self._replica.checked)
         # Times alone: norms would have to be those of all its stages.
-        self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
+        self.monitor: ShareMonitor | None = None
+        if is_monitored(run.settings):
+            warn = run.metrics.warn
+            self.monitor = ShareMonitor(run.trials, run.parts, run.noise, run.signals.add, warn)
         if self.monitor is not None and wants_norms(run.settings):
             run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
