@@ -137,7 +137,6 @@ class Run:
         order: Iterator[GlobalBatch],
         share: int = 0,
         shares: int = 1,
-        loaders: int | None = None,
     ) -> Iterator[loader.Batch]:
         """Share `share` of `shares` of each batch of `order`, read by the job's loader processes."""
         return loader.load(
@@ -146,7 +145,7 @@ class Run:
             seed=self.settings.seed,
             rank=share,
             world_size=shares,
-            loaders=self.settings.data.loaders if loaders is None else loaders,
+            loaders=self.settings.data.loaders,
             pin=self.parts.device.type == "cuda",
         )
 

@@ -25,13 +25,15 @@ from plait.training import components
 from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream
 from plait.training.change.members import join_members
+from plait.training.checkpoint import EngineState
 from plait.training.checks.data_reads import look_at_data
 from plait.training.checks.sanity import try_evaluation
 from plait.training.components import Components
 from plait.training.engine import Engine
-from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
+from plait.training.engines.decentralized import DecentralizedEngine, MakeMember, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.process import TrainRequest, begin_process, join_workers, use_device
 from plait.training.run import Run
@@ -124,25 +126,67 @@ def engine_of_sync(run: Run) -> Engine:
     """The engine of a run whose workers each hold the whole model, by its sync."""
     if run.settings.sync.kind == "all-reduce":
         return whole_model_engine(run)
-    return DecentralizedEngine(run, partial(WholeModel, run))
+
+    def make_member(components: Components, name: str, held: EngineState) -> WholeModel:
+        audit = ReplicaAudit(run.worker, run.trials, components, run.audits, together=False)
+        monitor = share_monitor(run, components)
+        return WholeModel(run.worker, run.trial, components, audit, monitor, name, held)
+
+    return decentralized_engine(run, make_member)
+
+
+def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngine:
+    """The engine of a run whose members train at their own pace."""
+
+    def on_step(step: int, epoch: int, loss: Tensor, samples: int) -> None:
+        run.metrics.step(step, epoch, loss, run.lr(step - 1), samples)
+
+    def on_components(components: Components) -> None:
+        run.parts = components
+
+    return DecentralizedEngine(
+        run.worker,
+        run.trials,
+        run.parts,
+        make_member,
+        run.name_of_opening,
+        run.order,
+        run.audits,
+        on_step,
+        run.note,
+        on_components,
+    )
+
+
+def share_monitor(run: Run, components: Components) -> ShareMonitor | None:
+    """What measures the updates of a member, where the job asks for signals."""
+    if not is_monitored(run.settings):
+        return None
+    return ShareMonitor(run.trials, components, run.noise, run.signals.add, run.metrics.warn)
 
 
 def whole_model_engine(run: Run) -> WholeModelEngine:
     """The engine of a run whose workers each hold the whole model, and sum gradients."""
+    worker, trials, metrics = run.worker, run.trials, run.metrics
+
+    def make_monitor(shared: bool) -> StepMonitor | None:
+        if not is_monitored(run.settings):
+            return None
+        return StepMonitor(worker, trials, run.parts, run.noise, run.signals.add, metrics.warn, shared)
 
     def on_step(done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
         step, (batch,) = run.trial.step + done, batches
-        run.metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.total)
+        metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.total)
 
     return WholeModelEngine(
-        run.worker,
-        run.trials,
+        worker,
+        trials,
         run.parts,
         feed=lambda trial: BatchStream(run.own_batches(), trial.position),
         on_step=on_step,
-        on_event=run.metrics.note,
-        audit=ReplicaAudit(run),
-        make_monitor=lambda shared: StepMonitor(run, shared) if is_monitored(run.settings) else None,
+        on_event=metrics.note,
+        audit=ReplicaAudit(worker, trials, run.parts, run.audits),
+        make_monitor=make_monitor,
     )
 
 
@@ -175,4 +219,11 @@ def _with_stages(run: Run) -> RunLoop:
     if run.settings.sync.kind == "all-reduce":
         return RunLoop(run, pipeline_engine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
-    return RunLoop(run, DecentralizedEngine(run, partial(PipelineMember, run, layout)), make_sources(run))
+
+    def make_member(components: Components, name: str, held: EngineState) -> PipelineMember:
+        trial, folder, monitor = run.trial, run.folder, share_monitor(run, components)
+        return PipelineMember(
+            run.worker, trial, components, layout, folder, run.metrics, run.note, monitor, name
+        )
+
+    return RunLoop(run, decentralized_engine(run, make_member), make_sources(run))

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +22,14 @@ from torch.nn import Parameter
 from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import mix
+from plait.launch.worker import Worker
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
 from plait.training.audit.schedule import is_audited
+from plait.training.components import Components
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
-from plait.training.run import Run
+from plait.training.trial import Trial
 from plait.verification.attributes import load_attributes
 from plait.verification.audit import (
     ObservedStep,
@@ -51,41 +53,44 @@ ADVICE = (
 
 
 class AuditedStep:
-    """One step that is taken a second time: made before the step, and ended after it.
+    """One step of a trial that is taken a second time: made before the step, and ended after it.
 
     With `together` all workers do so, whose gradients the step sums; else one worker by itself. Random
     numbers of the step start from `seed`.
     """
 
-    def __init__(self, run: Run, step: int, seed: int, together: bool) -> None:
+    def __init__(
+        self, trial: Trial, components: Components, record: AuditRecord, step: int, seed: int, together: bool
+    ) -> None:
         started = time.perf_counter()
-        self._run = run
+        self._trial = trial
+        self._components = components
+        self._record = record
         self._step = step
         self._seed = seed
         self._together = together
-        parts = run.parts
-        self._live = PlainModel(parts.model, parts.loss)
+        self._live = PlainModel(components.model, components.loss)
         self._before = self._live.state().copied()
-        self._scale = parts.scaler.get_scale() if parts.scaler.is_enabled() else 1.0
+        self._scale = components.scaler.get_scale() if components.scaler.is_enabled() else 1.0
         # What the step is taken on, and its gradients, where those of others are averaged into them.
         self.parts: list[Part] = []
         self._noted: dict[str, Tensor | None] | None = None
         self._twin = self._make_twin()
         self._seconds = time.perf_counter() - started
-        run.metrics.leave_out(self._seconds)
+        record.metrics.leave_out(self._seconds)
 
     def _make_twin(self) -> OptimizerTwin:
-        run, parts = self._run, self._run.parts
+        trial, components = self._trial, self._components
         return OptimizerTwin(
-            parts.optimizer,
-            parts.names,
-            lambda twins: build_plain_optimizer(run.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, parts.base_lrs, run.trial.lr_factor(self._step)),
+            components.optimizer,
+            components.names,
+            lambda twins: build_plain_optimizer(trial.settings.optimizer, twins, self._names_of(twins)),
+            lambda twin: set_lr(twin, components.base_lrs, trial.lr_factor(self._step)),
         )
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
-        own = [p for group in self._run.parts.optimizer.param_groups for p in group["params"]]
-        return {twin: self._run.parts.names[p] for p, twin in zip(own, twins)}
+        own = [p for group in self._components.optimizer.param_groups for p in group["params"]]
+        return {twin: self._components.names[p] for p, twin in zip(own, twins)}
 
     @contextlib.contextmanager
     def averaging_before_update(self) -> Iterator[None]:
@@ -96,9 +101,9 @@ class AuditedStep:
         yield
         self._twin = self._make_twin()
 
-    def end(self, record: AuditRecord, loss: Tensor) -> None:
+    def end(self, loss: Tensor) -> None:
         """Take the step again and compare; `loss` is what the step returned."""
-        started = time.perf_counter()
+        started, record = time.perf_counter(), self._record
         self._twin.close()
         if self._twin.updates == 0:  # left out by the loss scale
             return
@@ -109,8 +114,7 @@ class AuditedStep:
             if self._step == 0:
                 # What a model made anew has in common with this one is as it was when this one was made.
                 load_attributes(self._live.objects, self._before.attributes.values)
-            run = self._run
-            fresh = take_reference(record, run.parts, run.settings, self._step)
+            fresh = take_reference(record, self._components, self._trial.settings, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)
@@ -126,7 +130,7 @@ class AuditedStep:
         if len(checksums) > 1:
             differences += unlike_replicas(self._live.parameters())
         after = time.perf_counter() - started
-        self._run.metrics.leave_out(after)
+        record.metrics.leave_out(after)
         self._seconds += after
         findings = Findings(largest, differences, self._before.attributes.unseen)
         record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
@@ -156,36 +160,50 @@ class AuditedStep:
         for parameter in parameters if self._scale != 1.0 else ():
             if parameter.grad is not None:
                 parameter.grad.div_(self._scale)
-        if self._run.settings.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self._run.settings.clip_norm)
+        if (most := self._trial.settings.clip_norm) is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, most)
         return loss
 
     def _gather(self, value: Any) -> list[Any]:
         return all_gather_values(value) if self._together else [value]
 
 
+@dataclass
 class ReplicaAudit:
-    """Audits steps of the workers of a run, which all take part."""
+    """Audits steps of a trial's replicas, all workers' `together`, or those of one worker by itself."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._audited: AuditedStep | None = None
+    worker: Worker
+    trials: Sequence[Trial]
+    components: Components
+    record: AuditRecord
+    together: bool = True
+    _audited: AuditedStep | None = field(default=None, init=False)
 
     def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
-        run, number = self._run, self._run.trial.step + done
         self._audited = None
-        if run.worker.world_size > 1 and is_audited(run.settings, number):
-            seed = mix(run.settings.seed, number, run.worker.rank)
-            self._audited = AuditedStep(run, number, seed, together=True)
+        if self.worker.world_size > 1:
+            self.begin_share(step, self.trials[0].step + done, self.worker.rank)
+
+    def begin_share(self, step: TrainStep, number: int, share: int) -> None:
+        """Called before this worker takes a share of the step after `number` steps."""
+        trial = self.trials[0]
+        if is_audited(trial.settings, number):
+            seed = mix(trial.settings.seed, number, share)
+            self._audited = AuditedStep(trial, self.components, self.record, number, seed, self.together)
             step.recorded = self._audited.parts
+
+    def averaging_before_update(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what a step has computed and not updated yet becomes the mean over a group."""
+        audited = self._audited
+        return contextlib.nullcontext() if audited is None else audited.averaging_before_update()
 
     def end(self, step: TrainStep, losses: Tensor) -> bool:
         step.recorded = None
         audited, self._audited = self._audited, None
         if audited is not None:
             step.pause_monitor()
-            audited.end(self._run.audits, losses[0])
-        return self._run.audits.difference is not None
+            audited.end(losses[0])
+        return self.record.difference is not None
 
 
 def unlike_replicas(tensors: Mapping[str, Tensor], rounded: Container[str] = ()) -> list[Difference]:

@@ -9,49 +9,61 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import LostPeer
+from plait.core.events import Event
 from plait.data import loader
 from plait.data.sampler import share
+from plait.launch.run_dir import RunDir
+from plait.launch.worker import Worker
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import tied_aliases
 from plait.pipeline.op_timings import operations_event
-from plait.training.change.layers import HeldLayers, put_beside
 from plait.training.change.members import CannotGoOn
 from plait.training.checkpoint import EngineState
-from plait.training.components import with_fresh_model
+from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import report_verification, with_gathered
 from plait.training.engines.replica_layout import among
 from plait.training.evaluate import in_order
-from plait.training.monitoring.asked import is_monitored, wants_norms
+from plait.training.metrics import MetricsLogger
+from plait.training.monitoring.asked import wants_norms
 from plait.training.monitoring.own_pace import ShareMonitor
-from plait.training.run import Run
+from plait.training.trial import Trial
 
 
 class PipelineMember:
-    """A member of decentralized training that is a pipeline of workers, of which this is one."""
+    """A member of decentralized training that is a pipeline of workers, of which this is one.
 
-    def __init__(self, run: Run, layout: PipelineLayout, name: str, held: EngineState) -> None:
-        worker = run.worker
+    `layout` is that of all pipelines. `on_event` is told of when operations began and ended.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        trial: Trial,
+        components: Components,
+        layout: PipelineLayout,
+        folder: RunDir,
+        recorder: MetricsLogger,
+        on_event: Callable[[Event], None],
+        monitor: ShareMonitor | None,
+        name: str,
+    ) -> None:
         layout = among(layout, worker.memberships.current.members)
         if worker.rank not in layout.workers:
             raise CannotGoOn("another worker of this one's pipeline is lost", LostPeer.GONE)
-        self._run = run
-        if held.model:
-            # A model that was cut into stages cannot be cut once more.
-            run.parts = with_fresh_model(run.parts, run.settings)
-            put_beside(run.parts, HeldLayers(held.model, held.optimizer))
+        self._trial, self._components, self._on_event = trial, components, on_event
         self._replica = PipelineReplica(
-            worker, run.settings, run.parts, layout, worker.hosts, f"{PREFIX}/{name}", run.folder
+            worker, trial.settings, components, layout, worker.hosts, f"{PREFIX}/{name}", folder
         )
         self.place, self.averaging = self._replica.number, self._replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in self._replica.peers)
-        self._tied = tied_aliases(run.parts.model)
-        report_verification(run.metrics, self._replica.checked)
+        self._tied = tied_aliases(components.model)
+        report_verification(recorder, self._replica.checked)
         # Times alone: norms would have to be those of all its stages.
-        self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
-        if self.monitor is not None and wants_norms(run.settings):
-            run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
+        self.monitor = monitor
+        if monitor is not None and wants_norms(trial.settings):
+            recorder.warn("monitor: pipelines side by side have no noise scale and no variance")
 
     @property
     def is_first(self) -> bool:
@@ -71,30 +83,33 @@ class PipelineMember:
         return torch.tensor(loss, dtype=torch.float64)
 
     def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
-        parts = self._run.parts
-        return (loader.to_device(content, parts.device, parts.dtype) for content in contents)
+        device, dtype = self._components.device, self._components.dtype
+        return (loader.to_device(content, device, dtype) for content in contents)
 
     def weight_sums(self) -> list[float]:
         return []
 
     def synchronize(self) -> tuple[int, ...]:
-        step, pipeline = self._run.trial.step, self._replica.pipeline
-        self._run.note(operations_event(step, pipeline.timings))
+        pipeline = self._replica.pipeline
+        self._on_event(operations_event(self._trial.step, pipeline.timings))
         pipeline.timings.clear()
         return self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
-        settings, tests = self._run.settings, self._run.parts.test_set
+        settings, tests = self._trial.settings, self._components.test_set
         assert tests is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
         counts = [len(share(batch.samples, share_, shares)) for batch in batches]
         own = iter(batches) if self.is_first else iter(())
-        found = self._run.load(tests, own, share_, shares)
+        loaders, pin = settings.data.loaders, self._components.device.type == "cuda"
+        found = loader.load(
+            tests, own, seed=settings.seed, rank=share_, world_size=shares, loaders=loaders, pin=pin
+        )
         return self._replica.evaluate(counts, self._on_device(batch.content for batch in found))
 
     def state(self) -> EngineState:
-        return with_gathered(self._run.parts.state(), self._replica.gather_state(), self._tied)
+        return with_gathered(self._components.state(), self._replica.gather_state(), self._tied)
 
     def held_state(self) -> EngineState:
         """The stages of this worker: what has trained of its model and optimizer."""

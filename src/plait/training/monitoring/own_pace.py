@@ -7,19 +7,21 @@ or, where partial reduce averages gradients, its own gradient with its group's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
+from plait.core.run_events import Signals
 from plait.sync.averaging.base import Averaging
+from plait.training.components import Components
 from plait.training.monitoring.asked import wants_norms
 from plait.training.monitoring.signals import step_signals
-from plait.training.run import Run
+from plait.training.trial import Trial
 
 
 @dataclass
@@ -39,19 +41,34 @@ class UpdateSums:
 
 
 class ShareMonitor:
-    """Measures one worker's updates on its shares of batches."""
+    """Measures one worker's updates on its shares of a trial's batches.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._norms = wants_norms(run.settings)
+    The arguments are those of `StageMonitor`.
+    """
+
+    def __init__(
+        self,
+        trials: Sequence[Trial],
+        components: Components,
+        averages: GradientAverages,
+        on_signals: Callable[[Signals], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._trials = trials
+        self._scaler = components.scaler
+        self._averages = averages
+        self._on_signals = on_signals
+        self._warn = warn
+        self._norms = wants_norms(trials[0].settings)
         self._sums = UpdateSums()
         self._part: tuple[Tensor, float] | None = None
 
     def warn_without_parts(self, averages_gradients: bool) -> None:
         """Say where there is nothing to compare a share's gradient with."""
-        if self._norms and self._run.settings.accumulate == 1 and not averages_gradients:
-            self._run.metrics.warn(
-                f"monitor: under sync {self._run.settings.sync.kind} a worker has no part of its share to "
+        settings = self._trials[0].settings
+        if self._norms and settings.accumulate == 1 and not averages_gradients:
+            self._warn(
+                f"monitor: under sync {settings.sync.kind} a worker has no part of its share to "
                 f"compare with, so there is no noise scale and no variance; use accumulate: 2 or more, or "
                 f"average: gradients"
             )
@@ -93,7 +110,7 @@ class ShareMonitor:
             self._add(GradientNorms(own / size, 1 / size, 1.0, whole, samples * size))
 
     def _add(self, norms: GradientNorms) -> None:
-        scale, found = self._run.parts.scaler.get_scale() ** 2, estimate(norms)
+        scale, found = self._scaler.get_scale() ** 2, estimate(norms)
         if found is not None:
             self._sums.measured += 1
             self._sums.variance += found.variance / scale
@@ -107,17 +124,18 @@ class ShareMonitor:
 
     def arrive(self, step: int, samples: int, sums_by_place: Mapping[int, Sequence[float]]) -> None:
         """Take the sums of all living members, of an interval that ended with `step` steps."""
-        run, by_place = self._run, {place: UpdateSums(*sums) for place, sums in sorted(sums_by_place.items())}
+        by_place = {place: UpdateSums(*sums) for place, sums in sorted(sums_by_place.items())}
         total = UpdateSums(*(sum(each) for each in zip(*(own.as_list() for own in by_place.values()))))
         if total.measured:
             found = GradientMoments(total.variance / total.measured, total.squared_norm / total.measured)
-            run.noise.add(found, total.whole / total.measured)
+            self._averages.add(found, total.whole / total.measured)
         # Work is shared out as workers are ready for it, so the busiest one's time is the interval's.
         seconds = max((own.work_s for own in by_place.values()), default=0.0)
         known = all(own.updates for own in by_place.values()) and seconds > 0
         loss = total.loss / total.updates if total.updates else math.nan
         work_s = tuple(own.work_s / own.updates for own in by_place.values()) if known else ()
         end_s = seconds if known else None
-        signals = step_signals(run.trial, run.noise, len(by_place), step, loss, samples, end_s)
+        trial, workers = self._trials[0], len(by_place)
+        signals = step_signals(trial, self._averages, workers, step, loss, samples, end_s)
         # No step has an end of its own here.
-        run.signals.add(replace(signals, step_s=None, topology="none", work_s=work_s))
+        self._on_signals(replace(signals, step_s=None, topology="none", work_s=work_s))

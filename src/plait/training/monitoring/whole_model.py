@@ -7,19 +7,22 @@ all workers to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientNorms
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
+from plait.core.run_events import Signals
+from plait.launch.worker import Worker
 from plait.sync.allreduce.buckets import AllReduce
+from plait.training.components import Components
 from plait.training.monitoring.asked import wants_norms
 from plait.training.monitoring.signals import step_signals
-from plait.training.run import Run
+from plait.training.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,44 @@ def notes_of(workers: int) -> int:
 
 
 class StepMonitor:
-    """Measures one worker's steps together with the other workers; `shared` where they sum gradients."""
+    """Measures one worker's steps of a trial together with the others; `shared` where they sum gradients.
 
-    def __init__(self, run: Run, shared: bool) -> None:
-        self._run = run
-        self._rank = run.worker.rank if shared else 0
-        self._workers = run.worker.world_size if shared else 1
+    The other arguments are those of `StageMonitor`.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        trials: Sequence[Trial],
+        components: Components,
+        averages: GradientAverages,
+        on_signals: Callable[[Signals], None],
+        warn: Callable[[str], None],
+        shared: bool,
+    ) -> None:
+        self._worker = worker
+        self._trials = trials
+        self._scaler = components.scaler
+        self._averages = averages
+        self._on_signals = on_signals
+        self._rank = worker.rank if shared else 0
+        self._workers = worker.world_size if shared else 1
         self._shared = shared
-        self.norms = wants_norms(run.settings)
+        settings = trials[0].settings
+        self.norms = wants_norms(settings)
         # The step under way, and the topology that it goes over.
         self.step = 0
-        self.topology = run.settings.topology.name
+        self.topology = settings.topology.name
         self._gradient_bytes = 0
         self._timer = StepTimer()
-        self._device = run.parts.device
+        self._device = components.device
         self._own_part: tuple[Tensor, float] | None = None
         self._share_of_norm = torch.zeros((), dtype=torch.float64, device=self._device)
         self._before: _Step | None = None
         # On GPUs, the numbers of the step before, which have arrived when the next ones are sent off.
         self._arriving: tuple[Tensor, torch.cuda.Event, _Step] | None = None
-        if self.norms and not shared and run.settings.accumulate == 1:
-            run.metrics.warn(
+        if self.norms and not shared and settings.accumulate == 1:
+            warn(
                 "monitor: one worker that takes each batch as a whole has no part of it to compare with, so "
                 "there is no noise scale and no variance; use accumulate: 2 or more, or more workers"
             )
@@ -121,8 +141,8 @@ class StepMonitor:
         self._take(numbers, self._now(samples))
 
     def _now(self, samples: int) -> _Step:
-        run, scale = self._run, self._run.parts.scaler.get_scale()
-        return _Step(self.step, samples, run.batch_size, run.trial.batch.lr_factor, self.topology, scale)
+        batch, scale = self._trials[0].batch, self._scaler.get_scale()
+        return _Step(self.step, samples, batch.size, batch.lr_factor, self.topology, scale)
 
     def _take(self, numbers: Tensor, step: _Step) -> None:
         if self._device.type == "cpu":
@@ -143,19 +163,19 @@ class StepMonitor:
         square = now.scale**2
         now = replace(now, loss=loss, parts=parts / square, weight=weight, count=count)
         # Times and the norm of the sum are those of the step before, but for a worker alone.
-        done, run = self._before if self._shared else now, self._run
+        done, averages = self._before if self._shared else now, self._averages
         self._before = now
         if done is None:
             return
         if done.count:
             norms = GradientNorms(done.parts, done.weight, done.count, whole / done.scale**2, done.samples)
-            run.noise.update(norms)
+            averages.update(norms)
         taken = WorkerTimes(tuple(times[: self._workers]), tuple(times[self._workers :]))
         known, links = taken.known, self._shared and taken.known
-        step_s, workers = taken.step_s if known else None, run.worker.world_size
-        run.signals.add(
+        step_s, workers = taken.step_s if known else None, self._worker.world_size
+        self._on_signals(
             replace(
-                step_signals(run.trial, run.noise, workers, done.step, done.loss, done.samples, step_s),
+                step_signals(self._trials[0], averages, workers, done.step, done.loss, done.samples, step_s),
                 batch_size=done.batch_size,
                 lr_factor=done.lr_factor,
                 topology=done.topology,
