@@ -87,7 +87,7 @@ def stop(
     else:
         print(printable(f"{folder.path}: {found['state']} at step {found['progress'].get('step', 0)}"))
         kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
-        print(f"next: {kind.how_to_go_on(folder.path, folder.job)}")
+        print(f"next: {kind.resume_command(folder.path, folder.job)}")
 
 
 def resize(

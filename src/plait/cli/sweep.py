@@ -259,6 +259,6 @@ def show_result(result: SweepResult, job: Path) -> None:
     rate = f"{show_rate(result.trial_steps_per_s)} trial steps/s on {workers}"
     print(f"{result.step} of {result.steps} trials in {show_seconds(result.seconds)}, {rate}")
     if result.reason == "stopped":
-        print(f"stopped; go on with: {RunKind.SWEEP.how_to_go_on(folder.path, job)}")
+        print(f"stopped; go on with: {RunKind.SWEEP.resume_command(folder.path, job)}")
         return
     print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")

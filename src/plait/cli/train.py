@@ -150,7 +150,7 @@ def show_result(result: RunResult) -> None:
     folder = RunDir(Path(result.run))
     print_table(result_table(result))
     if result.reason == "stopped":
-        print(f"stopped; go on with: {RunKind.TRAIN.how_to_go_on(folder.path, folder.job)}")
+        print(f"stopped; go on with: {RunKind.TRAIN.resume_command(folder.path, folder.job)}")
         return
     if result.reason == "early-stop":
         print("ended early: the watched metric stopped improving")

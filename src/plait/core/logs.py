@@ -25,7 +25,7 @@ class WarningHandler(logging.Handler):
             self._hand_on(text)
 
 
-def hand_on_warnings(hand_on: Callable[[str], None]) -> None:
+def forward_warnings(hand_on: Callable[[str], None]) -> None:
     """Call `hand_on` with each different warning from now on; called once by a program's edge."""
     logging.getLogger("plait").addHandler(WarningHandler(hand_on))
 
