@@ -130,7 +130,7 @@ def launch(
         if earlier is None:
             return result
         message = (
-            f"the run had come to its end, at step {earlier['step']}, before: nothing was trained; to go on, "
+            f"the run had already ended, at step {earlier['step']}: nothing was trained; to train more, "
             f"raise epochs or steps, such as --set steps={2 * earlier['step']}"
         )
         display.printed(f"warning: {message}")

@@ -27,7 +27,7 @@ from plait.core.artefact import load, text_of
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError
 from plait.core.files import expand_path, write_atomic, writing
-from plait.core.names import nearest, own_folders
+from plait.core.names import nearest, user_folders
 from plait.core.shown import listed
 
 KIND, VERSION = "run", 1
@@ -155,7 +155,7 @@ class RunDir:
             return record
         self.check_free()
         self.make()
-        record = RunRecord(kind, uuid.uuid4().hex, (*FILES, *FOLDERS), tuple(own_folders()))
+        record = RunRecord(kind, uuid.uuid4().hex, (*FILES, *FOLDERS), tuple(user_folders()))
         try:
             # If two runs start here at once, mode "x" fails for one of them.
             with writing(self.record), self.record.open("x") as file:
@@ -170,7 +170,7 @@ class RunDir:
     def write_job(self, text: str) -> None:
         """Write the job file, unless the user has edited the existing one."""
         record = self.read_record()
-        modules = dict.fromkeys([*record.modules, *own_folders()])
+        modules = dict.fromkeys([*record.modules, *user_folders()])
         record = replace(record, entries=(*FILES, *FOLDERS), modules=tuple(modules))
         if not self.job.exists() or _checksum(self.job.read_bytes()) == record.job:
             write_atomic(self.job, text, private=True)

@@ -21,7 +21,7 @@ from typing import Any
 from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
 from plait.core.errors import InputError, LaunchError
-from plait.core.names import own_folders
+from plait.core.names import user_folders
 from plait.launch import messages
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers
@@ -190,7 +190,7 @@ class Supervisor:
             membership=self._members.roster.membership,
             secret=self._secret.hex(),
             folder=os.getcwd(),
-            modules=tuple(own_folders()),
+            modules=tuple(user_folders()),
             supervisor_timeout_s=None if is_local else AGENT_TIMEOUT_FACTOR * self._agent_timeout_s,
         )
 
