@@ -128,8 +128,8 @@ def _parse(line: bytes, where: str) -> Recorded:
         data: dict[str, Any] = json.loads(line.decode())
         t, rank, kind = float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind"))
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
-        found = shown(line[:100].decode(errors="replace").strip())
-        raise ArtefactError(f"{where}: found {found}, expected an event") from None
+        text = shown(line[:100].decode(errors="replace").strip())
+        raise ArtefactError(f"{where}: found {text}, expected an event") from None
     if kind not in Event.kinds:
         raise ArtefactError(f"{where}: unknown kind of event {shown(kind)}{did_you_mean(kind, Event.kinds)}")
     return Recorded(t, rank, decode(Event.kinds[kind], data, where))

@@ -62,12 +62,12 @@ def _scalar(value: Any, where: str) -> Any:
 def _named(code: type | FunctionType) -> str:
     """The message for a class or a function where its name is expected."""
     kind, name = "class" if isinstance(code, type) else "function", code.__qualname__
-    found = f"found the {kind} {code.__module__}.{shortened(name)}"
+    prefix = f"found the {kind} {code.__module__}.{shortened(name)}"
     if code.__module__ == "__main__":
-        return f"{found}; {not_in_script(name)}"
+        return f"{prefix}; {not_in_script(name)}"
     if "<" in name:
-        return f"{found}, which no other process can import; put it at the top level of a module"
-    return f"{found}, expected its name, '{code.__module__}:{shortened(name)}': workers import it by that"
+        return f"{prefix}, which no other process can import; put it at the top level of a module"
+    return f"{prefix}, expected its name, '{code.__module__}:{shortened(name)}': workers import it by that"
 
 
 def _key(key: Any, where: str) -> Any:

@@ -135,7 +135,7 @@ class Supervisor:
         self._inbox.put((-1, request))
 
     def start_worker(self, start: Start) -> None:
-        """Tell a host's agent to start a worker that joins the job."""
+        """Ask a host's agent to start a worker that joins the job."""
         host = self._placement.hosts[start.host].name
         assert start.worker == len(self._ranks)
         self._ranks.append(RankState(start.worker, host))

@@ -109,8 +109,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
         raise JobError(f"{where}{line}: {failure}") from None
     if not isinstance(content, dict):
         kind = "nothing" if content is None else f"a {type(content).__name__}"
-        found = shown(content) if isinstance(content, str) else kind
-        raise JobError(f"{where}: found {found}, expected keys such as name, model and data")
+        given = shown(content) if isinstance(content, str) else kind
+        raise JobError(f"{where}: found {given}, expected keys such as name, model and data")
     return content
 
 

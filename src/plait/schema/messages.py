@@ -64,7 +64,7 @@ def _explain(
     job: type[BaseModel], error: Any, misspelt: Mapping[Location, Location], written: Mapping[str, str]
 ) -> str:
     location = error["loc"]
-    canonical, kind, found = _path(location), error["type"], error["input"]
+    canonical, kind, value = _path(location), error["type"], error["input"]
     path = written.get(canonical, canonical)
     if kind == "missing" and location in misspelt:
         return f"{_path(misspelt[location])}: unknown key; did you mean {location[-1]!r}?"
@@ -76,12 +76,12 @@ def _explain(
         return f"{path}: found a key that is not a string"
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
-        hint = did_you_mean(found, [*valid, *VALUE_ALIASES.get(canonical, ())])
-        return f"{path}: found {shown(found)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
+        hint = did_you_mean(value, [*valid, *VALUE_ALIASES.get(canonical, ())])
+        return f"{path}: found {shown(value)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
     if kind == "string_pattern_mismatch":
-        return f"{path}: found {shown(found)}, expected {PATTERNS[canonical]}"
+        return f"{path}: found {shown(value)}, expected {PATTERNS[canonical]}"
     expected = error["msg"].removeprefix("Input should be ").removeprefix("String should have ")
-    return f"{path}: found {shown(found)}, expected {expected}"
+    return f"{path}: found {shown(value)}, expected {expected}"
 
 
 def _hint(job: type[BaseModel], location: Location) -> str:

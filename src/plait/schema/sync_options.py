@@ -171,8 +171,8 @@ def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
     except ArtefactError as failure:
         raise JobError(f"{failure} (options of {kind})") from None
     if (invalid := options.first_invalid(workers)) is not None:
-        name, found, expected = invalid
-        raise JobError(f"{KEY}.{name}: found {found!r}, expected {expected}")
+        name, value, expected = invalid
+        raise JobError(f"{KEY}.{name}: found {value!r}, expected {expected}")
     return options
 
 
@@ -197,4 +197,4 @@ def _lease(seconds: float) -> tuple[bool, str, Any, str]:
 
 
 def _first_failed(*checks: tuple[bool, str, Any, str]) -> tuple[str, Any, str] | None:
-    return next(((name, found, expected) for fine, name, found, expected in checks if not fine), None)
+    return next(((name, value, expected) for fine, name, value, expected in checks if not fine), None)
