@@ -15,17 +15,20 @@ import plait
 SOURCE = Path(plait.__file__).parent
 # The packages whose prose was rewritten; add one here after doing the same for it.
 PACKAGES = (
-    "adapt", "comm", "data", "fusion", "graph", "pipeline", "planner", "profiler", "report", "verification",
-    "workloads",
+    "adapt", "cli", "comm", "core", "data", "fusion", "graph", "launch", "pipeline", "planner", "profiler",
+    "report", "schema", "sync", "verification", "workloads",
 )  # fmt: skip
 NOT_YET = {"pipeline/executor.py"}
 # Say again, next to, N, separate, depends on, the caller, in flight, released, ... instead.
 FORBIDDEN = (
-    "anew", "beside", "come to", "comes to", "given back", "go by", "goes by", "hands over", "in trust",
-    "lay", "let go", "lies", "lone", "nobody", "of its own", "of our own", "of their own", "on its way",
-    "on their way", "own pace", "quicken", "so many", "somebody", "someone", "taken down", "under way",
-    "whoever",
+    "anew", "anybody", "beside", "come to", "comes to", "everybody", "given back", "go by", "goes by",
+    "hands over", "in trust", "in vain", "lay", "let go", "lies", "lone", "nobody", "of its own",
+    "of our own", "of their own", "on its way", "on their way", "own pace", "quicken", "signs of life",
+    "so many", "somebody", "someone", "taken down", "under way", "what there is", "whoever", "whom",
 )  # fmt: skip
+# Packages whose variables and attributes say what they hold, and names that do not.
+NAMED_PACKAGES = ("cli", "core", "launch", "schema", "sync")
+FORBIDDEN_NAMES = {"found", "own", "place", "said", "words"}
 PATTERN = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 
 
@@ -48,6 +51,17 @@ def test_prose_is_free_of_words_that_a_newcomer_would_have_to_learn(package: str
         for match in PATTERN.finditer(text)
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("package", NAMED_PACKAGES)
+def test_names_say_what_they_hold(package: str) -> None:
+    vague = [
+        f"{file.relative_to(SOURCE)}:{token.start[0]}: {token.string}"
+        for file in sorted((SOURCE / package).rglob("*.py"))
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+        if token.type == tokenize.NAME and token.string in FORBIDDEN_NAMES
+    ]
+    assert not vague, "\n".join(vague)
 
 
 def test_the_pattern_sees_docstrings_comments_and_messages() -> None:

@@ -26,7 +26,7 @@ from plait.core.codec import encode
 from plait.core.errors import InputError
 from plait.schema.job import read_job
 from plait.training import checkpoint as checkpoints
-from plait.training.worker import check_order
+from plait.training.worker import check_request
 from support.commands import real_commands
 from support.hosts import Hosts
 from support.training import train_here
@@ -159,7 +159,7 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts(folder: P
         pytest.skip("there is a GPU")
     settings = read_job(folder / "job.yaml", [word]).settings()
     with pytest.raises(InputError) as refusal:
-        check_order({"settings": encode(settings), "folder": "run", "resume": False})
+        check_request({"settings": encode(settings), "folder": "run", "resume": False})
     assert message in str(refusal.value)
 
 

@@ -66,7 +66,7 @@ def test_a_result_carries_the_warnings_of_its_workers_and_a_run_that_had_ended_s
     assert json.loads((Path(result.run) / "result.json").read_text())["warnings"] == [leak]
     again = plait.train(job, resume=True)
     assert (again.step, again.test, again.train_loss) == (4, result.test, result.train_loss)
-    assert "had come to its end, at step 4, before: nothing was trained" in again.warnings[-1]
+    assert "had already ended, at step 4: nothing was trained" in again.warnings[-1]
     show_warnings(again.warnings, quiet=True)
     assert capsys.readouterr().err.count("warning: ") == 2
     show_warnings(again.warnings, quiet=False)

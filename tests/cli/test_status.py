@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunDir):
     shown = plait("status", str(run.path))
-    assert f"{run.path}: died, last word" in shown
+    assert f"{run.path}: died, last update" in shown
     assert "step 3/20  loss 0.5  0.34 samples/s  0 s left" in shown
     assert "worker 0 on localhost: pid 4000000, ended" in shown
 

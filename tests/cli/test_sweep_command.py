@@ -25,7 +25,7 @@ from plait.launch.run_dir import RunDir
 from plait.planner import save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
-from plait.sweeping.worker import check_order
+from plait.sweeping.worker import check_request
 from plait.training.evaluate_run import measure_run
 from support.plans import planned
 from support.sweeping import same_table, sweep_here
@@ -126,7 +126,7 @@ def test_a_mistake_is_answered_with_one_message_and_status_two(folder: Path):
 def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
     settings = make_sweep(plait.make_job(CONTENT), ["optimizer.lrr=0.1"])
     with pytest.raises(InputError, match="optimizer.lrr: SGD takes no 'lrr'; did you mean 'lr'?"):
-        check_order({"settings": encode(settings), "folder": "run", "resume": False})
+        check_request({"settings": encode(settings), "folder": "run", "resume": False})
 
 
 @pytest.mark.parametrize(

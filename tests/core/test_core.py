@@ -346,7 +346,7 @@ def test_modules_of_a_folder_are_found_after_all_others_and_only_meanwhile(tmp_p
     before = list(sys.path)
     with names.searching(str(tmp_path), None, before[-1]):
         assert sys.path == [*before, str(tmp_path)]
-        assert str(tmp_path) in names.own_folders()
+        assert str(tmp_path) in names.user_folders()
         assert names.resolve("mine_alone:thing", "model") == 3
         with pytest.raises(
             InputError, match=r"csv has no 'net'.* \(.*/csv.py is hidden by the module in .*csv"
@@ -357,7 +357,7 @@ def test_modules_of_a_folder_are_found_after_all_others_and_only_meanwhile(tmp_p
 
 def test_the_path_that_workers_get_has_neither_pythons_own_folders_nor_those_of_packages(tmp_path: Path):
     with names.searching(str(tmp_path)):
-        own = names.own_folders()
+        own = names.user_folders()
     assert str(tmp_path) in own
     for module in (json, pytest):
         assert not any(module.__file__.startswith(f"{folder}/") for folder in own)

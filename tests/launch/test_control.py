@@ -140,7 +140,7 @@ def test_a_job_that_does_not_run_has_no_workers_to_change(tmp_path: Path):
 
 def test_an_address_that_nobody_can_listen_at_is_refused(tmp_path: Path):
     with (
-        pytest.raises(InputError, match=r"parallel.control: found '203.0.113.9:1', but nobody can listen"),
+        pytest.raises(InputError, match=r"parallel.control: found '203.0.113.9:1', but cannot listen there"),
         serving(RunDir(tmp_path), "203.0.113.9:1", lambda _: None),
     ):
         pass

@@ -186,7 +186,7 @@ def test_what_is_left_on_a_host_that_is_cut_off_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What the supervisor says goes through a process that is stopped: no end of the stream is seen."""
-    monkeypatch.setattr(supervisor, "CUT_OFF", 0.1)
+    monkeypatch.setattr(supervisor, "AGENT_TIMEOUT_FACTOR", 0.1)
     monkeypatch.setattr(supervisor, "BEAT_S", 0.2)
     relay, cut = tmp_path / "relay.sh", list[psutil.Process]()
     relay.write_text(RELAY)

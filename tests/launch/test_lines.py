@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from plait.launch.lines import LineBuffer, as_shown
+from plait.launch.lines import LineBuffer, visible_text
 
 
 def test_lines_are_whole_however_they_come():
@@ -44,4 +44,4 @@ def test_a_line_that_is_too_long_comes_in_parts():
     ],
 )
 def test_a_progress_bar_is_shown_as_on_a_terminal(line: bytes, shown: str):
-    assert as_shown(line) == shown
+    assert visible_text(line) == shown

@@ -183,7 +183,7 @@ def test_a_stale_version_is_refused_and_changes_nothing():
     assert roster.resize(3, version=1).version == 2
     with pytest.raises(StaleVersionError, match="found 1, but .* to 3 .version 2.; look at it again"):
         roster.resize(4, version=1)
-    assert roster.wanted.workers == 3
+    assert roster.target.workers == 3
 
 
 @pytest.mark.parametrize("workers", [0, 7, -1])
@@ -222,7 +222,7 @@ def test_whatever_happens_the_wanted_number_of_workers_is_reached(seed: int):
         _join_all(roster, alive)
         assert set(roster.membership.members) <= alive
         assert list(roster.membership.members) == sorted(roster.membership.members)
-    assert len(roster.membership.members) == roster.wanted.workers
+    assert len(roster.membership.members) == roster.target.workers
 
 
 def _join_all(roster: Roster, alive: set[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 from plait.comm.handshake import Address
 from plait.comm.store import StoreClient, StoreServer
 from plait.launch.worker import JobStore
-from plait.sync.averaging.group_graph import Group, cut_off
+from plait.sync.averaging.group_graph import Group, disconnected
 from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Closed, Rules, read_outcome
@@ -76,6 +76,6 @@ def closed_rounds(address: str) -> list[tuple[int, ...]]:
 def first_disconnected(groups: Sequence[Group], members: Collection[int], every: int) -> int | None:
     """The first group after which the last `every` rounds had not connected all; None where there is none."""
     for index, group in enumerate(groups):
-        if cut_off(groups[:index], group, members, every):
+        if disconnected(groups[:index], group, members, every):
             return index
     return None

@@ -18,7 +18,7 @@ from plait.adapt.changes import BatchSizeChange, ChangeRequest, WorkersChange
 from plait.comm.store import StoreServer
 from plait.core.errors import LostPeer, PeerError
 from plait.launch.membership import Membership, Memberships
-from plait.launch.messages import BreakReport, JobMessage, WorkerOrder
+from plait.launch.messages import BreakReport, JobMessage, WorkerRequest
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
@@ -84,7 +84,7 @@ def elastic_worker(rank: int, versions: Versions, store: str, agent: ScriptedAge
     """The worker of that number: of the first version, or one that joins with the first that it is in."""
     numbers = [n for n, (_, members) in enumerate(versions, 1) if rank in members]
     first = membership(numbers[0], versions[numbers[0] - 1][1])
-    order = WorkerOrder(
+    request = WorkerRequest(
         rank=rank,
         host="here",
         local_rank=rank,
@@ -97,7 +97,7 @@ def elastic_worker(rank: int, versions: Versions, store: str, agent: ScriptedAge
     )
     if numbers[0] > 1:
         agent.memberships.put(first)
-    return LaunchedWorker(order, agent)  # type: ignore[arg-type]
+    return LaunchedWorker(request, agent)  # type: ignore[arg-type]
 
 
 def train_elastic(

@@ -21,7 +21,13 @@ from torch import nn
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.launch.membership import Membership, Memberships
-from plait.launch.messages import CoordinatorAnswer, CoordinatorQuestion, JobMessage, JoinReport, WorkerOrder
+from plait.launch.messages import (
+    CoordinatorAnswer,
+    CoordinatorQuestion,
+    JobMessage,
+    JoinReport,
+    WorkerRequest,
+)
 from plait.launch.worker import LaunchedWorker
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.settings import SweepSettings
@@ -168,7 +174,7 @@ def sweep_elastic(
     is_first = rank in first
     if is_first:
         agent.memberships.put(agent.first)
-    order = WorkerOrder(
+    request = WorkerRequest(
         rank=rank,
         host="here",
         local_rank=rank,
@@ -179,7 +185,7 @@ def sweep_elastic(
         address="127.0.0.1",
         timeout_s=DEADLINE.total_seconds(),
     )
-    worker = LaunchedWorker(order, agent)  # type: ignore[arg-type]
+    worker = LaunchedWorker(request, agent)  # type: ignore[arg-type]
     sweep = {"settings": encode(settings), "folder": str(folder), "resume": False}
     sweep_worker.sweep(worker, sweep)
     return True

@@ -155,12 +155,12 @@ def sweep_here(
 ) -> dict[str, Any]:
     """The result of a sweep in this process."""
     torch.set_num_threads(1)
-    order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
-    sweep_worker.check_order(order)
+    request = {"settings": encode(settings), "folder": str(folder), "resume": resume}
+    sweep_worker.check_request(request)
     worker = PlainWorker(stop_file)
     coordinator = make_coordinator(settings, folder, (0,), resume)
     worker.ask = coordinator.answer
-    sweep_worker.sweep(worker, order)
+    sweep_worker.sweep(worker, request)
     return coordinator.close().to_dict()
 
 
@@ -168,7 +168,7 @@ def sweep_rank(
     rank: int, settings: SweepSettings, folder: Path, resume: bool = False, stop_file: Path | None = None
 ) -> dict[str, Any]:
     """As `sweep_here`, for `run_ranks`: what this rank of a world returns; the world stays."""
-    order = {"settings": encode(settings), "folder": str(folder), "resume": resume}
+    request = {"settings": encode(settings), "folder": str(folder), "resume": resume}
     address = StoreServer(SECRET).address.text if rank == 0 else None
     worker = PlainWorker(stop_file, address=broadcast_value(address, 0))
     worker.ask = partial(ask_over, worker.store)
@@ -178,7 +178,7 @@ def sweep_rank(
         made = make_coordinator(settings, folder, ranks, resume)
         coordinator = AnsweringThread(open_store(str(worker.store.address)), made)
     with mock.patch.object(dist, "destroy_process_group"):
-        sweep_worker.sweep(worker, order)
+        sweep_worker.sweep(worker, request)
     dist.barrier()
     result = {} if coordinator is None else coordinator.close()
     # The first rank holds the store.

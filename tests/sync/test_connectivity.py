@@ -11,7 +11,7 @@ from plait.sync.averaging.group_graph import (
     asked_by,
     bipartite_neighbours,
     components,
-    cut_off,
+    disconnected,
     pairs,
     recent,
     remembered,
@@ -60,10 +60,10 @@ def test_components_are_what_spreads_through_the_groups(groups: list[tuple[int, 
 def test_a_group_with_someone_of_each_part_that_was_cut_off_connects_all(
     past: list[tuple[int, ...]], group: tuple[int, ...], every: int
 ):
-    missing = cut_off(past, group, ALL, every)
+    missing = disconnected(past, group, ALL, every)
     whole = (*group, *(min(part) for part in missing))
     # Someone of each part may push the oldest group out of the window: then more are asked for.
-    while more := cut_off(past, whole, ALL, every):
+    while more := disconnected(past, whole, ALL, every):
         assert len(set(whole)) < 8
         whole = (*whole, *(min(part) for part in more))
     assert set(group) <= set(whole)
@@ -74,7 +74,7 @@ def test_what_is_remembered_is_enough_to_decide(
     past: list[tuple[int, ...]], group: tuple[int, ...], every: int
 ):
     kept = remembered(past, 8, every)
-    assert cut_off(kept, group, ALL, every) == cut_off(past, group, ALL, every)
+    assert disconnected(kept, group, ALL, every) == disconnected(past, group, ALL, every)
     assert sum(map(len, kept)) < 8 * every + 8
 
 
@@ -82,7 +82,7 @@ def test_what_is_remembered_is_enough_to_decide(
 def test_groups_chosen_by_the_rule_never_leave_anyone_out(proposed: list[tuple[int, ...]], every: int):
     taken: list[tuple[int, ...]] = []
     for group in proposed:
-        while missing := cut_off(taken, group, ALL, every):
+        while missing := disconnected(taken, group, ALL, every):
             group = (*group, *(min(part) for part in missing))
         taken.append(group)
         if sum(map(len, taken)) >= every * 8:
@@ -93,7 +93,7 @@ def test_groups_chosen_by_the_rule_never_leave_anyone_out(proposed: list[tuple[i
 def test_two_camps_that_never_mix_are_found_out():
     groups = [(0, 1, 2, 3), (4, 5, 6, 7)] * 10
     assert first_disconnected(groups, ALL, 3) == 5
-    assert cut_off(groups, (0, 1), ALL, 3) == [frozenset({4, 5, 6, 7})]
+    assert disconnected(groups, (0, 1), ALL, 3) == [frozenset({4, 5, 6, 7})]
 
 
 @given(st.integers(0, 9), st.integers(0, 99), st.sets(RANKS, min_size=1))

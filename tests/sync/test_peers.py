@@ -58,7 +58,7 @@ def test_workers_whose_clocks_differ_share_one_time_once_they_exchanged_messages
 def test_a_worker_that_is_to_leave_is_there_until_it_does_and_one_that_is_lost_is_not():
     memberships = Memberships(4)
     memberships.enter(Membership(2, (1, 4, 6), ("here",) * 3))
-    living = LivingMembers(memberships, place=1, ranks=(0, 1, 2))
+    living = LivingMembers(memberships, index=1, ranks=(0, 1, 2))
     memberships.put(Membership(3, (4, 6), ("here",) * 2))
     assert living.living() == (0, 1, 2)
     memberships.put(Membership(4, (4,), ("here",), lost=(6,)))

@@ -16,7 +16,7 @@ from plait.core import run_events
 from plait.core.errors import JobError, PeerError
 from plait.core.events import read
 from plait.launch.membership import Membership
-from plait.launch.messages import WorkerOrder
+from plait.launch.messages import WorkerRequest
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import LaunchedWorker
 from plait.planner.schedules.kinds import Schedule
@@ -105,7 +105,7 @@ def lose_a_worker(
         Membership(n, each, tuple(hosts[m] for m in each), tuple(m for m in range(4) if m not in each))
         for n, each in enumerate(members, 1)
     )
-    order = WorkerOrder(rank, hosts[rank], rank, first, False, store, SECRET.hex(), "127.0.0.1", 30.0)
+    order = WorkerRequest(rank, hosts[rank], rank, first, False, store, SECRET.hex(), "127.0.0.1", 30.0)
     worker = LaunchedWorker(order, ScriptedAgent(rank, *later))  # type: ignore[arg-type]
     join_members(worker, settings)
     if rank == victim:

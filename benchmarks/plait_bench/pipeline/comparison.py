@@ -31,7 +31,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker import Worker
 from plait.measure.job import ProfileRequest, profile_here
 from plait.pipeline.executor import PipelineParts
-from plait.pipeline.gradient_sync import find_stages, make_agreements, replica_groups
+from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, replica_groups
 from plait.pipeline.layout import PipelineLayout, arrange
 from plait.pipeline.tied_weights import make_tied
 from plait.planner import (
@@ -243,7 +243,7 @@ def _stand_by(rendezvous: Rendezvous, layout: PipelineLayout, traced: TracedMode
     """What a worker does that the plan has no use for: take part in making the others' groups."""
     connect(rendezvous, (), window=layout.window())
     stages_of = find_stages(traced, layout)
-    make_agreements(rendezvous, layout, stages_of, {})
+    make_gradient_reducers(rendezvous, layout, stages_of, {})
     make_tied(layout, stages_of, {}, {}, lambda: None, rendezvous)
     replica_groups(layout, rendezvous)
     return lambda: None

@@ -1,4 +1,4 @@
-"""The command line: verbs that read what people type, call the library and print what comes back.
+"""The command line: verbs that parse options, call the library and print the result.
 
 Exit status: 0 success, 1 a failed run, 2 bad input with one clear message, 130 stopped before its end.
 """
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 
 def with_paths(verb: Callable[..., None]) -> Callable[..., None]:
-    """`verb` with `~` and variables expanded in the paths that it is given, as a shell mostly does."""
+    """`verb` with `~` and variables expanded in its path arguments."""
 
     @functools.wraps(verb)
     def run(**given: Any) -> None:
@@ -71,7 +71,7 @@ def root(
 
 
 def main() -> None:
-    """Run the verb that the arguments name; a person's mistake or a failed run ends with one message."""
+    """Run the verb of the arguments; wrong input and failed runs end with one message."""
     _open_closed_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -80,8 +80,8 @@ def main() -> None:
         with os_errors_as_messages():
             app()
     except PlaitError as failure:
-        if story := getattr(failure, "traceback", ""):
-            print(story.rstrip(), file=sys.stderr)
+        if trace := getattr(failure, "traceback", ""):
+            print(trace.rstrip(), file=sys.stderr)
         _end(str(failure), failure.exit_status)
     except BrokenPipeError:
         # The reader of our output has closed it; nothing more can be printed.
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that this process was started without, before another file gets their numbers."""
+    """Open missing standard streams on /dev/null, before another file gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -22,13 +22,13 @@ TO_INSTALL = "from a checkout of Plait: pip install ./benchmarks"
 
 
 def installed() -> dict[str, str]:
-    """The experiments that are installed: the name of each and its module, which is not imported."""
-    found = {each.name: each.module for each in entry_points(group=GROUP)}
-    return dict(sorted(found.items()))
+    """The installed experiments: their names and modules, which are not imported."""
+    modules = {each.name: each.module for each in entry_points(group=GROUP)}
+    return dict(sorted(modules.items()))
 
 
 class BenchCommand(TyperCommand):
-    """Lists the experiments in its help; looking for them takes a while, which other verbs need not wait."""
+    """Lists the experiments in its help; they are only searched for there, because that is slow."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         named = ", ".join(installed()) or f"none is installed ({TO_INSTALL})"
@@ -56,15 +56,15 @@ def bench(
     """
     modules = installed()
     if not modules:
-        raise InputError(f"bench: the experiments are a package of their own; {TO_INSTALL}")
+        raise InputError(f"bench: the experiments are a separate package; {TO_INSTALL}")
     if name not in modules:
         raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, modules)}")
     module = importlib.import_module(modules[name])
     known = getattr(module, "PARTS", {})
-    for found in part or ():
-        if found not in known:
+    for chosen in part or ():
+        if chosen not in known:
             raise InputError(
-                f"--part: found {shown(found)}, expected a part of {name}{did_you_mean(found, known)}"
+                f"--part: found {shown(chosen)}, expected a part of {name}{did_you_mean(chosen, known)}"
             )
     if png is not None and not hasattr(module, "write_plot"):
         raise InputError(f"--png: {name} draws no picture; leave it out")

@@ -1,4 +1,4 @@
-"""`plait evaluate --bleu`: translations of the test split by a run's checkpoints, and how good they are."""
+"""`plait evaluate --bleu`: the BLEU of a run's checkpoints on the test split."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def evaluate_bleu(folder: RunDir, best: bool, beam: int, penalties: tuple[float,
     for name, penalty in zip(("length", "coverage"), penalties):
         if not 0 <= penalty <= MOST_PENALTY:
             raise InputError(f"--{name}-penalty: found {penalty:g}, expected 0 to {MOST_PENALTY}")
-    found = measure_bleu(folder, BeamOptions(beam, *penalties), best)
+    scores = measure_bleu(folder, BeamOptions(beam, *penalties), best)
     if json_:
-        print(json.dumps({"run": str(folder.path), **found}))
+        print(json.dumps({"run": str(folder.path), **scores}))
         return
-    print(f"{folder.path}: {found['sentences']} sentences, beam {beam}")
-    print_table(bleu_table(found["checkpoints"]))
-    print(f"signature: {found['signature']}")
+    print(f"{folder.path}: {scores['sentences']} sentences, beam {beam}")
+    print_table(bleu_table(scores["checkpoints"]))
+    print(f"signature: {scores['signature']}")
 
 
 def measure_bleu(folder: RunDir, options: BeamOptions, best: bool = False) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def demo(
     if not job.exists():
         write_atomic(job, text)
     elif job.read_bytes() != text.encode():
-        raise InputError(f"{job}: there already, and not the tour's; say with --run-dir where to write")
+        raise InputError(f"{job}: exists already and is another file; choose another folder with --run-dir")
     if json_:
         results = {
             "profile": _json_of(lambda: profile(job, output=measured, batch=16, json_=True)),
@@ -61,13 +61,13 @@ def demo(
         return
     print("Plait takes a small ResNet and scikit-learn's 1,797 handwritten digits. The job file:\n")
     print("    " + DIGITS.replace("\n", "\n    ").rstrip())
-    _say("Measure it, layer by layer", f"plait profile {job} --batch 16 -o {measured}")
+    _print_step("Measure it, layer by layer", f"plait profile {job} --batch 16 -o {measured}")
     profile(job, output=measured, batch=16)
-    _say("Plan it for two devices", f"plait plan {measured} --devices 2 --timeline {picture}")
+    _print_step("Plan it for two devices", f"plait plan {measured} --devices 2 --timeline {picture}")
     plan(measured, devices="2", timeline=picture)
-    _say("Train it over two workers", f"plait train {job}")
+    _print_step("Train it over two workers", f"plait train {job}")
     train(job)
-    _say(
+    _print_step(
         "Try eight learning rates, four at a time in one fused module on each worker",
         f"plait sweep {job} --over {RATES} --set epochs=1 --width 4",
     )
@@ -77,12 +77,12 @@ def demo(
     print(f"  plait train {job} -np 1 --set optimizer.lr=0.1")
 
 
-def _say(what: str, command: str) -> None:
+def _print_step(what: str, command: str) -> None:
     print(f"\n{what}:\n$ {command}", flush=True)
 
 
 def _json_of(verb: Callable[[], None]) -> Any:
-    """What a verb prints in its JSON mode."""
+    """The JSON object that a verb prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         verb()

@@ -1,4 +1,4 @@
-"""`plait profile` and `plait plan`: measure a model, decide how to lay it over devices."""
+"""`plait profile` and `plait plan`: measure a model, and partition it over devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption, placed
+from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption, placement_overrides
 from plait.core.errors import InputError
 from plait.core.names import searching
 from plait.core.shown import shown
@@ -58,31 +58,31 @@ def profile(
     from plait.schema.job import read_job
 
     check_alone()
-    asked = read_job(job, [*(set_ or []), *placed(workers, hosts, nic)])
+    asked = read_job(job, [*(set_ or []), *placement_overrides(workers, hosts, nic)])
     placement = replace(asked.placement, threads=threads)
     together = links and sum(host.slots for host in placement.hosts) > 1
     measure = _measure_together if together else _measure_alone
     with searching(os.getcwd(), asked.folder):
-        found = measure(asked.settings(), placement, batch, repeats, quiet or json_)
+        measured = measure(asked.settings(), placement, batch, repeats, quiet or json_)
     from plait.profiler.profile import save_profile
 
     target = output or Path(f"{asked.name}.profile.json")
     with os_errors_as_messages():
-        save_profile(found, target)
+        save_profile(measured, target)
         if graph is not None:
             from plait.graph import pipedream
 
-            pipedream.write(pipedream.from_graph(found.graph), graph)
+            pipedream.write(pipedream.from_graph(measured.graph), graph)
     if json_:
-        print(json.dumps(_profile_summary(found, target)))
+        print(json.dumps(_profile_summary(measured, target)))
     else:
-        _show_profile(found, target, graph)
+        _show_profile(measured, target, graph)
 
 
 def _measure_together(
     settings: TrainSettings, placement: Placement, batch: int | None, repeats: int, quiet: bool
 ) -> Profile:
-    """Measured on all of the job's workers at once, as `parallel.plan: auto` does."""
+    """Measure on all of the job's workers at once, as `parallel.plan: auto` does."""
     from rich.console import Console
 
     from plait.measure.job import ProfileRequest, profile_together
@@ -92,8 +92,8 @@ def _measure_together(
     console = Console(stderr=True)
     status = console.status("measuring on all workers at once")
     with status if console.is_terminal and not quiet else contextlib.nullcontext():
-        (found,) = profile_together(request, placement)
-        return found
+        (measured,) = profile_together(request, placement)
+        return measured
 
 
 def _measure_alone(
@@ -117,64 +117,65 @@ def _measure_alone(
         )
 
 
-def _profile_summary(found: Profile, target: Path) -> dict[str, Any]:
-    graph = found.graph
+def _profile_summary(measured: Profile, target: Path) -> dict[str, Any]:
+    graph = measured.graph
     return {
         "profile": str(target),
-        "model": found.model,
-        "device": found.device,
-        "dtype": found.dtype,
-        "batch": found.batch,
-        "torch_version": found.torch_version,
+        "model": measured.model,
+        "device": measured.device,
+        "dtype": measured.dtype,
+        "batch": measured.batch,
+        "torch_version": measured.torch_version,
         "layers": len(graph.nodes),
-        "step_s": found.step.seconds,
+        "step_s": measured.step.seconds,
         "layers_s": graph.compute_s(),
-        "verified_s": found.verified_s,
-        "notes": list(found.notes),
-        "warnings": [words] if (words := found.doubts()) else [],
+        "verified_s": measured.verified_s,
+        "notes": list(measured.notes),
+        "warnings": [warning] if (warning := measured.doubts()) else [],
         "parameter_bytes": graph.parameter_bytes(),
         "links": [
             {"source": k.source, "target": k.target, "bytes_per_s": k.bytes_per_s, "latency_s": k.latency_s}
-            for k in found.links
+            for k in measured.links
         ],
         "sums": [
-            {"workers": s.workers, "bytes_per_s": s.bytes_per_s, "latency_s": s.latency_s} for s in found.sums
+            {"workers": s.workers, "bytes_per_s": s.bytes_per_s, "latency_s": s.latency_s}
+            for s in measured.sums
         ],
     }
 
 
-def _show_profile(found: Profile, target: Path, graph: Path | None) -> None:
-    nodes, step = found.graph.nodes, found.step
-    print(f"{found.model}: {len(nodes)} layers on {found.device}, batch {found.batch}, {found.dtype}")
+def _show_profile(measured: Profile, target: Path, graph: Path | None) -> None:
+    nodes, step, batch = measured.graph.nodes, measured.step, measured.batch
+    print(f"{measured.model}: {len(nodes)} layers on {measured.device}, batch {batch}, {measured.dtype}")
     print(
         f"{show_seconds(step.seconds)} a step (spread {show_seconds(step.spread_s)}); the layers add up to "
-        f"{found.coverage:.0%} of it; {show_bytes(found.graph.parameter_bytes())} of weights"
+        f"{measured.coverage:.0%} of it; {show_bytes(measured.graph.parameter_bytes())} of weights"
     )
-    if words := found.doubts():
-        print(f"warning: {words}")
-    if found.verified_s:
-        print(f"verified in {show_seconds(found.verified_s)}: the layers compute what the model computes")
-    for note in found.notes:
+    if warning := measured.doubts():
+        print(f"warning: {warning}")
+    if measured.verified_s:
+        print(f"verified in {show_seconds(measured.verified_s)}: the layers compute what the model computes")
+    for note in measured.notes:
         print(f"verify: {note}")
     for node in sorted(nodes, key=lambda node: -node.compute_s)[:5]:
         times = f"forward {show_seconds(node.forward_s):>8}  backward {show_seconds(node.backward_s):>8}"
         sizes = f"output {show_bytes(node.output_bytes):>8}  weights {show_bytes(node.parameter_bytes):>8}"
         print(f"  {node.id:28} {times}  {sizes}")
-    if found.links:
-        low, *_, high = sorted(link.bytes_per_s for link in found.links)
-        worst = show_seconds(max(link.latency_s for link in found.links))
+    if measured.links:
+        low, *_, high = sorted(link.bytes_per_s for link in measured.links)
+        worst = show_seconds(max(link.latency_s for link in measured.links))
         print(f"links: {show_bytes(low)}/s to {show_bytes(high)}/s, latency up to {worst}")
-    for each in found.sums:
+    for each in measured.sums:
         latency = show_seconds(each.latency_s)
         print(f"sums of {each.workers} workers: {show_bytes(each.bytes_per_s)}/s, latency {latency}")
     if graph is not None:
         print(f"wrote {graph} (PipeDream's format)")
-    rates = "" if found.links else " --bandwidth 1e9"
-    print(f"wrote {target}; next: plait plan {target} --devices {max(2, _ranks(found))}{rates}")
+    rates = "" if measured.links else " --bandwidth 1e9"
+    print(f"wrote {target}; next: plait plan {target} --devices {max(2, _ranks(measured))}{rates}")
 
 
-def _ranks(found: Profile) -> int:
-    return 1 + max((max(link.source, link.target) for link in found.links), default=0)
+def _ranks(measured: Profile) -> int:
+    return 1 + max((max(link.source, link.target) for link in measured.links), default=0)
 
 
 def plan(
@@ -215,7 +216,7 @@ def plan(
     job: Annotated[Path | None, typer.Option(help="The job whose model --to-code writes.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Plan how to lay a profiled model over devices: stages, replicas, schedule.
+    """Plan how to partition a profiled model over devices: stages, replicas, schedule.
 
     Example: plait plan digits.profile.json --devices 4 --bandwidth 1e9
     """
@@ -233,7 +234,7 @@ def plan(
         raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
     graph, measured = _read_graph(profile)
     try:
-        machines = _machines(devices, bandwidth, memory, speeds, memories, measured)
+        cluster = _cluster(devices, bandwidth, memory, speeds, memories, measured)
     except PlanError as failure:
         raise InputError(f"--devices, --bandwidth, --speeds: {failure}") from None
     if not 0 <= optimizer_copies <= 1000:
@@ -248,7 +249,7 @@ def plan(
         MemorySettings(optimizer_copies, recompute),
         hide_messages=hide_messages,
     )
-    made = fastest_plan(graph, machines, settings)
+    made = fastest_plan(graph, cluster, settings)
     made = replace(made, microbatch_samples=measured.batch if measured is not None else None)
     target = output or profile.with_name(profile.name.split(".")[0] + ".plan.json")
     with os_errors_as_messages():
@@ -262,20 +263,20 @@ def plan(
 
 
 def _read_graph(path: Path) -> tuple[Graph, Profile | None]:
-    """The graph in `path`, and the profile around it where it is one of ours."""
+    """The graph in `path`, and the profile if the file is one."""
     if path.suffix in (".yaml", ".yml"):
         raise InputError(f"{path}: a job file, expected its profile; make it with: plait profile {path}")
     if path.suffix == ".json":
         from plait.profiler.profile import load_profile  # imports torch
 
-        found = load_profile(path)
-        return found.loaded_graph(), found
+        measured = load_profile(path)
+        return measured.loaded_graph(), measured
     from plait.graph import pipedream
 
     return pipedream.read(path).graph(), None
 
 
-def _machines(
+def _cluster(
     devices: str,
     bandwidth: str | None,
     memory: str | None,
@@ -309,14 +310,14 @@ def _machines(
 def _each_device(speeds: str | None, memories: str | None) -> tuple[Device, ...]:
     from plait.planner import Device
 
-    paces = [_number(s, "--speeds", float, "1,1,0.5") for s in speeds.split(",")] if speeds else []
+    factors = [_number(s, "--speeds", float, "1,1,0.5") for s in speeds.split(",")] if speeds else []
     sizes = [float(parse_bytes(m, "--memories")) for m in memories.split(",")] if memories else []
-    if paces and sizes and len(paces) != len(sizes):
+    if factors and sizes and len(factors) != len(sizes):
         raise InputError(
-            f"--speeds and --memories: found {len(paces)} and {len(sizes)} devices; expected as many"
+            f"--speeds and --memories: found {len(factors)} and {len(sizes)} devices; expected as many"
         )
-    count = max(len(paces), len(sizes))
-    return tuple(Device(paces[i] if paces else 1.0, sizes[i] if sizes else None) for i in range(count))
+    count = max(len(factors), len(sizes))
+    return tuple(Device(factors[i] if factors else 1.0, sizes[i] if sizes else None) for i in range(count))
 
 
 def _number(text: str, key: str, kind: type[int] | type[float], example: str) -> Any:
@@ -330,17 +331,17 @@ def _schedule(name: str) -> Schedule:
     from plait.core.names import did_you_mean
     from plait.schema.aliases import VALUE_ALIASES, canonical_value
 
-    names, own = [s.value for s in Schedule], canonical_value("parallel.schedule", name)
-    if own not in names:
+    names, canonical = [s.value for s in Schedule], canonical_value("parallel.schedule", name)
+    if canonical not in names:
         hint = did_you_mean(name, [*names, *VALUE_ALIASES["parallel.schedule"]])
         raise InputError(f"--schedule: found {shown(name)}, expected a schedule{hint}")
-    return Schedule(own)
+    return Schedule(canonical)
 
 
 def _extras(
     made: Plan, measured: Profile | None, timeline: Path | None, to_code: Path | None, job: Path | None
 ) -> list[str]:
-    """Draw and write what was asked for in addition to the plan; their paths."""
+    """Write the timeline and the code of the stages, if requested; returns their paths."""
     wrote = []
     if timeline is not None:
         from plait.planner import draw_plan

@@ -1,4 +1,4 @@
-"""`plait status`, `stop` and `evaluate`: what one does with a run."""
+"""`plait status`, `stop`, `resize` and `evaluate`: commands for an existing run."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
     """
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
-        found = read_status(folder)
+        content = read_status(folder)
         cause = read_cause(folder)
     if json_:
-        print(json.dumps({"run": str(folder.path), **found}))
+        print(json.dumps({"run": str(folder.path), **content}))
         return
     from plait.cli.show import describe
 
-    age = show_seconds(max(0.0, time.time() - found["updated"]))
-    lines = [f"{folder.path}: {found['state']}, last word {age} ago"]
-    if found["progress"]:
-        lines.append(describe(found["progress"]))
-    for trial, why in found["progress"].get("failed", {}).items():
+    age = show_seconds(max(0.0, time.time() - content["updated"]))
+    lines = [f"{folder.path}: {content['state']}, last update {age} ago"]
+    if content["progress"]:
+        lines.append(describe(content["progress"]))
+    for trial, why in content["progress"].get("failed", {}).items():
         lines.append(f"trial {trial} failed: {why}")
-    if found["state"] == "failed" and cause is not None:
+    if content["state"] == "failed" and cause is not None:
         lines.append(f"it ended with: {cause} (see {folder.failure})")
-    for worker in found["workers"]:
+    for worker in content["workers"]:
         alive = "alive" if worker["alive"] else "ended"
         lines.append(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
     print(printable("\n".join(lines)))
@@ -81,30 +81,30 @@ def stop(
                     f"{folder.path}: still running after {timeout:.0f} s; stop it again to end it at once"
                 )
             time.sleep(0.1)
-        found = read_status(folder)
+        content = read_status(folder)
     if json_:
-        print(json.dumps({"run": str(folder.path), **found}))
+        print(json.dumps({"run": str(folder.path), **content}))
     else:
-        print(printable(f"{folder.path}: {found['state']} at step {found['progress'].get('step', 0)}"))
+        print(printable(f"{folder.path}: {content['state']} at step {content['progress'].get('step', 0)}"))
         kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
-        print(f"next: {kind.how_to_go_on(folder.path, folder.job)}")
+        print(f"next: {kind.resume_command(folder.path, folder.job)}")
 
 
 def resize(
     run: RunArgument,
     workers: Annotated[
-        int | None, typer.Argument(help="The number of workers to go on with.", show_default=False)
+        int | None, typer.Argument(help="The new number of workers.", show_default=False)
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option("-H", help="What each host may hold from now on: w0:2,w1:1.")
+        str | None, typer.Option("-H", help="The new number of workers on each host: w0:2,w1:1.")
     ] = None,
     without: Annotated[
         list[int] | None, typer.Option(help="A worker that is to leave, by its number (repeatable).")
     ] = None,
     if_version: Annotated[
-        int | None, typer.Option(help="Only if nobody has changed it since this version.")
+        int | None, typer.Option(help="Only if it has not changed since this version.")
     ] = None,
-    why: Annotated[str, typer.Option(help="What to note in the run's record.")] = "",
+    why: Annotated[str, typer.Option(help="The reason, for the run's record.")] = "",
     wait: Annotated[float, typer.Option(help="Seconds to wait until all take part; 0: do not.")] = 120.0,
     run_dir: RunsFolder = Path("runs"),
     json_: JsonFlag = False,
@@ -123,28 +123,28 @@ def resize(
 
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
-        asked: dict[str, object] = {"version": if_version, "why": why}
+        options: dict[str, object] = {"version": if_version, "why": why}
         if hosts is not None:
-            found = ask_job(folder, {**asked, "hosts": hosts.split(",")})
+            state = ask_job(folder, {**options, "hosts": hosts.split(",")})
         elif workers is not None:
-            found = ask_job(folder, {**asked, "workers": workers, "without": without or []})
+            state = ask_job(folder, {**options, "workers": workers, "without": without or []})
         else:
-            found = ask_job(folder)
-        version, end = found["version"], time.monotonic() + wait
-        while not found["is_settled"] and found["version"] == version and time.monotonic() < end:
+            state = ask_job(folder)
+        version, end = state["version"], time.monotonic() + wait
+        while not state["is_settled"] and state["version"] == version and time.monotonic() < end:
             time.sleep(0.1)
-            found = ask_job(folder)
+            state = ask_job(folder)
     if json_:
-        print(json.dumps({"run": str(folder.path), **found}))
+        print(json.dumps({"run": str(folder.path), **state}))
         return
-    now = len(found["members"])
-    rest = "" if found["is_settled"] else f", {found['workers']} wanted"
-    print(f"{folder.path}: {count_of(now, 'worker')}{rest} (version {found['version']})")
-    print(f"workers {', '.join(map(str, found['members']))}; next: plait status {folder.path}")
+    now = len(state["members"])
+    rest = "" if state["is_settled"] else f", {state['workers']} wanted"
+    print(f"{folder.path}: {count_of(now, 'worker')}{rest} (version {state['version']})")
+    print(f"workers {', '.join(map(str, state['members']))}; next: plait status {folder.path}")
 
 
 def _ask_to_stop(folder: RunDir) -> None:
-    """Ask the supervisor of a run, which must be running here, to end it."""
+    """Send SIGTERM to the supervisor of a run, which must run on this host."""
     holder = folder.holder()
     if holder is None:
         raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
@@ -164,7 +164,7 @@ def _ask_to_stop(folder: RunDir) -> None:
 
 
 def _state(folder: RunDir) -> str:
-    """How a run that does not go on ended, as far as is known."""
+    """The state of a run that is not running, as far as known."""
     if not folder.status.exists():
         return "never started"
     try:
@@ -184,7 +184,7 @@ def evaluate(
     length_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.6,
     coverage_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.1,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Also a run of another user, whose code runs.")
+        bool, typer.Option("--trust", help="Also evaluate another user's run, which executes its code.")
     ] = False,
     json_: JsonFlag = False,
 ) -> None:
@@ -206,16 +206,16 @@ def evaluate(
             return
         from plait.training.evaluate_run import measure_run
 
-        found = measure_run(folder, best)
+        scores = measure_run(folder, best)
     if json_:
-        print(json.dumps({"run": str(folder.path), **found}))
+        print(json.dumps({"run": str(folder.path), **scores}))
         return
-    words = show_metrics(found["metrics"])
-    print(f"{folder.path} at step {found['step']}: {words}")
+    text = show_metrics(scores["metrics"])
+    print(f"{folder.path} at step {scores['step']}: {text}")
 
 
 def _check_owner(folder: RunDir) -> None:
-    """Refuse to execute what a run of another user names."""
+    """Raise InputError for a run of another user, whose code would be executed."""
     for file in (folder.settings, folder.record):
         owner = file.stat().st_uid if file.exists() else 0
         if owner not in (0, os.geteuid()):

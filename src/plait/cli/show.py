@@ -1,4 +1,4 @@
-"""How a run looks to a person: a live line on a terminal, a plain line now and then elsewhere."""
+"""The display of a run: a live line on a terminal, otherwise a plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PLAIN_LINE_S = 5.0
 
 
 class ProgressDisplay(ABC):
-    """Shows progress on standard error, on a terminal by `_live`; what workers print goes there, too."""
+    """Shows progress and the output of workers on standard error; on a terminal by `_live`."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Progress | Live | None = None
-        self._said = 0.0
+        self._last_line_s = 0.0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._quiet:
@@ -44,10 +44,10 @@ class ProgressDisplay(ABC):
 
     @abstractmethod
     def _make_live(self) -> Progress | Live:
-        """What shows progress on a terminal."""
+        """The live display for a terminal."""
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
-        self._said = time.monotonic()
+        self._last_line_s = time.monotonic()
 
     def printed(self, line: str) -> None:
         if not self._quiet:
@@ -56,14 +56,14 @@ class ProgressDisplay(ABC):
     def stopping(self) -> None:
         self.printed("stopping: finishing the step and writing a checkpoint (again to end at once)")
 
-    def _say_rarely(self, text: str) -> None:
-        if time.monotonic() - self._said > PLAIN_LINE_S:
-            self._said = time.monotonic()
+    def _print_rarely(self, text: str) -> None:
+        if time.monotonic() - self._last_line_s > PLAIN_LINE_S:
+            self._last_line_s = time.monotonic()
             self.printed(text)
 
 
 class RunDisplay(ProgressDisplay):
-    """Shows a run: a bar on a terminal, a line now and then elsewhere."""
+    """Shows a run: a progress bar on a terminal, otherwise a line every few seconds."""
 
     def _make_live(self) -> Progress:
         columns = (
@@ -82,12 +82,12 @@ class RunDisplay(ProgressDisplay):
             (task,) = self._live.task_ids
             self._live.update(task, description="training", total=total, completed=done, numbers=text)
         else:
-            self._say_rarely(text)
+            self._print_rarely(text)
 
 
 def describe(progress: Mapping[str, Any]) -> str:
     """`step 40/120  loss 0.41  test accuracy 93.1%  5120 samples/s  2.1 s left`"""
-    # Of a stream of unknown length there is no number of steps.
+    # A stream of unknown length has no number of steps.
     total = "" if progress["steps"] is None else f"/{progress['steps']}"
     parts = [f"step {progress['step']}{total}"]
     if "loss" in progress:
@@ -105,7 +105,7 @@ def describe(progress: Mapping[str, Any]) -> str:
 
 
 def result_table(result: RunResult) -> Table:
-    """What a run came to, as a table."""
+    """The result of a run as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     total = "" if result.steps is None else f" of {result.steps}"
     table.add_row("steps", f"{result.step}{total}")
@@ -122,13 +122,13 @@ def result_table(result: RunResult) -> Table:
     )
     table.add_row("time", show_seconds(result.seconds))
     if result.verified_s is not None:
-        found = "stages compute what the plain model computes"
-        table.add_row("verified", f"{found} (checked in {show_seconds(result.verified_s)})")
+        text = "stages compute what the plain model computes"
+        table.add_row("verified", f"{text} (checked in {show_seconds(result.verified_s)})")
     return table
 
 
 def bleu_table(checkpoints: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each checkpoint, and a mark at the best."""
+    """A row for each checkpoint; the best one is marked."""
     table = Table(box=None, pad_edge=False)
     for title in ("step", "BLEU", "length"):
         table.add_column(title, justify="right")
@@ -141,6 +141,6 @@ def bleu_table(checkpoints: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print to standard output, as wide as the text needs when that is no terminal."""
+    """Print to standard output; lines are not wrapped to a terminal's width if it is none."""
     width = None if sys.stdout.isatty() else 160
     Console(width=width, highlight=False).print(table)

@@ -15,43 +15,43 @@ from plait.core.shown import shortened, shown
 from plait.launch.run_dir import RunDir
 from plait.schema.hosts import LOCAL
 
-# How the messages begin with which runs fail; what follows is a log's place, or what an agent printed.
+# The beginning of the messages of failed runs; the path of a log or an agent's output follows.
 _WORKER_FAILED = re.compile(r"worker \d+ on \S+ failed: ")
 _AGENT_FAILED = re.compile(r"the agent on .* (ended|is still there|has shown no sign of life)")
 _MOST_BYTES = 1_000_000
 
 
 def read_status(folder: RunDir) -> dict[str, Any]:
-    """The run's status file, with what is true of it now: is the supervisor there, is each worker."""
-    found = read_json(folder.status, "status")
-    _check(found, folder)
+    """The run's status file, corrected by whether the supervisor and the workers are alive now."""
+    content = read_json(folder.status, "status")
+    _check(content, folder)
     running = folder.holder() is not None
-    if not running and found["state"] in ("starting", "running", "stopping"):
-        found["state"] = "died"
-    for worker in found["workers"]:
-        # A worker's end on another host ends the run within moments, so there the run itself is the sign.
+    if not running and content["state"] in ("starting", "running", "stopping"):
+        content["state"] = "died"
+    for worker in content["workers"]:
+        # The end of a worker on another host ends the run soon, so there the run's state is used.
         worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
-    return found
+    return content
 
 
-def _check(found: Mapping[str, Any], folder: RunDir) -> None:
-    """Refuse a status that was not written by a run, naming the first thing that is wrong."""
+def _check(content: Mapping[str, Any], folder: RunDir) -> None:
+    """Raise ArtefactError for the first wrong value in a damaged status file."""
 
-    def expect(holds: bool, content: Mapping[str, Any], key: str, expected: str) -> None:
+    def expect(holds: bool, section: Mapping[str, Any], key: str, expected: str) -> None:
         if not holds:
-            what = f"found {shown(content[key])}" if key in content else "missing"
+            what = f"found {shown(section[key])}" if key in section else "missing"
             raise ArtefactError(
                 f"{folder.status}: {key}: {what}, expected {expected}; the file is damaged, "
                 f"so see {folder.logs} and {folder.events().parent} for how far the run came"
             )
 
-    expect(isinstance(found.get("state"), str), found, "state", "text")
-    expect(_is_number(found.get("updated")), found, "updated", "seconds")
-    expect(isinstance(found.get("progress"), dict), found, "progress", "an object")
-    expect(isinstance(found.get("workers"), list), found, "workers", "a list")
-    progress = found["progress"]
+    expect(isinstance(content.get("state"), str), content, "state", "text")
+    expect(_is_number(content.get("updated")), content, "updated", "seconds")
+    expect(isinstance(content.get("progress"), dict), content, "progress", "an object")
+    expect(isinstance(content.get("workers"), list), content, "workers", "a list")
+    progress = content["progress"]
     expect(not progress or _is_whole(progress.get("step")), progress, "step", "a whole number")
-    # Of a stream without length nobody knows how many there will be.
+    # A stream of unknown length has no number of steps.
     unknown = "steps" in progress and progress["steps"] is None
     expect(not progress or unknown or _is_whole(progress.get("steps")), progress, "steps", "a whole number")
     for key in ("samples_per_s", "left_s"):
@@ -59,8 +59,8 @@ def _check(found: Mapping[str, Any], folder: RunDir) -> None:
     for key in ("loss", *(key for key in progress if key.startswith("test_"))):
         value = progress.get(key)
         expect(value is None or _is_number(value, finite=False), progress, key, "a number or null")
-    for worker in found["workers"]:
-        expect(isinstance(worker, dict), found, "workers", "an object for each worker")
+    for worker in content["workers"]:
+        expect(isinstance(worker, dict), content, "workers", "an object for each worker")
         for key in ("rank", "pid"):
             expect(_is_whole(worker.get(key)), worker, key, "a whole number")
         expect(isinstance(worker.get("host"), str), worker, "host", "text")
@@ -79,14 +79,14 @@ def _is_number(value: Any, finite: bool = True) -> bool:
 def _is_alive(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except (psutil.NoSuchProcess, ValueError, OverflowError):  # a number that no process can have
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # no valid pid
         return False
     except psutil.AccessDenied:
         return True
 
 
 def read_cause(folder: RunDir) -> str | None:
-    """The line of the run's failure file that says why it failed; None where there is no such file."""
+    """The line of the run's failure file that says why it failed; None if there is no such file."""
     try:
         with folder.failure.open("rb") as file:
             text = file.read(_MOST_BYTES).decode(errors="replace")
@@ -96,6 +96,6 @@ def read_cause(folder: RunDir) -> str | None:
     failed = [line for line in lines if _WORKER_FAILED.match(line)]
     gone = [line for line in lines if _AGENT_FAILED.match(line)]
     others = [line for line in lines if not line.startswith("its log: ")]
-    # A worker's traceback, which may be long, stands before the message about it.
+    # A worker's traceback, which may be long, comes before the message.
     chosen = failed[-1:] or gone[:1] or others[-1:]
     return shortened(chosen[0].strip(), 500) if chosen else None

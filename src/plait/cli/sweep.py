@@ -23,7 +23,7 @@ from plait.cli.train import (
     JsonFlag,
     NicOption,
     WorkersOption,
-    placed,
+    placement_overrides,
     show_warnings,
 )
 from plait.core.codec import decode
@@ -37,7 +37,7 @@ from plait.schema.settings import SEARCHES, SearchSettings
 if TYPE_CHECKING:
     from plait.launch.display import WorkerState
 
-SHOWN = 20
+MAX_ROWS = 20
 
 
 def sweep(
@@ -70,7 +70,7 @@ def sweep(
         str | None, typer.Option(help="What trials are compared by; unset: the job's metric, or the loss.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help=f"Of what the search draws; unset: {SearchSettings.seed}.")
+        int | None, typer.Option(help=f"Seed of the search; unset: {SearchSettings.seed}.")
     ] = None,
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: that many workers; cuda: one for each GPU.")
@@ -102,7 +102,7 @@ def sweep(
     from plait.jobs.sweep import sweep as run_sweep
     from plait.schema.job import read_job
 
-    where = [*placed(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
+    where = [*placement_overrides(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
     chosen = [("parallel.plan", plan)] if plan is not None else []
     asked = read_job(job, [*(set_ or []), *chosen, *where])
     with os_errors_as_messages(), SweepDisplay(quiet or json_) as display:
@@ -133,7 +133,7 @@ def sweep(
 
 
 def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[tuple[str, Any]]:
-    """What `--devices` sets in the job."""
+    """The overrides of `--devices`."""
     if devices is None:
         return []
     kind, _, count = devices.partition(":")
@@ -150,11 +150,11 @@ def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> 
 
 
 class SweepDisplay(ProgressDisplay):
-    """Shows a sweep: a live table on a terminal, a line now and then elsewhere."""
+    """Shows a sweep: a live table on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, quiet: bool = False) -> None:
         super().__init__(quiet)
-        # How many arrays were shown, and how.
+        # The printed arrays: whether fused, and why.
         self._arrays: dict[int, tuple[bool, str]] = {}
         self._failed: set[str] = set()
 
@@ -162,7 +162,7 @@ class SweepDisplay(ProgressDisplay):
         return Live(console=self._console, transient=True, refresh_per_second=4)
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
-        """The table will tell."""
+        """Print nothing: the table has the workers."""
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])
@@ -174,10 +174,10 @@ class SweepDisplay(ProgressDisplay):
             rows = [decode(TrialResult, row) for row in progress["rows"]]
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
         else:
-            self._say_rarely(describe_sweep(progress))
+            self._print_rarely(describe_sweep(progress))
 
     def _show_arrays(self, arrays: Sequence[ArrayResult]) -> None:
-        """A line for each new array, and for one of which there is something new to say."""
+        """Print a line for each new array and for each that has changed."""
         for array in arrays:
             known = (array.fused, array.why)
             if self._arrays.get(array.number) != known:
@@ -235,30 +235,30 @@ def trials_table(rows: Sequence[TrialResult]) -> Table:
 
 
 def _short(keys: list[str]) -> list[str]:
-    """The last part of each key where these differ, else the whole."""
+    """The last part of each key if it is unique, otherwise the whole key."""
     ends = [key.rpartition(".")[2] for key in keys]
     return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends)]
 
 
 def show_result(result: SweepResult, job: Path) -> None:
-    """The trials, best first, and where to look next."""
+    """Print the trials, best first, and the next command."""
     folder = RunDir(Path(result.run))
-    print_table(trials_table(result.trials[:SHOWN]))
-    if len(result.trials) > SHOWN:
-        print(f"and {len(result.trials) - SHOWN} more in {folder.path}/trials.csv")
+    print_table(trials_table(result.trials[:MAX_ROWS]))
+    if len(result.trials) > MAX_ROWS:
+        print(f"and {len(result.trials) - MAX_ROWS} more in {folder.path}/trials.csv")
     failed = [row for row in result.trials if row.state == "failed"]
-    for row in failed[:SHOWN]:
+    for row in failed[:MAX_ROWS]:
         print(f"trial {row.trial} failed: {row.why}")
     if failed:
         print(f"the errors with their frames are in {folder.path}/failures")
-    for array in result.arrays[:SHOWN]:
+    for array in result.arrays[:MAX_ROWS]:
         print(describe_array(array))
-    if len(result.arrays) > SHOWN:
-        print(f"and {len(result.arrays) - SHOWN} more arrays (--json lists them)")
+    if len(result.arrays) > MAX_ROWS:
+        print(f"and {len(result.arrays) - MAX_ROWS} more arrays (--json lists them)")
     workers = count_of(result.workers, "worker")
     rate = f"{show_rate(result.trial_steps_per_s)} trial steps/s on {workers}"
     print(f"{result.step} of {result.steps} trials in {show_seconds(result.seconds)}, {rate}")
     if result.reason == "stopped":
-        print(f"stopped; go on with: {RunKind.SWEEP.how_to_go_on(folder.path, job)}")
+        print(f"stopped; go on with: {RunKind.SWEEP.resume_command(folder.path, job)}")
         return
     print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")

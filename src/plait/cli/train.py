@@ -67,7 +67,14 @@ def train(
     slowed = slow_overrides(slow or [], jitter)
     with os_errors_as_messages():
         asked = read_job(
-            job, [*(set_ or []), *chosen, *placed(workers, hosts, nic), *slowed, *adapt_overrides(adapt)]
+            job,
+            [
+                *(set_ or []),
+                *chosen,
+                *placement_overrides(workers, hosts, nic),
+                *slowed,
+                *adapt_overrides(adapt),
+            ],
         )
         result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
     if json_:
@@ -79,8 +86,8 @@ def train(
         raise typer.Exit(STOPPED)
 
 
-def placed(workers: int | None, hosts: str | None, nic: str | None) -> list[tuple[str, Any]]:
-    """What the placement flags set in the job."""
+def placement_overrides(workers: int | None, hosts: str | None, nic: str | None) -> list[tuple[str, Any]]:
+    """The overrides of `-np`, `-H` and `--nic`."""
     if workers is not None and hosts is not None:
         raise JobError("-np and -H: found both; -H already says how many workers each host holds")
     overrides: list[tuple[str, Any]] = []
@@ -94,7 +101,7 @@ def placed(workers: int | None, hosts: str | None, nic: str | None) -> list[tupl
 
 
 def slow_overrides(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:
-    """What the flags that make workers slow set in the job."""
+    """The overrides of `--slow` and `--jitter`."""
     overrides: list[tuple[str, Any]] = []
     if slow:
         pairs = [_numbers("--slow", text, "worker:times, such as 1:4") for text in slow]
@@ -106,15 +113,15 @@ def slow_overrides(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]
 
 
 def adapt_overrides(policies: list[str] | None) -> list[tuple[str, Any]]:
-    """What `--adapt` sets in the job: a kind alone, or a kind with its options as YAML."""
-    found: list[Any] = []
+    """The overrides of `--adapt`: a kind alone, or a kind with its options as YAML."""
+    parsed: list[Any] = []
     for text in policies or []:
         try:
             value = load_yaml(text)
         except YamlError as failure:
             raise JobError(f"--adapt: found {shown(text)}, expected a YAML value ({failure})") from None
-        found.append({"kind": value} if isinstance(value, str) else value)
-    return [("adapt", found)] if found else []
+        parsed.append({"kind": value} if isinstance(value, str) else value)
+    return [("adapt", parsed)] if parsed else []
 
 
 def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:
@@ -129,7 +136,7 @@ def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:
 
 
 def run_job(asked: Job, *, resume: bool = False, run: str | None = None, quiet: bool = False) -> RunResult:
-    """Run the job with its progress shown."""
+    """Run the job and display its progress."""
     from plait.cli.show import RunDisplay
     from plait.jobs.train import train as train_job
 
@@ -138,19 +145,19 @@ def run_job(asked: Job, *, resume: bool = False, run: str | None = None, quiet: 
 
 
 def show_warnings(warnings: Sequence[str], quiet: bool) -> None:
-    """What was warned of, where nothing was shown while it ran."""
+    """Print the warnings of a quiet run; otherwise they were displayed while it ran."""
     for text in warnings if quiet else ():
         print(f"warning: {text}", file=sys.stderr)
 
 
 def show_result(result: RunResult) -> None:
-    """The result table, and where to look next."""
+    """Print the result table and the next command."""
     from plait.cli.show import print_table, result_table
 
     folder = RunDir(Path(result.run))
     print_table(result_table(result))
     if result.reason == "stopped":
-        print(f"stopped; go on with: {RunKind.TRAIN.how_to_go_on(folder.path, folder.job)}")
+        print(f"stopped; go on with: {RunKind.TRAIN.resume_command(folder.path, folder.job)}")
         return
     if result.reason == "early-stop":
         print("ended early: the watched metric stopped improving")

@@ -207,7 +207,7 @@ def connect(
     rank, hosts = rendezvous.rank, rendezvous.hosts
     deadline_s = rendezvous.timeout_s if deadline_s is None else deadline_s
     peers = sorted(set(peers) - {rank})
-    local = meet_near(rendezvous, "channels", peers)
+    local = connect_local(rendezvous, "channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
     local_reach = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
     gathered = all_gather_values(encode(local_reach))
@@ -222,7 +222,7 @@ def connect(
     return Channels(rank, links, deadline_s, window, rendezvous.check)
 
 
-def meet_near(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[int, socket.socket]:
+def connect_local(rendezvous: Rendezvous, name: str, peers: Iterable[int]) -> dict[int, socket.socket]:
     """Connections to those of `peers` that share memory with this worker: those on its host.
 
     All of them call it with the same name. Without anonymous shared memory there are none.

@@ -1,4 +1,4 @@
-"""What every package shares: errors, names, files, versioned artefacts, typed events, logging.
+"""Shared by all packages: errors, names, files, versioned artefacts, typed events, logging.
 
-Nothing here knows of models, processes or devices.
+It is independent of models, processes and devices.
 """

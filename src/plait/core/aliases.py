@@ -1,6 +1,6 @@
-"""What people call things in torch, Keras, Lightning or transformers, and what they may be called here.
+"""Names of options in torch, Keras, Lightning or transformers, and their names in Plait, for suggestions.
 
-Names are written without `_` and `-`, in lower case; of several meanings the first that is valid counts.
+Names are written without `_` and `-`, in lower case; the first valid name is suggested.
 """
 
 from __future__ import annotations

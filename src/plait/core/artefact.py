@@ -1,4 +1,4 @@
-"""Versioned artefacts: a frozen value as one JSON file that says what it is."""
+"""Versioned artefacts: a frozen value as one JSON file with its kind and version."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def text_of(content: Mapping[str, Any], kind: str, version: int) -> str:
 
 
 def load(cls: type[T], path: Path, kind: str, version: int) -> T:
-    """The value saved at `path`; a file of another kind or a newer version is refused by name."""
+    """The value saved at `path`; ArtefactError if it is of another kind or version."""
     data = read_json(path, kind)
-    found = data.pop("plait", None)
-    if found != kind:
-        raise ArtefactError(f"{path}: this is {describe(found)}, expected a {kind} file")
+    found_kind = data.pop("plait", None)
+    if found_kind != kind:
+        raise ArtefactError(f"{path}: this is {describe(found_kind)}, expected a {kind} file")
     found_version = data.pop("version", None)
     if found_version != version:
         raise ArtefactError(

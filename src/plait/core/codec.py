@@ -38,17 +38,17 @@ def encode(value: Any) -> Any:
 
 
 def finite(number: float) -> float | None:
-    """`number`, or None where it is not one that JSON can hold."""
+    """`number`, or None if it is NaN or infinite, which JSON does not have."""
     return number if math.isfinite(number) else None
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:
-    """A `cls` made from what `encode` returned; `where` leads the path that an error names."""
+    """A `cls` from what `encode` returned; error messages name fields below `where`."""
     return cast("T", _decode(cls, data, where or cls.__name__))
 
 
 def decode_over(value: T, data: Mapping[str, Any], where: str) -> T:
-    """A copy of `value`, a dataclass, with the fields of `data` as `decode` reads them."""
+    """A copy of the dataclass `value` with the fields in `data` decoded and replaced."""
     return cast("T", dataclasses.replace(cast("Any", value), **_decode_fields(type(value), data, where)))
 
 
@@ -85,7 +85,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 
 def _decode_key(kind: Any, key: Any, where: str) -> Any:
-    """The key of a mapping; JSON has only text, so whole numbers come as such."""
+    """The key of a mapping; JSON has only text keys, so integers are parsed."""
     if kind is not int:
         return key
     try:
@@ -117,7 +117,7 @@ def _decode_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
             return _decode(kind, data, where)
         except ArtefactError as failure:
             failures.append(failure)
-    # The reason that lies deepest speaks of the alternative that came closest.
+    # The error with the deepest path belongs to the alternative that fits best.
     raise max(failures, key=lambda f: len(str(f).partition(":")[0]))
 
 

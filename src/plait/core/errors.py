@@ -1,4 +1,4 @@
-"""The errors that a person sees. Each says what was found, what was expected and what to try."""
+"""The errors that users see. Each says what was found, what was expected and what to try."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 class PlaitError(Exception):
-    """Plait cannot go on, and the message says why in the user's words.
+    """Base of all errors with a message for the user.
 
-    `exit_status` is what the command line ends with: 1 for a run that failed. `everywhere` says that the
-    cause holds for every worker of the run, such as wrong input or a full disk, and not for one alone.
+    `exit_status` is that of the command line: 1 for a run that failed. `everywhere` says that the cause holds
+    for every worker of the run, such as wrong input or a full disk.
     """
 
     exit_status = 1
@@ -19,21 +19,21 @@ class PlaitError(Exception):
 
 
 class InputError(PlaitError):
-    """What the user gave cannot be used as it is; nothing was started."""
+    """The user's input is wrong; nothing was started."""
 
     exit_status = 2
 
 
 class PlanError(InputError):
-    """No plan can be made of what was given; the message says what would have to change."""
+    """There is no plan for the given model and devices; the message says what to change."""
 
 
 class JobError(InputError):
-    """A job file, or a value set over it, is wrong."""
+    """A job file, or an override of it, is wrong."""
 
 
 class DataError(InputError):
-    """A data set's file is missing, broken or of another format."""
+    """A file of a data set is missing, damaged or of another format."""
 
 
 class ArtefactError(InputError):
@@ -48,8 +48,8 @@ class LaunchError(PlaitError):
     """The workers could not be started, or ended before the job did."""
 
 
-# The path that was named cannot be used, whatever a run would do.
-NAMED_WRONGLY = (
+# Errors of a wrong path rather than of a full or failing disk.
+WRONG_PATH_ERRNOS = (
     errno.EACCES,
     errno.EEXIST,
     errno.EISDIR,
@@ -67,7 +67,7 @@ class DiskError(PlaitError):
 
     def __init__(self, path: Path, reason: OSError) -> None:
         self.errno = reason.errno
-        if reason.errno in NAMED_WRONGLY:
+        if reason.errno in WRONG_PATH_ERRNOS:
             self.exit_status = InputError.exit_status
         remedy = _REMEDY.get(reason.errno or 0, "")
         super().__init__(f"{path}: cannot be written: {reason.strerror or reason}{remedy}")
@@ -76,21 +76,21 @@ class DiskError(PlaitError):
 _REMEDY = {
     errno.ENOSPC: "; free some space and go on with --resume",
     errno.EDQUOT: "; free some of your quota and go on with --resume",
-    **dict.fromkeys(NAMED_WRONGLY, "; name another place"),
+    **dict.fromkeys(WRONG_PATH_ERRNOS, "; name another place"),
 }
 
 
 class LostPeer(enum.Enum):
-    """How another worker is missed."""
+    """How another worker was lost: its connection is closed, or it does not answer."""
 
     GONE = "gone"
     SILENT = "silent"
 
 
 class PeerError(PlaitError, RuntimeError):
-    """Another worker is missed: how, and its rank where that is known.
+    """Another worker was lost: how, and its rank if known.
 
-    The worker that raises it has not failed itself: the cause lies with the other one.
+    The worker that raises it has not failed itself; the other one is the cause.
     """
 
     everywhere = False

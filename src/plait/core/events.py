@@ -1,8 +1,8 @@
-"""Typed events: what a run measured, one JSON object a line.
+"""Typed events: the measurements of a run, one JSON object per line.
 
 Each line holds `t` (seconds since the epoch), `rank`, `kind`, and the fields of that kind of event.
 An event class is a frozen dataclass derived from `Event`; its kind is its name in lower case. Packages
-declare the events they record. docs/events.md is the schema in words.
+declare the events they record. docs/events.md documents them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shown
 
 FLUSH_S = 1.0
-# Lines that wait for a disk that takes none.
+# The newest lines that are kept while the disk is full.
 MOST_KEPT = 100_000
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; a subclass is known to `read` as soon as it is defined."""
+    """Base of all events; subclasses are registered for `read` when they are defined."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
 
@@ -49,7 +49,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Recorded:
-    """An event with the time and the worker it came from."""
+    """An event with its time and the rank of its worker."""
 
     t: float
     rank: int
@@ -59,9 +59,9 @@ class Recorded:
 class EventLog:
     """Appends the events of one worker to a file.
 
-    Lines are kept and reach the file every second and on close, whole or not at all. A disk that
-    takes none ends no run: the newest lines are kept until it does, with one warning. Opening a file that
-    a killed run left behind first drops the half line at its end.
+    Lines are buffered and written every second and on close, each line whole or not at all. A full disk does
+    not end the run: the newest lines are kept until they can be written, with one warning. Opening the file
+    of a killed run first removes an incomplete last line.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -71,7 +71,7 @@ class EventLog:
             self._file = path.open("ab", buffering=0)
         self._path = path
         self._rank = rank
-        # The first event is written at once: it says that a run has begun.
+        # The first event is written at once.
         self._flushed = -math.inf
         self._kept: deque[bytes] = deque(maxlen=MOST_KEPT)
         self._has_warned = False
@@ -116,7 +116,7 @@ def _drop_half_line(path: Path) -> None:
 
 
 def read(path: Path) -> Iterator[Recorded]:
-    """The events in `path`, oldest first; a half-written last line is left out."""
+    """The events in `path`, oldest first; an incomplete last line is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
@@ -128,8 +128,8 @@ def _parse(line: bytes, where: str) -> Recorded:
         data: dict[str, Any] = json.loads(line.decode())
         t, rank, kind = float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind"))
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
-        found = shown(line[:100].decode(errors="replace").strip())
-        raise ArtefactError(f"{where}: found {found}, expected an event") from None
+        text = shown(line[:100].decode(errors="replace").strip())
+        raise ArtefactError(f"{where}: found {text}, expected an event") from None
     if kind not in Event.kinds:
         raise ArtefactError(f"{where}: unknown kind of event {shown(kind)}{did_you_mean(kind, Event.kinds)}")
     return Recorded(t, rank, decode(Event.kinds[kind], data, where))

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: write aside, flush to disk, rename; and reading what people hand us."""
+"""Atomic writes (temporary file, fsync, rename), and reading files that the user names."""
 
 from __future__ import annotations
 
@@ -21,70 +21,70 @@ _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 
 def expand_path(text: str, key: str = "", error: type[InputError] = InputError) -> str:
-    """`text` with the home folder in place of `~` and the values of `$VARIABLES`; others are refused.
+    """`text` with `~` and `$VARIABLES` expanded; `error` if a variable is not set.
 
-    `key` is where the path was written, so that the message can name it.
+    `key` is the key of the path in the job, for error messages.
     """
     where = f"{key}: found {shortened(text)!r}" if key else f"found {shortened(text)!r}"
     for braced, plain in _VARIABLE.findall(text):
         if (braced or plain) not in os.environ:
             raise error(f"{where}, but the variable {braced or plain} is not set")
-    found = os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text))
-    if found.startswith("~") and text.startswith("~"):
-        raise error(f"{where}, but there is no user {shortened(found[1:].partition('/')[0])!r}")
-    return found
+    expanded = os.path.expanduser(_VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], text))
+    if expanded.startswith("~") and text.startswith("~"):
+        raise error(f"{where}, but there is no user {shortened(expanded[1:].partition('/')[0])!r}")
+    return expanded
 
 
 def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
-    """Put `data` at `path` so that a reader, or a crash, never meets half of it.
+    """Write `data` to `path` atomically: readers see all of it or the old file, also after a crash.
 
-    For files of Plait's own: a link at `path` is replaced, not followed. With `private` nobody but its owner
-    can ever read it. DiskError where the disk does not take it.
+    For Plait's own files: a link at `path` is replaced, not followed. With `private` only the owner can read
+    it. DiskError if it cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(_as_bytes(data))
                 file.flush()
                 os.fsync(file.fileno())
-            aside.replace(path)
+            temporary.replace(path)
         finally:
             with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
 
 
 def write_output(path: Path, data: bytes | str) -> None:
-    """Put `data` where a person asked for it; a link is followed.
+    """Write `data` to a path that the user named; a link is followed.
 
-    A file is replaced whole. What is no file cannot be replaced and is written to: a device, a pipe, or this
-    process's own standard output under whatever name.
+    A file is replaced atomically. A device, a pipe, or a path of this process's standard output is written to
+    instead.
     """
     with writing(path):
         there = path.stat() if path.exists() else None
-        own = None if there is None else _own_stream(there)
-        if own is None and (there is None or stat.S_ISREG(there.st_mode)):
+        stream = None if there is None else _standard_stream(there)
+        if stream is None and (there is None or stat.S_ISREG(there.st_mode)):
             write_atomic(Path(os.path.realpath(path)), data)
             return
-        if own is not None:
-            own.flush()
-        descriptor = os.open(path, os.O_WRONLY) if own is None else os.dup(own.fileno())
+        if stream is not None:
+            stream.flush()
+        descriptor = os.open(path, os.O_WRONLY) if stream is None else os.dup(stream.fileno())
         with os.fdopen(descriptor, "wb") as file:
             file.write(_as_bytes(data))
 
 
 def write_picture(path: Path, figure: Any, **options: Any) -> None:
-    """Put a figure of matplotlib's, as a PNG, where a person asked for it."""
+    """Write a matplotlib figure as a PNG to a path that the user named."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", **options)
     write_output(path, picture.getvalue())
 
 
-def _own_stream(there: os.stat_result) -> IO[str] | None:
-    """Standard output or error, where it is the file that `there` describes."""
+def _standard_stream(there: os.stat_result) -> IO[str] | None:
+    """Standard output or error, if it is the file that `there` describes; else None."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or no file
             if os.path.samestat(os.fstat(stream.fileno()), there):
@@ -98,7 +98,7 @@ def _as_bytes(data: bytes | str) -> bytes:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error of writing to `path` within into a message of one sentence."""
+    """Turn an OSError within the block into a DiskError that names `path`."""
     try:
         yield
     except OSError as failure:
@@ -115,9 +115,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_text(path: Path, expected: str, most_bytes: int, error: type[InputError] = InputError) -> str:
-    """The text in `path`, which was given by a person; `expected` says what it should be, in messages.
+    """The text of a file that the user named; `expected` describes it in error messages.
 
-    At most `most_bytes` are read, so that a device or another kind of file takes neither memory nor time.
+    At most `most_bytes` are read, so that a device or a file of another kind takes neither memory nor time.
     """
     name = shortened(str(path), 300)
     try:

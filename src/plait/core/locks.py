@@ -1,4 +1,4 @@
-"""Locks on files that end with their process, and that others can look at without taking them."""
+"""File locks that are released when their process ends, and that can be tested without acquiring them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUERIES = hasattr(fcntl, "F_OFD_GETLK")
 
 
 def acquire(file: IO[str]) -> bool:
-    """Hold `file` as long as it is open; False where someone else does."""
+    """Lock `file` as long as it is open; False if another process has locked it."""
     try:
         if _QUERIES:
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
@@ -24,10 +24,10 @@ def acquire(file: IO[str]) -> bool:
 
 
 def is_held(file: IO[str]) -> bool:
-    """Whether someone holds `file`."""
+    """Whether `file` is locked."""
     if _QUERIES:
-        found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+        lock = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+        return bool(_FLOCK.unpack(lock)[0] != fcntl.F_UNLCK)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

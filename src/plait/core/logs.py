@@ -1,4 +1,4 @@
-"""Logging: library code logs through its module's logger; the edge decides what is shown."""
+"""Logging: library code logs through its module's logger; programs decide what is shown."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-# A run that has told as many different warnings says nothing new.
+# Further different warnings are dropped.
 MOST_WARNINGS = 1000
 
 
 class WarningHandler(logging.Handler):
-    """Hands on the text of each warning that Plait's loggers are given, once."""
+    """Calls `forward` with the text of each different warning of Plait's loggers, once."""
 
-    def __init__(self, hand_on: Callable[[str], None]) -> None:
+    def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._hand_on = hand_on
-        self._handed_on: set[str] = set()
+        self._forward = forward
+        self._forwarded: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if text not in self._handed_on and len(self._handed_on) < MOST_WARNINGS:
-            self._handed_on.add(text)
-            self._hand_on(text)
+        if text not in self._forwarded and len(self._forwarded) < MOST_WARNINGS:
+            self._forwarded.add(text)
+            self._forward(text)
 
 
-def hand_on_warnings(hand_on: Callable[[str], None]) -> None:
-    """Call `hand_on` with each different warning from now on; called once by a program's edge."""
-    logging.getLogger("plait").addHandler(WarningHandler(hand_on))
+def forward_warnings(forward: Callable[[str], None]) -> None:
+    """Call `forward` with each different warning from now on; called once by a program."""
+    logging.getLogger("plait").addHandler(WarningHandler(forward))
 
 
 @contextlib.contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """The different warnings that Plait's loggers are given within, in a list that fills as they come."""
-    found: list[str] = []
-    handler, logger = WarningHandler(found.append), logging.getLogger("plait")
+    """Collect the different warnings of Plait's loggers within the block in a list."""
+    warnings: list[str] = []
+    handler, logger = WarningHandler(warnings.append), logging.getLogger("plait")
     logger.addHandler(handler)
     try:
-        yield found
+        yield warnings
     finally:
         logger.removeHandler(handler)
 
 
 def show_logs() -> None:
-    """Send Plait's log lines to standard error; called once by a program's edge, never by the library."""
+    """Send Plait's log lines to standard error; called once by a program, never by the library."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname).1s %(name)s: %(message)s"))
     logger = logging.getLogger("plait")

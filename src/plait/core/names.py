@@ -1,4 +1,4 @@
-"""Names given as text: import what they point to, and suggest the nearest when they miss."""
+"""Names given as text: import the object they name, and suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from plait.core.aliases import ALIASES
 from plait.core.errors import InputError
 from plait.core.shown import listed, shortened, shown
 
-# A longer name is a slip of another kind, and comparing it with others takes long.
+# Comparing longer names takes long, and they are no misspellings.
 _LONGEST_NAME = 100
-_OUR_FOLDER = Path(__file__).parent
+_CORE_FOLDER = Path(__file__).parent
 
 
 def nearest(name: object, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The valid name that `name` means elsewhere or is most like, or None when nothing comes close."""
+    """The valid name for which `name` is an alias or that is most similar, or None if nothing is close."""
     valid = list(valid)
     text = str(name) if isinstance(name, (str, int)) and not isinstance(name, bool) else ""
     if not text or len(text) > _LONGEST_NAME:
         return None
-    if text in valid:  # of another place, as a key of a section that stands outside of it
+    if text in valid:  # right name, wrong section
         return text
     for meant in ALIASES.get(text.lower().replace("_", "").replace("-", ""), ()):
         if meant in valid:
@@ -41,7 +41,7 @@ def nearest(name: object, valid: Iterable[str], cutoff: float = 0.5) -> str | No
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or `; valid: a, b, c` when nothing is near."""
+    """`; did you mean 'x'?`, or `; valid: a, b, c` if nothing is close."""
     valid = list(valid)
     close = nearest(name, valid)
     if close is not None:
@@ -49,22 +49,22 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     return f"; valid: {listed(sorted(valid), 500)}" if valid else ""
 
 
-def own_folders() -> list[str]:
-    """The folders on the Python path that are neither Python's own nor those of installed packages."""
+def user_folders() -> list[str]:
+    """The folders on the Python path without the standard library and installed packages."""
     paths = sysconfig.get_paths()
     installed = {paths["purelib"], paths["platlib"], paths["scripts"], *site.getsitepackages()}
     installed.add(site.getusersitepackages())
     folders = dict.fromkeys(os.path.abspath(folder) for folder in sys.path)
-    own = [folder for folder in folders if folder not in installed and os.path.isdir(folder)]
-    return [folder for folder in own if not f"{folder}{os.sep}".startswith(paths["stdlib"] + os.sep)]
+    not_installed = [folder for folder in folders if folder not in installed and os.path.isdir(folder)]
+    stdlib = paths["stdlib"] + os.sep
+    return [folder for folder in not_installed if not f"{folder}{os.sep}".startswith(stdlib)]
 
 
 @contextlib.contextmanager
 def searching(*folders: str | None) -> Iterator[None]:
-    """Look for modules in `folders` too, while the block runs.
+    """Append `folders` to the Python path within the block.
 
-    They come last: no module of a user's, or of a stranger where others may write, takes the place of one
-    of Python's or of an installed package.
+    They come last, so that modules in them never hide those of the standard library or installed packages.
     """
     added = [each for each in dict.fromkeys(folders) if each and each not in sys.path]
     sys.path += added
@@ -77,9 +77,9 @@ def searching(*folders: str | None) -> Iterator[None]:
 
 
 def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
-    """The object that `package.module:name` points to.
+    """Import the object `package.module:name`.
 
-    `key` is where the user wrote the path (`model`, `data.kind`), so that the message can name it.
+    `key` is the key of the path in the job (`model`, `data.kind`), for error messages.
     """
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
@@ -97,7 +97,7 @@ def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
                 f"{key}: found {shown(path)}, but {shortened(module_name)} has no {shown(part)}{suggestion}"
                 f"{_hidden(module_name)}"
             ) from None
-        except Exception as failure:  # a module may make its names when they are asked for
+        except Exception as failure:  # a module may define __getattr__
             raise error(f"{key}: {shown(path)} cannot be read: {in_words(failure)}") from failure
     return target
 
@@ -116,53 +116,53 @@ def _import(module_name: str, path: str, key: str, error: type[InputError]) -> A
         raise error(
             f"{failed}: {shortened(str(missing), 500)}{_line_of(missing)}{_hidden(module_name)}"
         ) from missing
-    except (Exception, SystemExit) as failure:  # a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as failure:  # importing a user's module may raise anything
         raise error(f"{failed}: {in_words(failure)}{_line_of(failure)}") from failure
 
 
 def not_in_script(name: str) -> str:
-    """What to tell a user who names code of the script that is run."""
+    """The message for a name in the script that is run."""
     return (
-        f"workers are processes of their own and do not import the script: put {shortened(name)} into a file "
-        f"beside it, say models.py, and write 'models:{shortened(name)}'"
+        f"workers are separate processes and do not import the script: put {shortened(name)} into a file "
+        f"next to it, say models.py, and write 'models:{shortened(name)}'"
     )
 
 
 def _line_of(failure: BaseException) -> str:
-    """` (file, line 3)`: where a user's code has failed, as far as that is known."""
+    """` (file, line 3)`: the line of the user's code that failed, if known."""
     if isinstance(failure, SyntaxError):
         return ""  # its message has it
     frames = [
         frame for frame in traceback.extract_tb(failure.__traceback__) if "<frozen" not in frame.filename
     ]
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_OUR_FOLDER)]
+    outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(_CORE_FOLDER)]
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    theirs = [frame for frame in own if not frame.filename.startswith(libraries)]
-    if not own:
+    user_frames = [frame for frame in outside if not frame.filename.startswith(libraries)]
+    if not outside:
         return ""
-    frame = (theirs or own)[-1]
+    frame = (user_frames or outside)[-1]
     return f" ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def _hidden(module_name: str) -> str:
-    """What to do where a module of the user's is not found because another one has its name."""
+    """The hint if a module of the user is hidden by another one of the same name."""
     name = module_name.partition(".")[0]
     used = getattr(sys.modules.get(name), "__file__", None)
-    for folder in map(Path, own_folders()):
+    for folder in map(Path, user_folders()):
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):
             if file.is_file() and not (used is not None and file.samefile(used)):
-                what = f"the module in {used}" if used is not None else "a module of Python's own"
+                what = f"the module in {used}" if used is not None else "a built-in module"
                 return f" ({file} is hidden by {what} of the same name; give it another one)"
     return ""
 
 
 def in_words(failure: BaseException) -> str:
-    """`ValueError: what it says`, in few letters."""
+    """`ValueError: its message`, shortened."""
     return f"{type(failure).__name__}: {shortened(str(failure), 500)}".removesuffix(": ")
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function or class; none of a builtin that says nothing of them."""
+    """The parameters of a function or class; empty for a builtin without signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -177,10 +177,10 @@ def check_arguments(
     positional: int = 0,
     reserved: Iterable[str] = (),
 ) -> None:
-    """Refuse arguments that `function` does not take, or that it needs and did not get.
+    """Raise `error` for arguments that `function` does not take, or that it needs and did not get.
 
-    `positional` says how many leading parameters the caller fills by itself; `reserved` are keys that stand
-    at the same place and may have been meant.
+    `positional` is the number of leading parameters that the caller fills; `reserved` are other keys of the
+    same section, which are suggested too.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())[positional:]

@@ -15,10 +15,10 @@ from plait.core.yaml_text import MOST_DIGITS, MOST_LEVELS, MOST_VALUES
 
 
 def plain_copy(value: Any, path: str = "") -> Any:
-    """A copy of `value` as plain values; `path` is where in a job it stands, for messages.
+    """A copy of `value` as plain values; `path` is its key in the job, for error messages.
 
-    Tuples become lists and paths text. Anything else is refused, and so are values that are part of
-    themselves or of which there are very many.
+    Tuples become lists and paths text. JobError for anything else, for values that contain themselves, and
+    for too many values.
     """
     return _copy(value, path, 0, itertools.count(1))
 
@@ -55,19 +55,19 @@ def _scalar(value: Any, where: str) -> Any:
         raise JobError(f"{where}: {_named(value)}")
     raise JobError(
         f"{where}: found {shown(value)}, expected text, a number, true, false, null, or a list or mapping "
-        f"of them; what is code is given as 'package.module:name' of what makes it"
+        f"of them; code is given by its name, 'package.module:name'"
     )
 
 
 def _named(code: type | FunctionType) -> str:
-    """What to tell a user who gives a class or a function where its name is expected."""
+    """The message for a class or a function where its name is expected."""
     kind, name = "class" if isinstance(code, type) else "function", code.__qualname__
-    found = f"found the {kind} {code.__module__}.{shortened(name)}"
+    prefix = f"found the {kind} {code.__module__}.{shortened(name)}"
     if code.__module__ == "__main__":
-        return f"{found}; {not_in_script(name)}"
+        return f"{prefix}; {not_in_script(name)}"
     if "<" in name:
-        return f"{found}, which no other process can import; put it at the top level of a module"
-    return f"{found}, expected its name, '{code.__module__}:{shortened(name)}': workers import it by that"
+        return f"{prefix}, which no other process can import; put it at the top level of a module"
+    return f"{prefix}, expected its name, '{code.__module__}:{shortened(name)}': workers import it by that"
 
 
 def _key(key: Any, where: str) -> Any:

@@ -13,7 +13,7 @@ from plait.core.events import Event
 class RunStarted(Event):
     """A run, or a resumed part of one, begins; `step` steps were done before.
 
-    `samples` and `steps` are None where a stream does not say how long it is.
+    `samples` and `steps` are None for a stream of unknown length.
     """
 
     name: str
@@ -32,7 +32,7 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class Verified(Event):
-    """The stages compute what the plain model computes; `notes` lists what was changed so that they do."""
+    """The stages compute what the plain model computes; `notes` lists the changes that this needed."""
 
     seconds: float
     notes: tuple[str, ...]
@@ -40,10 +40,10 @@ class Verified(Event):
 
 @dataclass(frozen=True)
 class Audited(Event):
-    """Step `step` was taken a second time, as plain PyTorch takes it, which took `seconds`.
+    """Step `step` was repeated in plain PyTorch, which took `seconds`, and compared.
 
-    `largest` is the largest relative difference of this and all audits before; `differences` are those
-    beyond rounding, in words. In a sweep `trial` is the one that took the step alone, too.
+    `largest` is the largest relative difference of this and all earlier audits; `differences` are messages
+    about those beyond rounding. In a sweep `trial` is the trial whose step was repeated alone.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Audited(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """The steps since the event before: the last one's number, their mean loss, samples and seconds."""
+    """The steps since the previous event: the last one's number, their mean loss, samples and seconds."""
 
     step: int
     epoch: int
@@ -77,7 +77,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint of the state after `step` steps lies in the run folder."""
+    """A checkpoint of the state after `step` steps was written to the run folder."""
 
     step: int
     seconds: float
@@ -104,11 +104,11 @@ class RunEnded(Event):
 
 @dataclass(frozen=True)
 class Operations(Event):
-    """What a worker of a pipeline did up to `step`, one place in each list for each operation.
+    """The operations of a worker of a pipeline up to `step`, with one entry in each field per operation.
 
-    `letters` has one for each: F forward, B backward, I and W the halves of a split backward, U update
-    (whose `microbatches` holds the version it wrote). Times are seconds since the epoch by the first worker's
-    clock, after the input had arrived and before the output was taken.
+    `letters` has one letter each: F forward, B backward, I and W the halves of a split backward, U update
+    (whose `microbatches` entry is the version it wrote). Times are seconds since the epoch on the first
+    worker's clock, without waiting for the input or for the output to be sent.
     """
 
     step: int
@@ -137,7 +137,7 @@ class SweepStarted(Event):
 
 @dataclass(frozen=True)
 class TrialDrawn(Event):
-    """A trial and its values; `group` names those that can share an array with it."""
+    """A trial and its values; trials of the same `group` can share an array."""
 
     trial: int
     values: Mapping[str, Any]
@@ -147,7 +147,7 @@ class TrialDrawn(Event):
 
 @dataclass(frozen=True)
 class TrialStep(Event):
-    """A trial's mean loss over the steps since its event before."""
+    """A trial's mean loss over the steps since its previous event."""
 
     trial: int
     step: int
@@ -165,9 +165,9 @@ class TrialEvaluated(Event):
 
 @dataclass(frozen=True)
 class TrialReached(Event):
-    """A trial came to where trials are compared; of `result` less is better, none is worst.
+    """A trial reached a step at which trials are compared; a smaller `result` is better, None is worst.
 
-    `judged` counts the results there up to this one and those that came with it; 0 where that was not noted.
+    `judged` counts the results at this step up to this one and those reported with it; 0 if unknown.
     """
 
     trial: int
@@ -180,7 +180,7 @@ class TrialReached(Event):
 
 @dataclass(frozen=True)
 class TrialCopied(Event):
-    """A trial took over another's weights, and values changed from the other's."""
+    """A trial copied another's weights and changed values."""
 
     trial: int
     source: int
@@ -202,9 +202,9 @@ class TrialEnded(Event):
 
 @dataclass(frozen=True)
 class ArrayChanged(Event):
-    """The trials that a worker trains together from now on; `why` says why they are not fused, or not more.
+    """The trials that a worker trains together from now on; `why` says why they, or more, are not fused.
 
-    One trial is not fused with any other.
+    A single trial is not fused.
     """
 
     worker: int
@@ -241,7 +241,7 @@ class SweepEnded(Event):
 
 @dataclass(frozen=True)
 class Pace(Event):
-    """What one worker of a run that averages weights did since its event before."""
+    """The throughput of one worker of a run that averages weights, since its previous event."""
 
     step: int
     updates: int
@@ -256,7 +256,7 @@ class Pace(Event):
 
 @dataclass(frozen=True)
 class Settled(Event):
-    """All living workers took the mean of their weights; `distance` is how far this worker's were from it."""
+    """All live workers averaged their weights; `distance` is that of this worker's weights to the mean."""
 
     step: int
     members: tuple[int, ...]
@@ -265,7 +265,7 @@ class Settled(Event):
 
 @dataclass(frozen=True)
 class SyncChosen(Event):
-    """`sync: auto` chose how workers agree, and why."""
+    """`sync: auto` chose a sync, and why."""
 
     sync: str
     reason: str
@@ -273,7 +273,7 @@ class SyncChosen(Event):
 
 @dataclass(frozen=True)
 class Changed(Event):
-    """A running job was changed after `step` steps: what `change` sets, who asked for it, and why."""
+    """A running job was changed after `step` steps: the new values, who asked for it, and why."""
 
     step: int
     kind_of_change: str
@@ -284,7 +284,7 @@ class Changed(Event):
 
 @dataclass(frozen=True)
 class LayersMoved(Event):
-    """After `step` steps the model was laid out anew: the tensors, by name, that went to other workers."""
+    """After `step` steps layers moved to other workers: the names of their tensors."""
 
     step: int
     names: tuple[str, ...]
@@ -292,9 +292,9 @@ class LayersMoved(Event):
 
 @dataclass(frozen=True)
 class WorkersChanged(Event):
-    """After `step` steps other workers take part: `members` of that `version`, by their numbers.
+    """After `step` steps the membership changed to this `version`; `members` are worker numbers.
 
-    `seconds` is how long those that stayed took no steps; `by` and `why` say who asked for it.
+    `seconds` is how long training paused; `by` and `why` say who asked for it and why.
     """
 
     step: int
@@ -310,10 +310,10 @@ class WorkersChanged(Event):
 
 @dataclass(frozen=True)
 class Signals(Event):
-    """What monitors saw of one step, the same on all workers; policies decide by it.
+    """The signals of the monitors for one step, the same on all workers; the input of policies.
 
-    `work_s` and `link_bytes_per_s` have a number for each worker, and are empty where a step was not timed.
-    `planned_s` is what a pipeline's plan gives each worker to compute in a step, in seconds.
+    `work_s` and `link_bytes_per_s` have a number for each worker, and are empty if the step was not timed.
+    `planned_s` is the compute time of each worker in a step according to the pipeline's plan.
     """
 
     step: int
@@ -336,7 +336,7 @@ class Signals(Event):
 
 @dataclass(frozen=True)
 class TrialSignals(Event):
-    """What monitors saw of a trial's gradients up to `step`."""
+    """The signals of the monitors for a trial's gradients up to `step`."""
 
     trial: int
     step: int

@@ -1,4 +1,4 @@
-"""Values in messages: whatever was found, in few letters."""
+"""Values in messages: a short `repr`, shortened texts and lists."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import reprlib
 from collections.abc import Iterable
 from typing import Any
 
-# Longer messages are cut: nobody reads on.
+# Longer messages are cut.
 LONGEST_MESSAGE = 2000
 
 
 class _Short(reprlib.Repr):
-    """`repr` of the first few items of the first few levels, so that no value takes long to show."""
+    """`repr` of the first few items of the first few levels, so that it is fast for every value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ _short = _Short()
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """`repr(value)` on one line, cut to about `most` letters."""
+    """`repr(value)` on one line, cut to about `most` characters."""
     return shortened(" ".join(_short.repr(value).split("\n")), most)
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """`text` itself, its middle left out where it is longer than `most` letters."""
+    """`text`, with its middle replaced by `...` if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     tail = most // 4
@@ -43,26 +43,26 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters spelt out: a terminal obeys them, and files may be anybody's."""
+    """`text` with control characters escaped: a terminal would execute those of an untrusted file."""
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
 
 
 def listed(names: Iterable[object], most: int = 300) -> str:
-    """`a, b, c`, or as many of them as `most` letters hold, and how many there are besides."""
-    words = [shortened(str(name)) for name in names]
+    """`a, b, c`, cut after about `most` characters to `a, b and 3 more`."""
+    texts = [shortened(str(name)) for name in names]
     count = 0
     length = 0
-    for word in words:
-        length += len(word) + 2
+    for text in texts:
+        length += len(text) + 2
         if length > most and count:
             break
         count += 1
-    rest = len(words) - count
-    return ", ".join(words[:count]) + (f" and {rest:,} more" if rest else "")
+    rest = len(texts) - count
+    return ", ".join(texts[:count]) + (f" and {rest:,} more" if rest else "")
 
 
 def one_message(mistakes: Iterable[str], count: int) -> str:
-    """The mistakes, `count` of them, one a line: as many as a message holds, and no more are looked at."""
+    """The mistakes, `count` of them, one per line; those that do not fit are only counted, not evaluated."""
     lines: list[str] = []
     length = 0
     for mistake in mistakes:

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them."""
+"""Parses and formats bytes, seconds and rates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """`16GB`, `512MiB`, `1e9` as a number of bytes; `key` is where it was written."""
+    """Parse `16GB`, `512MiB` or `1e9` into bytes; error messages name `key`."""
     match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     number = math.inf
     if match is not None and (match[2] or not match[3]):
@@ -36,7 +36,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`0 s`, `340 µs`, `12.4 ms`, `3.2 s`, `4 min 05 s`, `2 h 10 min`, whichever reads best."""
+    """`0 s`, `340 µs`, `12.4 ms`, `3.2 s`, `4 min 05 s` or `2 h 10 min`."""
     if seconds == 0 or not math.isfinite(seconds):
         return f"{seconds:g} s"
     if seconds < 0:
@@ -61,5 +61,5 @@ def show_rate(per_s: float) -> str:
 
 
 def count_of(number: int, one: str, many: str | None = None) -> str:
-    """`1 worker`, `2 workers`; `many` where it is not `one` with an s."""
+    """`1 worker`, `2 workers`; `many` is the plural if it is not `one` with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"

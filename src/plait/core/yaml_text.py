@@ -1,7 +1,7 @@
-"""YAML with the scalars of YAML 1.2: SafeLoader with its own table of scalars, and bounds.
+"""YAML with the scalars of YAML 1.2: PyYAML's SafeLoader with another table of scalars, and limits.
 
-`1e-3` is a number; `1:30`, `yes` and `2020-01-01` are text, and `010` is ten. Refused are keys given twice,
-tags for other types, and files whose values, aliases written out, are very many.
+`1e-3` is a number; `1:30`, `yes` and `2020-01-01` are text, and `010` is ten. Duplicate keys, tags of other
+types, and too many values (with aliases expanded) are errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 from plait.core.shown import shortened, shown
 
-# Levels, values with every alias written out, and letters of a whole number.
+# Limits of nesting levels, of values with all aliases expanded, and of digits of a whole number.
 MOST_LEVELS = 50
 MOST_VALUES = 50_000
 MOST_DIGITS = 100
@@ -29,7 +29,7 @@ _TYPES = {
     "seq": "a list",
     "map": "keys and values",
 }
-# Which text is of which type, and how it may begin. The first that fits counts.
+# The type, pattern and first characters of scalars. The first match counts.
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -41,7 +41,7 @@ _SCALARS = (
 
 
 class YamlError(ValueError):
-    """Text that is no YAML, or none that is read here; `line` is where, counted from 1, if that is known."""
+    """Text that is not YAML or not supported here; `line` counts from 1, None if unknown."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(shortened(problem, 300))
@@ -49,7 +49,7 @@ class YamlError(ValueError):
 
 
 def load_yaml(text: str) -> Any:
-    """The value that `text` spells."""
+    """Parse `text`; YamlError if it is wrong."""
     try:
         return yaml.load(text, _Loader)
     except yaml.reader.ReaderError as failure:
@@ -61,12 +61,12 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """`value`, of plain values, as text that `load_yaml` reads as the same."""
+    """Plain values as text that `load_yaml` parses to the same values."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with fewer types, which refuses keys given twice and more values than a file needs."""
+    """SafeLoader with fewer types, which rejects duplicate keys and too many values."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
     _levels = 0
@@ -98,13 +98,13 @@ class _Loader(yaml.SafeLoader):
         if isinstance(value, float) and math.isinf(value) and "inf" not in node.value.lower():
             raise _refused(f"found {shown(node.value)}, which is too large; .inf is meant?", node)
         if isinstance(value, str):
-            # JSON spells a character beyond 16 bits as two halves.
+            # JSON writes a character beyond 16 bits as a surrogate pair.
             return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         return value
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that `_Loader` would take for something else."""
+    """Quotes text that `_Loader` would read as another type."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
 
@@ -113,7 +113,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _int(loader: _Loader, node: Any) -> int:
-    """SafeLoader reads a leading 0 as octal."""
+    """An integer; unlike in SafeLoader, a leading 0 does not mean octal."""
     text: str = loader.construct_scalar(node)
     if len(text) > MOST_DIGITS:
         raise _refused(f"found a whole number of {len(text):,} digits", node)
@@ -127,9 +127,9 @@ for _name, _form, _first in _SCALARS:
 
 
 def _count(node: Any, counts: dict[Any, float]) -> float:
-    """Count the values of `node`, with all aliases written out, and refuse keys that are given twice."""
+    """Count the values of `node` with all aliases expanded; raises for too many, and for duplicate keys."""
     if node not in counts:
-        counts[node] = math.inf  # for an alias within
+        counts[node] = math.inf  # for an alias of itself
         children = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
             _check_keys([key for key, _ in children])

@@ -1,14 +1,13 @@
 """The agent of one host: started through the host's shell, it starts the workers there and watches them.
 
-It exchanges JSON lines with the supervisor over its standard streams and decides nothing itself:
+It exchanges JSON lines with the supervisor over its standard streams and makes no decisions:
 
-    in   the order, then `StartAll`, then possibly `Stop`, `EndWorkers`, questions to the coordinator and
-         answers and, where workers come and go, `StartWorker`, `NewMembership`, `Dismissal`;
-         the end of the stream ends everything here, whether the supervisor is through or gone; so does its
-         silence, for it sends `Beat` in between, where a network may have cut it off
-    out  `HostReady` or `Refusal`, what becomes of the workers, and what they report (see `messages.py`)
+    in   `AgentOrder`, then `StartAll`, then possibly `Stop`, `EndWorkers`, questions to the coordinator and
+         answers and, in an elastic job, `StartWorker`, `NewMembership`, `Dismissal`; the agent kills its
+         workers and ends when the stream ends or, across a network, after too long without a `Beat`
+    out  `HostReady` or `Refusal`, the pids and ends of workers, and their reports (see `messages.py`)
 
-It makes no files but the workers' logs, so nothing of it is left however it ends. It imports no torch.
+It creates no files but the workers' logs, so nothing is left over if it is killed. It imports no torch.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.core.errors import InputError
 from plait.launch import messages
+from plait.launch.failure_cause import describe_status
 from plait.launch.fork_server import ForkServer, ServerGoneError
 from plait.launch.host_links import watch_hosts
-from plait.launch.lines import LineBuffer, LogWriter, as_shown
+from plait.launch.lines import LineBuffer, LogWriter, visible_text
 from plait.launch.messages import (
     COORDINATOR,
     AgentOrder,
     CoordinatorAnswer,
     CoordinatorQuestion,
     JobMessage,
-    WorkerOrder,
+    WorkerRequest,
     from_line,
     to_line,
 )
-from plait.launch.verdict import describe_status
 from plait.schema.hosts import address_of, interface_of
 
 BEAT_S = 5.0
 TICK_S = 0.5
-# What the supervisor has not read yet: beyond this, lines that workers print are left to their logs.
+# With more unread messages than this, lines that workers print go only to their logs.
 MOST_UNREAD_BYTES = 4 << 20
-# What workers print without ends of lines, such as progress bars, is shown now and then.
+# Output without line ends, such as progress bars, is forwarded in parts of this many bytes.
 LONGEST_LINE = 1 << 16
 DRAIN_S = 2.0
 
@@ -57,23 +56,23 @@ DRAIN_S = 2.0
 def main() -> None:
     """Serve one supervisor, then end."""
     supervisor = SupervisorLink()
-    order = supervisor.first()
-    if order is None:
+    request = supervisor.first()
+    if request is None:
         return
-    placement = order.launch.placement
-    os.chdir(order.folder)
+    placement = request.launch.placement
+    os.chdir(request.folder)
     os.environ.update(placement.environment)
-    # Read by libraries when they are loaded: torch.set_num_threads leaves some of them with all cores.
-    threads = choose_threads(placement.threads, order.host.slots, len(_cores()), os.environ)
+    # Libraries read it when they are loaded; some of them ignore torch.set_num_threads.
+    threads = choose_threads(placement.threads, request.host.slots, len(_cores()), os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # What code of one's own makes of a set of words should be the same on all hosts, and in the next run.
+    # The iteration order of sets of strings should be the same on all hosts, and in the next run.
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    # Memory that a step frees the next one needs again: giving pages back in between took 4% of the time.
+    # The next step reuses the memory that a step frees: returning pages in between took 4% of the time.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    # Some builds of oneDNN leave a map of their code for profilers in /tmp, one for each process.
+    # Some builds of oneDNN write a file for profilers to /tmp in each process.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    status = Agent(order, threads, supervisor).run()
-    # The store's thread is still there; it ends with the process.
+    status = Agent(request, threads, supervisor).run()
+    # The store's thread is still running; it ends with the process.
     os._exit(status)
 
 
@@ -81,17 +80,17 @@ def choose_threads(asked: int | None, slots: int, cores: int, environment: Mappi
     """The threads of a worker: what the job asks for, else OMP_NUM_THREADS, else its share of the cores."""
     if asked is not None:
         return asked
-    # A list has a number for each nested level.
-    found = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if found.isdecimal() and int(found) >= 1:
-        return int(found)
+    # It may be a list with a number for each nesting level.
+    variable = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if variable.isdecimal() and int(variable) >= 1:
+        return int(variable)
     return max(1, cores // max(1, slots))
 
 
 def remove_shared_files(pids: Sequence[int], folder: Path = Path("/dev/shm")) -> None:
-    """Remove what processes that have ended left of memory they shared.
+    """Remove the shared-memory files of processes that have ended.
 
-    torch and CUDA keep a file for each process that shares GPU memory, and name it after the process.
+    torch and CUDA create files for each process that shares GPU memory, with the pid in their names.
     """
     for pid in pids:
         for path in (*folder.glob(f"torch_{pid}_*"), *folder.glob(f"cuda.shm.*.{pid:x}.*")):
@@ -106,13 +105,13 @@ def _cores() -> set[int]:
 
 
 class _Outbox:
-    """Messages to a process that may not read at once: they are kept until there is room for them."""
+    """Messages to a process, sent without blocking: they are kept until the pipe or socket has room."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
         self._unsent: deque[memoryview] = deque()
         self.unsent_bytes = 0
-        # Those that watch the other hosts send from threads of their own.
+        # The threads that watch the other hosts send too.
         self._lock = threading.Lock()
 
     def send(self, message: JobMessage) -> None:
@@ -123,7 +122,7 @@ class _Outbox:
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as much as possible without blocking."""
         with self._lock:
             try:
                 while self._unsent and self._descriptor is not None:
@@ -134,23 +133,23 @@ class _Outbox:
                         self._unsent.popleft()
             except BlockingIOError:
                 return
-            except OSError:  # it is gone, which reading finds
+            except OSError:  # the process is gone, which the reader notices
                 self._descriptor = None
             if self._descriptor is None:
                 self._unsent.clear()
                 self.unsent_bytes = 0
 
     def close(self) -> None:
-        """Send no more: the descriptor may be another process's from now on."""
+        """Send no more: the descriptor may be reused from now on."""
         with self._lock:
             self._descriptor = None
 
 
 class SupervisorLink:
-    """The lines to and from the supervisor; nothing here waits once the first one has come."""
+    """The lines to and from the supervisor; does not block after `first`."""
 
     def __init__(self) -> None:
-        # Before any other process is started: none may hold these open when this one has ended.
+        # Before any other process is started: no other process may keep these open.
         self._in = os.dup(0)
         self._out = os.dup(1)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -166,7 +165,7 @@ class SupervisorLink:
         return self._in
 
     def first(self) -> AgentOrder | None:
-        """The order, waited for; None where the supervisor has gone before."""
+        """Wait for the first message; None if the supervisor has ended."""
         while not self._early:
             data = os.read(self._in, 1 << 16)
             if not data:
@@ -174,37 +173,37 @@ class SupervisorLink:
             self._early += _messages(self._lines, data)
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
-        order = self._early.pop(0)
-        assert isinstance(order, AgentOrder)
-        return order
+        request = self._early.pop(0)
+        assert isinstance(request, AgentOrder)
+        return request
 
     def receive(self) -> list[JobMessage]:
-        """The messages that have come; EOFError where the supervisor has closed its end."""
-        found, self._early = self._early, []
+        """The messages that have arrived; EOFError if the supervisor has closed its end."""
+        received, self._early = self._early, []
         while True:
             try:
                 data = os.read(self._in, 1 << 16)
             except BlockingIOError:
-                return found
+                return received
             if not data:
                 raise EOFError
-            found += _messages(self._lines, data)
+            received += _messages(self._lines, data)
 
     def send(self, message: JobMessage) -> None:
-        """Send a message, or keep it until there is room for it."""
+        """Send a message without blocking; output is dropped if too much is unread."""
         if not isinstance(message, messages.OutputLine) or self.outgoing.unsent_bytes <= MOST_UNREAD_BYTES:
             self.outgoing.send(message)
 
 
 def _messages(lines: LineBuffer, data: bytes) -> list[JobMessage]:
     """The messages that `data` completes."""
-    found = [from_line(line) for line in lines.take(data)]
-    assert None not in found, f"found {data!r}, expected messages"
-    return [message for message in found if message is not None]
+    received = [from_line(line) for line in lines.take(data)]
+    assert None not in received, f"found {data!r}, expected messages"
+    return [message for message in received if message is not None]
 
 
 class _Output:
-    """What one worker prints to one of its streams: appended to its log and passed on line by line."""
+    """One output stream of a worker: appended to its log and forwarded line by line."""
 
     def __init__(self, prefix: str, log: Path | None, logs: LogWriter) -> None:
         self.read, self.write = os.pipe()
@@ -213,18 +212,18 @@ class _Output:
         self._lines = LineBuffer(LONGEST_LINE)
         self._log, self._logs = log, logs
         self.keep(b"")
-        # Its descriptor may be another worker's by now.
+        # Once closed, the descriptor may be reused for another worker.
         self.closed = False
 
     def take(self, supervisor: SupervisorLink) -> bool:
-        """Pass on what has come; False at its end."""
+        """Forward the output that has arrived; False at its end."""
         try:
             data = os.read(self.read, 1 << 16)
         except BlockingIOError:
             return True
         self.keep(data)
         for line in self._lines.take(data) if data else self._lines.rest():
-            supervisor.send(messages.OutputLine(f"{self._prefix}{as_shown(line)}"))
+            supervisor.send(messages.OutputLine(f"{self._prefix}{visible_text(line)}"))
         return bool(data)
 
     def keep(self, data: bytes) -> None:
@@ -240,7 +239,7 @@ class _Output:
 
 
 class _WorkerProcess:
-    """A worker as its agent knows it: its process, what it prints, and the socket between the two."""
+    """A worker as its agent knows it: its process, its output, and the socket between the two."""
 
     def __init__(
         self, rank: int, host: str, folder: Path | None, logs: LogWriter, clock: RunningClock
@@ -258,36 +257,36 @@ class _WorkerProcess:
         self.last_seen_s = clock.read()
         self.ended = False
         self.reported_silent = False
-        # How long a sign of life is waited for once it takes part, where the others can go on without it.
+        # The heartbeat timeout once it has joined, if the others can continue without it.
         self.lease_s = math.inf
         self._lines = LineBuffer()
 
     def descriptors(self) -> list[int]:
         return [*(output.write for output in self.outputs), self.theirs.fileno()]
 
-    def handed_over(self) -> None:
-        """The process has its descriptors: close them here, so that their ends are seen."""
+    def close_child_ends(self) -> None:
+        """Close the child's descriptors in this process, so that the child's exit closes them."""
         for output in self.outputs:
             os.close(output.write)
         self.theirs.close()
 
     def receive(self) -> tuple[list[JobMessage], bool]:
         """The messages of the worker since the last call, and whether more may come."""
-        found: list[JobMessage] = []
+        received: list[JobMessage] = []
         while True:
             try:
                 data = self.control.recv(1 << 16)
             except BlockingIOError:
-                return found, True
+                return received, True
             except OSError:
                 data = b""
             if not data:
-                return found, False
+                return received, False
             self.last_seen_s = self._clock.read()
-            found += _messages(self._lines, data)
+            received += _messages(self._lines, data)
 
     def send(self, message: JobMessage) -> None:
-        """Pass on what is meant for the worker."""
+        """Send a message to the worker without blocking."""
         self.outgoing.send(message)
 
     def kill(self) -> None:
@@ -297,14 +296,14 @@ class _WorkerProcess:
 
 
 class Agent:
-    """Runs one order to its end; one thread, which waits for whatever comes next."""
+    """Runs the workers of one host until the job ends; one thread waits for all events."""
 
-    def __init__(self, order: AgentOrder, threads: int, supervisor: SupervisorLink) -> None:
-        self._order = order
-        self._launch, self._placement = order.launch, order.launch.placement
+    def __init__(self, request: AgentOrder, threads: int, supervisor: SupervisorLink) -> None:
+        self._request = request
+        self._launch, self._placement = request.launch, request.launch.placement
         self._threads = threads
         self._supervisor = supervisor
-        self._secret = bytes.fromhex(order.secret)
+        self._secret = bytes.fromhex(request.secret)
         self._workers: list[_WorkerProcess] = []
         self._starting: deque[_WorkerProcess] = deque()
         self._selector = selectors.DefaultSelector()
@@ -314,19 +313,19 @@ class Agent:
         self._logs = LogWriter()
         entries = [self._launch.entry, self._launch.coordinator or self._launch.entry]
         modules = [*(entry.partition(":")[0] for entry in entries), *self._launch.preload]
-        self._server = ForkServer(modules, order.modules)
+        self._server = ForkServer(modules, request.modules)
         self._store: StoreServer | None = None
         self._store_address = ""
         self._address = ""
 
     def run(self) -> int:
-        """Serve until the supervisor closes its end or the fork server is gone; the exit status."""
+        """Serve until the supervisor closes its end or the fork server ends; returns the exit status."""
         self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
         self._selector.register(self._server, selectors.EVENT_READ, self._read_server)
         try:
             if self._launch.check:
-                # In a process of its own, which has imported what it needs.
-                check = messages.CheckOrder(self._launch.check, self._launch.settings)
+                # In a forked process, which has the modules imported.
+                check = messages.CheckRequest(self._launch.check, self._launch.settings)
                 self._start(self._worker_process(messages.CHECK, None), "plait.launch.worker:check", check)
             else:
                 self._get_ready()
@@ -346,7 +345,7 @@ class Agent:
             self._drain()
 
     def _turn(self) -> None:
-        # What there is no room for is tried again soon.
+        # Unsent messages are retried soon.
         for key, _ in self._selector.select(0.05 if self._has_unsent() else TICK_S):
             key.data()
         if self._store is not None and not self._store.is_alive():
@@ -355,18 +354,18 @@ class Agent:
         if now - self._beat > BEAT_S:
             self._beat = now
             self._supervisor.send(messages.Beat())
-        self._look_for_silence()
+        self._check_heartbeats()
 
     def _has_unsent(self) -> bool:
-        """Send what there is room for; whether anything is left."""
+        """Send as much as possible without blocking; returns whether anything is left."""
         every = [self._supervisor.outgoing, *(worker.outgoing for worker in self._workers)]
         waiting = [each for each in every if each.unsent_bytes]
         for each in waiting:
             each.flush()
         return any(each.unsent_bytes for each in waiting)
 
-    def _look_for_silence(self) -> None:
-        """Report workers that give no sign of life; end where the supervisor gives none."""
+    def _check_heartbeats(self) -> None:
+        """Report workers that send no heartbeat; end if the supervisor sends none."""
         now = self._clock.read()
         for worker in self._workers:
             silent_s = now - worker.last_seen_s
@@ -375,26 +374,26 @@ class Agent:
                 continue
             worker.reported_silent = True
             self._supervisor.send(messages.WorkerSilence(worker.rank, silent_s))
-        longest_s = self._order.supervisor_timeout_s
+        longest_s = self._request.supervisor_timeout_s
         if longest_s is not None and now - self._supervisor_seen_s > longest_s:
-            words = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
+            message = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
             for worker in self._workers:
-                worker.outputs[1].keep(words.encode())
+                worker.outputs[1].keep(message.encode())
             raise EOFError
 
     def _worker_process(self, rank: int, folder: Path | None) -> _WorkerProcess:
-        return _WorkerProcess(rank, self._order.host.name, folder, self._logs, self._clock)
+        return _WorkerProcess(rank, self._request.host.name, folder, self._logs, self._clock)
 
     def _get_ready(self) -> None:
         """Find this host's address and, on the first host, open the store."""
-        order = self._order
+        request = self._request
         try:
-            self._address = address_of(self._placement.nic, order.host.name, single_host=order.hosts == 1)
+            self._address = address_of(self._placement.nic, request.host.name, single_host=request.hosts == 1)
         except InputError as failure:
             self._supervisor.send(messages.Refusal(str(failure)))
             return
-        if order.index == 0:
-            self._store = StoreServer(self._secret, None if order.hosts == 1 else self._address)
+        if request.index == 0:
+            self._store = StoreServer(self._secret, None if request.hosts == 1 else self._address)
         self._supervisor.send(messages.HostReady(self._store.address.text if self._store else ""))
 
     def _read_supervisor(self) -> None:
@@ -402,7 +401,7 @@ class Agent:
         for message in self._supervisor.receive():
             match message:
                 case messages.StartAll():
-                    self._go(message.store)
+                    self._start_all(message.store)
                 case messages.StartWorker():
                     self._start_worker(message.rank, message.slot, self._launch.entry, joins=True)
                 case CoordinatorQuestion() | CoordinatorAnswer() | messages.CloseCoordinator():
@@ -420,46 +419,48 @@ class Agent:
     def _workers_of(self, ranks: Sequence[int]) -> list[_WorkerProcess]:
         return [worker for worker in self._workers if worker.rank in ranks]
 
-    def _go(self, store: str) -> None:
-        """Start the workers, which meet in the store, and watch the links between the hosts."""
-        order = self._order
-        watch_hosts(order, self._address, store, self._secret, self._report_unreachable)
+    def _start_all(self, store: str) -> None:
+        """Start the workers and watch the connections between the hosts."""
+        request = self._request
+        watch_hosts(request, self._address, store, self._secret, self._report_unreachable)
         self._store_address = store
-        if self._launch.coordinator is not None and order.index == 0:
+        if self._launch.coordinator is not None and request.index == 0:
             self._start_worker(COORDINATOR, 0, self._launch.coordinator)
-        for local in range(order.host.slots):
-            self._start_worker(order.first_rank + local, local, self._launch.entry)
+        for local in range(request.host.slots):
+            self._start_worker(request.first_rank + local, local, self._launch.entry)
 
     def _report_unreachable(self, index: int) -> None:
         self._supervisor.send(messages.UnreachableHost(index))
 
     def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
-        order, launch = self._order, self._launch
-        worker = WorkerOrder(
+        job, launch = self._request, self._launch
+        request = WorkerRequest(
             rank=rank,
-            host=order.host.name,
+            host=job.host.name,
             local_rank=local,
-            membership=None if joins else order.membership,
+            membership=None if joins else job.membership,
             elastic=self._placement.elastic is not None,
             lease_s=self._placement.lease_s,
             store=self._store_address,
-            secret=order.secret,
+            secret=job.secret,
             address=self._address,
             timeout_s=self._placement.timeout_s,
             entry=entry,
             settings=launch.settings,
-            world_size=len(order.membership.members),
-            local_size=order.capacity,
+            world_size=len(job.membership.members),
+            local_size=job.capacity,
             nic=self._placement.nic or interface_of(self._address),
             threads=self._threads,
         )
-        self._start(self._worker_process(rank, launch.logs), "plait.launch.worker:enter", worker)
+        self._start(self._worker_process(rank, launch.logs), "plait.launch.worker:enter", request)
 
-    def _start(self, worker: _WorkerProcess, function: str, order: messages.CheckOrder | WorkerOrder) -> None:
+    def _start(
+        self, worker: _WorkerProcess, function: str, request: messages.CheckRequest | WorkerRequest
+    ) -> None:
         self._workers.append(worker)
         self._starting.append(worker)
-        self._server.fork(function, encode(order), worker.descriptors())
-        worker.handed_over()
+        self._server.fork(function, encode(request), worker.descriptors())
+        worker.close_child_ends()
         self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._read_worker(worker))
         for output in worker.outputs:
             self._selector.register(output.read, selectors.EVENT_READ, lambda o=output: self._pass_on(o))
@@ -472,12 +473,12 @@ class Agent:
     def _read_server(self) -> None:
         for message in self._server.receive():
             if "started" in message:
-                self._note_start(self._starting.popleft(), message["started"])
+                self._record_start(self._starting.popleft(), message["started"])
             else:
                 worker = next(w for w in self._workers if w.pid == message["ended"])
-                self._note_end(worker, message["status"])
+                self._record_end(worker, message["status"])
 
-    def _note_start(self, worker: _WorkerProcess, pid: int) -> None:
+    def _record_start(self, worker: _WorkerProcess, pid: int) -> None:
         worker.pid = pid
         worker.last_seen_s = self._clock.read()
         if worker.rank >= 0 and not self._starting:
@@ -485,7 +486,7 @@ class Agent:
             self._supervisor.send(messages.WorkerPids(pids))
 
     def _read_worker(self, worker: _WorkerProcess) -> None:
-        if worker.control.fileno() < 0:  # its end was noticed in the same moment
+        if worker.control.fileno() < 0:  # closed by an earlier event of the same turn
             return
         received, more = worker.receive()
         for message in received:
@@ -511,14 +512,14 @@ class Agent:
                 self._supervisor.send(message)
 
     def _pass_to_worker(self, message: JobMessage) -> bool:
-        """Give an answer, or a message to the coordinator, to its process; False where that is elsewhere."""
+        """Send an answer, or a message to the coordinator, to its process; False if it is on another host."""
         here = self._workers_of([message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR])
         for worker in here:
             worker.send(message)
         return bool(here)
 
-    def _note_end(self, worker: _WorkerProcess, status: int) -> None:
-        # Its messages from before its end come first.
+    def _record_end(self, worker: _WorkerProcess, status: int) -> None:
+        # First read the messages that it sent before its end.
         self._read_worker(worker)
         worker.ended = True
         if worker.rank != messages.CHECK:
@@ -527,7 +528,7 @@ class Agent:
             self._supervisor.send(messages.CheckFailure())
 
     def _drain(self) -> None:
-        """Pass on what workers printed last, while the supervisor reads it."""
+        """Forward the last output of the workers, for `DRAIN_S` at most."""
         end = time.monotonic() + DRAIN_S
         for worker in self._workers:
             for output in worker.outputs:

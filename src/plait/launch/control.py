@@ -1,11 +1,11 @@
-"""The control endpoint of an elastic job: HTTP on loopback, behind a token, for another number of workers.
+"""The control endpoint of an elastic job: HTTP on loopback, protected by a token, to resize the job.
 
     GET /workers   {"workers": 4, "version": 3, "members": [0, 2, 3, 5], "hosts": {"w0": 2, "w1": 2}, ...}
-    PUT /workers   {"workers": 6, "version": 3} or {"hosts": ["w0:4", "w1:2"]}; 409 where the version is stale
+    PUT /workers   {"workers": 6, "version": 3} or {"hosts": ["w0:4", "w1:2"]}; 409 if the version is stale
 
-Where it listens and its token are in the run's folder, in a file that only its owner can read. Requests are
-answered by the supervisor's own thread, one after the other. Connections that have not shown the token are
-few and short: beyond some, the oldest is dropped.
+Its address and token are in the run's folder, in a file that only its owner can read. The supervisor's thread
+answers requests one at a time. Connections that have not sent the token time out after a few seconds, and
+beyond `MOST_PENDING` the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from plait.schema.hosts import parse_hosts
 _log = logging.getLogger(__name__)
 
 MOST_BYTES = 64 << 10
-# For the supervisor to answer, and for a client with the token to send what it has to say.
+# Timeout of the supervisor's answer, and of reading the request of a client.
 ANSWER_S = 10.0
-# A connection has this long to show the token, and this many may be about to.
+# The timeout of connections that have not sent the token, and the largest number of them.
 PROVE_S = 5.0
 MOST_PENDING = 32
 PATH = "/workers"
 ATTEMPTS = 5
-# How long the end of a job waits for its endpoint.
+# How often the endpoint checks whether the job has ended.
 POLL_S = 0.05
 
 
 @contextlib.contextmanager
 def serving(folder: RunDir, address: str, ask: Callable[[ControlRequest], None]) -> Iterator[None]:
-    """Serve requests at `address` (host:port, port 0 for any); `ask` passes them to the supervisor."""
+    """Serve requests at `address` (host:port, port 0 for any); `ask` queues them for the supervisor."""
     host, _, port = address.rpartition(":")
     token = secrets.token_urlsafe(32)
     try:
         server = _ControlServer((host, int(port)))
     except (OSError, OverflowError) as failure:
         raise InputError(
-            f"parallel.control: found {shown(address)}, but nobody can listen there: {failure}; use a free "
+            f"parallel.control: found {shown(address)}, but cannot listen there: {failure}; use a free "
             f"port, or 0 for any"
         ) from None
     server.token, server.ask = token, ask
@@ -83,7 +83,7 @@ class _ControlServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int]) -> None:
         super().__init__(address, _ControlHandler)
-        # Those that have not shown the token, oldest first, with when they are dropped; and all of them.
+        # The connections without token, oldest first, with their deadlines; and all connections.
         self._pending: dict[socket.socket, float] = {}
         self._open: set[socket.socket] = set()
         self._changed = threading.Condition()
@@ -92,27 +92,27 @@ class _ControlServer(ThreadingHTTPServer):
         with self._changed:
             while len(self._pending) >= MOST_PENDING:
                 self._drop(next(iter(self._pending)))
-            # A dropped one has its descriptor until its thread has noticed.
+            # The descriptor of a dropped connection stays open until its thread has closed it.
             self._changed.wait_for(lambda: len(self._open) < 2 * MOST_PENDING, timeout=ANSWER_S)
             self._pending[request] = time.monotonic() + PROVE_S
             self._open.add(request)
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Drop those that have taken too long; the server calls it now and then."""
+        """Drop connections whose deadline has passed; called by the server in each poll."""
         now = time.monotonic()
         with self._changed:
             for request in [each for each, end in self._pending.items() if end < now]:
                 self._drop(request)
 
     def _drop(self, request: socket.socket) -> None:
-        """Wake the thread that reads from it, which closes it."""
+        """Shut a connection down; the thread that reads from it then closes it."""
         del self._pending[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def on_proven(self, request: socket.socket) -> bool:
-        """The connection has shown the token; False where it was dropped before."""
+        """Mark the connection as authorized; False if it has been dropped."""
         with self._changed:
             return self._pending.pop(request, None) is not None
 
@@ -124,7 +124,7 @@ class _ControlServer(ThreadingHTTPServer):
             self._changed.notify_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is no error of ours."""
+        """Log errors other than broken connections."""
         if not isinstance(sys.exception(), OSError):
             _log.exception("a request to the control endpoint failed")
 
@@ -157,18 +157,18 @@ class _ControlHandler(BaseHTTPRequestHandler):
         try:
             request = read()
             self.server.ask(request)
-            found = request.answer.get(timeout=ANSWER_S)
+            answer = request.answer.get(timeout=ANSWER_S)
         except InputError as failure:
-            found = failure
+            answer = failure
         except queue.Empty:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": "the job does not answer"})
             return
-        if isinstance(found, StaleVersionError):
-            self._answer(HTTPStatus.CONFLICT, {"error": str(found)})
-        elif isinstance(found, PlaitError):
-            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(found)})
+        if isinstance(answer, StaleVersionError):
+            self._answer(HTTPStatus.CONFLICT, {"error": str(answer)})
+        elif isinstance(answer, PlaitError):
+            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(answer)})
         else:
-            self._answer(HTTPStatus.OK, found)
+            self._answer(HTTPStatus.OK, answer)
 
     def _body(self) -> Any:
         length = self.headers.get("Content-Length", "")
@@ -181,7 +181,7 @@ class _ControlHandler(BaseHTTPRequestHandler):
 
     def _answer(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
         body = json.dumps(content).encode()
-        # What a refused request has sent is not read.
+        # The body of a refused request is not read.
         self.close_connection = True
         with contextlib.suppress(OSError):
             self.send_response(status)
@@ -192,7 +192,7 @@ class _ControlHandler(BaseHTTPRequestHandler):
 
 
 def read_request(content: Any) -> ControlRequest:
-    """What a client asks for; InputError where it makes no sense."""
+    """Parse the JSON content of a request; InputError if it is wrong."""
     expected = 'an object with workers or hosts, such as {"workers": 4, "version": 1}'
     if not isinstance(content, dict) or ("workers" in content) == ("hosts" in content):
         raise InputError(f"found {shown(content)}, expected {expected}")
@@ -222,7 +222,7 @@ def read_request(content: Any) -> ControlRequest:
 
 
 def ask_job(folder: RunDir, content: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the running job of that folder answers; with `content`, it is asked to change its workers."""
+    """The state of the running job's workers; with `content`, after a request to change them."""
     if folder.holder() is None:
         raise InputError(f"{folder.path}: not running; only a running job has workers to change")
     try:
@@ -241,13 +241,13 @@ def ask_job(folder: RunDir, content: Mapping[str, Any] | None = None) -> dict[st
         {"Authorization": f"Bearer {token}"},
         method="GET" if content is None else "PUT",
     )
-    # No proxy stands between a machine and itself.
+    # The endpoint is on this machine, so no proxy is used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for left in reversed(range(ATTEMPTS)):
         try:
-            with opener.open(request, timeout=ANSWER_S + 5.0) as answer:
-                found: dict[str, Any] = json.loads(answer.read())
-                return found
+            with opener.open(request, timeout=ANSWER_S + 5.0) as response:
+                state: dict[str, Any] = json.loads(response.read())
+                return state
         except urllib.error.HTTPError as failure:
             raise _refusal(failure) from None
         except (OSError, http.client.HTTPException) as failure:
@@ -257,15 +257,15 @@ def ask_job(folder: RunDir, content: Mapping[str, Any] | None = None) -> dict[st
 
 
 def _was_dropped(failure: Exception) -> bool:
-    """Whether strangers may have crowded the request out, before anybody looked at it."""
+    """Whether the endpoint may have dropped the connection because too many others were open."""
     return isinstance(getattr(failure, "reason", failure), (ConnectionResetError, BrokenPipeError))
 
 
 def _refusal(failure: urllib.error.HTTPError) -> PlaitError:
     try:
-        words = str(json.loads(failure.read())["error"])
+        message = str(json.loads(failure.read())["error"])
     except (ValueError, KeyError, TypeError, OSError):
-        words = str(failure)
+        message = str(failure)
     if failure.code == HTTPStatus.CONFLICT:
-        return StaleVersionError(words)
-    return InputError(words) if failure.code < HTTPStatus.INTERNAL_SERVER_ERROR else PlaitError(words)
+        return StaleVersionError(message)
+    return InputError(message) if failure.code < HTTPStatus.INTERNAL_SERVER_ERROR else PlaitError(message)

@@ -1,4 +1,4 @@
-"""Who is shown a launch: the one Protocol between the supervisor, the run folder and the terminal."""
+"""The display of a launch: the Protocol between the supervisor, the run folder and the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WorkerState:
 
 
 class Display(Protocol):
-    """Receives events while workers run; called from the supervisor's own thread."""
+    """Receives events while workers run; called from the supervisor's thread."""
 
     def started(self, workers: tuple[WorkerState, ...]) -> None: ...
     def progressed(self, progress: Mapping[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""The members of a job: what agents report goes to the roster, and what it answers is done."""
+"""Elastic workers: passes the reports of workers to the roster and executes the steps it returns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from plait.launch.roster import NextSteps, Roster, Start
 from plait.schema.hosts import Host
 
 POLICY = "policy"
-# For the end of a worker to become known, which explains why others cannot work together.
+# Wait this long for a worker's exit to be reported, which explains why the others cannot communicate.
 GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
 class ControlRequest:
-    """Somebody wants another number of workers, or other hosts to hold them, or just to know of them.
+    """A request to change the number of workers or their hosts, or to list the workers.
 
-    The answer is what is wanted and who takes part then, or why not.
+    `answer` receives the requested state and the current members, or the error.
     """
 
     workers: int | None = None
@@ -37,19 +37,19 @@ class ControlRequest:
 
 
 class Processes(Protocol):
-    """What the supervisor does for its elastic workers."""
+    """The operations on processes that the supervisor provides."""
 
     def start_worker(self, start: Start) -> None: ...
     def end_workers(self, workers: tuple[int, ...]) -> None: ...
     def broadcast(self, message: JobMessage) -> None: ...
-    def warn(self, words: str) -> None: ...
+    def warn(self, message: str) -> None: ...
     def pid_of(self, worker: int) -> int | None: ...
 
 
 class ElasticWorkers:
     """Keeps the number of workers of a job at the requested one when workers are lost.
 
-    Where the loss of a worker ends the job (`can_change` is False), nothing that workers report changes them.
+    If the loss of a worker ends the job (`can_change` is False), reports of workers are ignored.
     """
 
     def __init__(
@@ -89,29 +89,29 @@ class ElasticWorkers:
                 return
         self.proceed()
 
-    def serve(self, asked: ControlRequest) -> None:
+    def serve(self, request: ControlRequest) -> None:
         """Apply a request to resize, or to show the workers, and answer it."""
-        more: dict[str, Any] = {"version": asked.version, "by": asked.by, "why": asked.why}
+        options: dict[str, Any] = {"version": request.version, "by": request.by, "why": request.why}
         try:
-            if asked.hosts is not None:
-                self.roster.use_hosts(asked.hosts, **more)
-            elif asked.workers is not None:
-                self.roster.resize(asked.workers, without=asked.without, **more)
+            if request.hosts is not None:
+                self.roster.use_hosts(request.hosts, **options)
+            elif request.workers is not None:
+                self.roster.resize(request.workers, without=request.without, **options)
         except PlaitError as failure:
-            asked.answer.put(failure)
-            if asked.by == POLICY:
-                self._processes.warn(f"a policy asked for {asked.workers} workers: {failure}")
+            request.answer.put(failure)
+            if request.by == POLICY:
+                self._processes.warn(f"a policy asked for {request.workers} workers: {failure}")
             return
-        asked.answer.put(self._described())
+        request.answer.put(self._state())
         self.proceed()
 
-    def _described(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         roster = self.roster
         members = roster.membership.members
-        is_reached = len(members) == roster.wanted.workers and not roster.wanted.without & set(members)
+        is_reached = len(members) == roster.target.workers and not roster.target.without & set(members)
         return {
-            "workers": roster.wanted.workers,
-            "version": roster.wanted.version,
+            "workers": roster.target.workers,
+            "version": roster.target.version,
             "members": list(members),
             "pids": {member: self._processes.pid_of(member) for member in members},
             "places": dict(zip(members, roster.membership.hosts)),
@@ -121,7 +121,7 @@ class ElasticWorkers:
 
     @property
     def has_begun(self) -> bool:
-        """Whether workers may come, leave and be lost: all of the first version have taken their places."""
+        """Whether all members of the first version have joined; then workers may join, leave or fail."""
         return self.roster.has_begun
 
     def has_left(self, worker: int) -> bool:
@@ -135,7 +135,7 @@ class ElasticWorkers:
         self.roster.on_progress(step)
 
     def on_gone(self, worker: int, why: str) -> None:
-        """A worker's process has ended; `why` in words."""
+        """Handle the end of a worker's process; `why` is part of messages."""
         if not self.has_left(worker):
             self.roster.on_gone(worker, why)
             self.proceed()
@@ -144,7 +144,7 @@ class ElasticWorkers:
         self.roster.stop()
 
     def is_over(self) -> bool:
-        """Whether the job has ended; `too_few` says where it had to, for want of workers."""
+        """Whether the job has ended; `too_few` is the reason if it ended for lack of workers."""
         self._form_again_if_due()
         return self.roster.is_over()
 
@@ -152,21 +152,21 @@ class ElasticWorkers:
         if self._broken is not None and time.monotonic() > self._broken[2] + GRACE_S:
             version, why, _ = self._broken
             self._broken = None
-            self._do(self.roster.form_again(version, why))
+            self._execute(self.roster.form_again(version, why))
 
     def proceed(self) -> None:
-        """Do what there is to do now."""
+        """Execute the roster's next steps until there are none."""
         roster = self.roster
         if roster.all_joined and roster.membership.version > self._joined_version:
             self._joined_version = roster.membership.version
             self._on_joined(roster.membership)
             if leavers := roster.leavers():
                 self._processes.broadcast(messages.Dismissal(tuple(leavers)))
-        while self._do(roster.next_steps()):
+        while self._execute(roster.next_steps()):
             pass
 
-    def _do(self, steps: NextSteps) -> bool:
-        """Do it; whether there was anything."""
+    def _execute(self, steps: NextSteps) -> bool:
+        """Execute `steps`; returns whether the roster may have further ones."""
         for start in steps.start:
             self._processes.start_worker(start)
         if steps.end:

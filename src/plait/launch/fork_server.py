@@ -1,8 +1,8 @@
 """The process that a host's workers are forked from: it imports torch once for all of them.
 
-Its agent starts it with one end of a socket pair as its only link, so it has no address and no file. A
-request names a function and brings its argument and the descriptors that the new process needs; every process
-that ends is reported with its status. The kernel ends this process with its agent, and its workers with it.
+Its agent starts it with one end of a socket pair, so it needs no address and no file. A request contains a
+function, its argument and the descriptors for the new process; the exit status of each process is reported.
+The kernel kills this process when its agent ends, and the workers when this process ends.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Import `modules`; later collections pass over all that is there by then.
+    """Import `modules` and exclude their objects from later garbage collections.
 
-    A module that cannot be imported is left to the code that needs it, whose error says why.
+    A module that cannot be imported is skipped: the code that needs it raises the error.
     """
     collects = gc.isenabled()
-    # A seventh of the time that torch takes went into collections, and each later one through all of it
-    # stops a step for 0.2 s.
+    # Garbage collections took a seventh of the time to import torch, and a later collection of all these
+    # objects pauses a step for 0.2 s.
     gc.disable()
     try:
         for module in modules:
@@ -50,40 +50,40 @@ def import_all(modules: Iterable[str]) -> None:
 
 
 def remove_empty_cache() -> None:
-    """Remove the folder for compiled code that torch makes in the temporary folder when it is imported.
+    """Remove the empty cache folder that torch creates in the temporary folder when it is imported.
 
-    Where code was compiled it stays: it is torch's cache for later runs.
+    If it contains compiled code it stays, as torch's cache for later runs.
     """
-    made = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    if made is not None:
+    cache_dir_utils = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if cache_dir_utils is not None:
         with contextlib.suppress(OSError):
-            os.rmdir(made.default_cache_dir())
+            os.rmdir(cache_dir_utils.default_cache_dir())
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process when the thread that forked it ends, `parent` being its process.
+    """Let the kernel kill this process when the thread that forked it ends; `parent` is that thread's pid.
 
-    It ends even where it is stopped. Elsewhere than on Linux nothing happens.
+    A stopped process is killed too. Does nothing on systems other than Linux.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the kernel was asked
+        if os.getppid() != parent:  # it ended before the call
             os._exit(1)
 
 
 class ServerGoneError(Exception):
-    """The server has ended, and with it all that were forked from it."""
+    """The server has ended, and with it all processes that were forked from it."""
 
 
 class ForkServer:
     """The agent's side: starts the server, forks workers from it and receives how they end."""
 
     def __init__(self, modules: Sequence[str], folders: Sequence[str] = ()) -> None:
-        """Start it with `modules` imported; workers look for others in `folders` too, after all else."""
+        """Start the server with `modules` imported; `folders` are appended to the workers' Python path."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(list(folders)), *modules]
         self.process = subprocess.Popen(
-            # Without the current folder on the path, which comes before Python's own modules.
+            # -P: without the current folder on the path, which would come before Python's own modules.
             [sys.executable, "-P", "-u", "-m", __name__, *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -96,16 +96,16 @@ class ForkServer:
         return self._socket.fileno()
 
     def fork(self, function: str, argument: Any, descriptors: Sequence[int]) -> None:
-        """Start a process that calls `function(argument, descriptors)`; its pid comes with `receive`.
+        """Start a process that calls `function(argument, descriptors)`; `receive` returns its pid.
 
         The first two descriptors become its standard output and error.
         """
         _send(self._socket, {"function": function, "argument": argument}, descriptors)
 
     def receive(self) -> list[dict[str, Any]]:
-        """What the server sent: `{"started": pid}` in the order of requests, `{"ended": pid, "status": s}`.
+        """Messages of the server: `{"started": pid}` in the order of requests, `{"ended": pid, "status": s}`.
 
-        ServerGoneError where the server has ended. Called when the socket is readable.
+        ServerGoneError if the server has ended. Called when the socket is readable.
         """
         try:
             data = self._socket.recv(1 << 16)
@@ -130,23 +130,23 @@ def _send(connection: socket.socket, message: Any, descriptors: Sequence[int] = 
 
 
 def _frames(received: bytearray) -> list[Any]:
-    """The messages that have come whole; they are taken out of `received`."""
-    found = []
+    """Remove the complete messages from `received` and return them."""
+    complete = []
     while len(received) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(received)
         end = _LENGTH.size + length
         if len(received) < end:
             break
-        found.append(json.loads(bytes(received[_LENGTH.size : end])))
+        complete.append(json.loads(bytes(received[_LENGTH.size : end])))
         del received[:end]
-    return found
+    return complete
 
 
 def main() -> NoReturn:
-    """Import what the arguments name, then fork until the agent is gone."""
+    """Import the modules of the arguments, then fork on request until the agent ends."""
     link, agent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(agent)
-    # The terminal's Ctrl-C is for the supervisor alone.
+    # Only the supervisor handles Ctrl-C of the terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_all(sys.argv[4:])
     sys.path += [folder for folder in json.loads(sys.argv[3]) if folder not in sys.path]
@@ -155,7 +155,7 @@ def main() -> NoReturn:
 
 
 class _Server:
-    """Forks on request and reaps; one thread, so that nothing else is lost in a fork."""
+    """Forks on request and reaps; it has one thread, because a fork copies only one."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -189,28 +189,30 @@ class _Server:
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
-        tied, tie = os.pipe()
+        ready_read, ready_write = os.pipe()
         pid = os.fork()
         if pid == 0:
             selector.close()
-            os.close(tied)
-            self._become(server, tie, json.loads(bytes(content)), descriptors)
-        os.close(tie)
-        # Announced only once it ends with this process, whatever is done to it from then on.
-        os.read(tied, 1)
-        for descriptor in (tied, *descriptors):
+            os.close(ready_read)
+            self._become(server, ready_write, json.loads(bytes(content)), descriptors)
+        os.close(ready_write)
+        # Reported only once the kernel kills it together with this process.
+        os.read(ready_read, 1)
+        for descriptor in (ready_read, *descriptors):
             os.close(descriptor)
         _send(self._link, {"started": pid})
 
-    def _become(self, server: int, tie: int, request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-        """Be the new process: never returns. `tie` is closed once it ends with its server."""
+    def _become(
+        self, server: int, ready_write: int, request: dict[str, Any], descriptors: list[int]
+    ) -> NoReturn:
+        """Run the request in the new process; never returns. Closes `ready_write` after `die_with_parent`."""
         status = 1
         try:
             die_with_parent(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._link.close()
-            for descriptor in (self._woken, self._wake, tie):
+            for descriptor in (self._woken, self._wake, ready_write):
                 os.close(descriptor)
             for target, descriptor in enumerate(descriptors[:2], 1):
                 os.dup2(descriptor, target)
@@ -225,7 +227,7 @@ class _Server:
             with contextlib.suppress(BaseException):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            # Threads and process groups that are left could hold up an ordinary exit.
+            # Remaining threads and process groups could block an ordinary exit.
             os._exit(status)
 
     def _reap(self) -> None:

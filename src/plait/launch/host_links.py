@@ -1,8 +1,8 @@
-"""Whether the hosts of a job reach each other: the kernels ask each other, so that no paused process matters.
+"""Whether the hosts of a job reach each other, tested by TCP keepalive probes of the kernel.
 
-Each agent holds a connection to that of the first host. Nothing is sent over it but TCP's own probes, which a
-host answers whether its processes run or not. A connection that is closed says that an agent has ended, of
-which the supervisor learns by itself.
+Each agent holds a connection to the agent of the first host. Only keepalive probes are sent, which a host
+answers even if its processes are stopped. A closed connection means that an agent has ended, which the
+supervisor notices without it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from plait.launch.messages import AgentOrder
 
 PURPOSE = "hosts"
 PROBE_S = 1
-# For the agent of the first host to open its end.
+# How long to wait for the listener of the first host.
 OPEN_S = 30.0
 
 
 def watch_hosts(
-    order: AgentOrder, address: str, store: str, secret: bytes, on_lost: Callable[[int], None]
+    request: AgentOrder, address: str, store: str, secret: bytes, on_lost: Callable[[int], None]
 ) -> None:
-    """From now on call `on_lost` with a host's index once it has not been reachable for `link_timeout_s`.
+    """From now on call `on_lost` with a host's index once it has been unreachable for `link_timeout_s`.
 
-    The first host watches the others, and each of the others its link to the first: either side may be the
-    one that can still reach the supervisor. A host that is out of reach is reported once.
+    The first host watches the others, and each of the others its connection to the first: either side may be
+    the one that can still reach the supervisor. An unreachable host is reported once.
     """
-    if order.hosts == 1:
+    if request.hosts == 1:
         return
-    client = StoreClient(Address(store), secret, order.first_rank, OPEN_S)
-    timeout_s, index = order.launch.placement.link_timeout_s, order.index
+    client = StoreClient(Address(store), secret, request.first_rank, OPEN_S)
+    timeout_s, index = request.launch.placement.link_timeout_s, request.index
     if index == 0:
         listener = Listener(secret, PURPOSE, address)
         client.set(_KEY, listener.address.text)
-        watch = functools.partial(_watch_others, listener, order.hosts - 1, timeout_s, on_lost)
+        watch = functools.partial(_watch_others, listener, request.hosts - 1, timeout_s, on_lost)
     else:
         watch = functools.partial(_watch_first, client, secret, index, timeout_s, on_lost)
     threading.Thread(target=watch, name="plait-hosts", daemon=True).start()
@@ -81,7 +81,7 @@ def _watch_first(
 
 
 def _probe(connection: socket.socket, timeout_s: float) -> None:
-    """Have the kernel ask the other host; the connection breaks once that has not answered for so long."""
+    """Let the kernel probe the other host; the connection fails after `timeout_s` without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": PROBE_S,
@@ -95,7 +95,7 @@ def _probe(connection: socket.socket, timeout_s: float) -> None:
 
 
 def _is_cut(connection: socket.socket) -> bool:
-    """Wait until the connection ends; whether because the other host does not answer."""
+    """Wait until the connection ends; returns whether because the other host does not answer."""
     with connection:
         try:
             connection.recv(1)

@@ -1,4 +1,4 @@
-"""What workers print: lines out of bytes that come in pieces, and their logs."""
+"""The output of workers: splitting it into lines, and writing it to log files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-# What the disk has not taken yet: beyond this, output is left out of the logs.
+# With more unwritten output than this, further output is left out of the logs.
 MOST_UNWRITTEN_BYTES = 64 << 20
 
 
 class LineBuffer:
-    """Keeps the pieces of a line that have come, until its end does.
+    """Splits a stream of bytes into lines; keeps an incomplete line until its end arrives.
 
-    A line of more than `longest` bytes, where that is given, comes in parts.
+    A line of more than `longest` bytes is returned in parts.
     """
 
     def __init__(self, longest: int | None = None) -> None:
         self._longest = longest
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._bytes = 0
 
     def take(self, data: bytes) -> list[bytes]:
@@ -39,26 +39,26 @@ class LineBuffer:
         return lines
 
     def rest(self) -> list[bytes]:
-        """What came after the last whole line, if anything did."""
+        """The incomplete last line, if any."""
         return [self._join()] if self._bytes else []
 
-    def _keep(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._bytes += len(piece)
+    def _keep(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self._bytes += len(chunk)
 
     def _join(self) -> bytes:
-        line = b"".join(self._pieces)
-        self._pieces, self._bytes = [], 0
+        line = b"".join(self._chunks)
+        self._chunks, self._bytes = [], 0
         return line
 
 
-def as_shown(line: bytes) -> str:
-    """The line as a terminal shows it: what comes after a carriage return is written over the rest."""
+def visible_text(line: bytes) -> str:
+    """The line as a terminal shows it: text after a carriage return overwrites the text before."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 class LogWriter:
-    """Appends to files, in a thread of its own: a disk that stalls holds up nobody who calls this."""
+    """Appends to files in a separate thread, so a stalled disk does not block the caller."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -69,7 +69,7 @@ class LogWriter:
         threading.Thread(target=self._work, name="plait-logs", daemon=True).start()
 
     def append(self, path: Path, data: bytes) -> None:
-        """Append to the file, which is made where there is none; called by one thread."""
+        """Append to the file, which is created if necessary; called by one thread."""
         with self._lock:
             if self._unwritten_bytes + len(data) > MOST_UNWRITTEN_BYTES:
                 self._left_out[path] += len(data)
@@ -80,18 +80,18 @@ class LogWriter:
         self._tasks.put(functools.partial(self._append, path, data))
 
     def close(self, path: Path) -> None:
-        """Nothing more comes for this file."""
+        """Close the file after what was appended before."""
         self._tasks.put(functools.partial(self._close, path))
 
     def flush(self, seconds: float) -> None:
-        """Return once all is written, or after `seconds`."""
+        """Wait until everything is written, for `seconds` at most."""
         reached = threading.Event()
         self._tasks.put(reached.set)
         reached.wait(seconds)
 
     def _work(self) -> None:
         while True:
-            # A full disk: the lines are shown all the same.
+            # A full disk: the lines are still displayed.
             with contextlib.suppress(OSError):
                 self._tasks.get()()
 

@@ -1,7 +1,7 @@
 """Who trains together: versions of a job's membership, and those that one worker knows of.
 
-Workers have numbers (ids) that are never used twice; a worker's rank is its place among the members of a
-version. The supervisor alone makes versions. It imports no torch.
+Worker numbers (ids) are never reused; a worker's rank is its index among the members of a version. Only the
+supervisor creates versions. It imports no torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from plait.core.errors import LostPeer, PeerError
 
 @dataclass(frozen=True)
 class Membership:
-    """The members of a version in the order of their ranks, the host of each, and who was lost so far.
+    """The members of a version in the order of their ranks, the host of each, and the workers lost so far.
 
-    `lost` holds the workers of earlier versions that died; those that left in agreement are not among them.
-    `breaks` says that those of the version before cannot go on together: nobody waits for another any more.
+    `lost` holds the workers of earlier versions that died; workers that left on request are not included.
+    `breaks` means that the members of the previous version cannot communicate: no one waits for a peer.
     """
 
     version: int
@@ -37,11 +37,11 @@ class Membership:
 class Memberships:
     """The versions that this worker knows of; its agent's thread adds them, the main thread waits.
 
-    Every worker has one. Where the loss of a worker ends the job (`can_change` is False), it enters one
-    version alone. `can_grow` says whether workers may also join.
+    If the loss of a worker ends the job (`can_change` is False), there is only one version. `can_grow` says
+    whether workers may also join.
 
-    `on_loss` functions are called, in the thread that learnt of it, when a member of the version that this
-    worker has entered is lost: threads that wait for that member must be woken.
+    `on_loss` functions are called, in the thread that received the report, when a member of the version that
+    this worker has entered is lost: threads that wait for that member must be woken.
     """
 
     def __init__(self, worker: int, can_change: bool = True, can_grow: bool = True) -> None:
@@ -65,7 +65,7 @@ class Memberships:
             return self._known[max(self._known)]
 
     def put(self, membership: Membership) -> None:
-        """Note a version; wake threads that wait for a member that it reports lost."""
+        """Add a version; wakes threads that wait for a member that it reports lost."""
         with self._changed:
             broken_before = self._loss()
             self._known[membership.version] = membership
@@ -112,7 +112,7 @@ class Memberships:
         return self._await(lambda: self._known.get(version), f"version {version} of the members", seconds)
 
     def after(self, version: int, seconds: float) -> Membership:
-        """The latest version after `version`, once there is one; PeerError where there is none in time."""
+        """Wait for a version after `version` and return the latest; PeerError after `seconds`."""
 
         def later() -> Membership | None:
             latest = max(self._known, default=version)
@@ -121,13 +121,13 @@ class Memberships:
         return self._await(later, "the members that are left", seconds)
 
     def dismiss(self) -> None:
-        """This worker may end: the members of a version without it have taken their places."""
+        """Let this worker end: all members of a version without it have joined."""
         with self._changed:
             self._is_dismissed = True
             self._changed.notify_all()
 
     def dismissal_or_later(self, version: int) -> Membership | None:
-        """None once this worker may end; or a version after `version`, should it be needed again."""
+        """Wait until this worker may end (None), or a version after `version` needs it again."""
         with self._changed:
             while not self._is_dismissed and max(self._known) <= version:
                 self._changed.wait()
@@ -137,7 +137,7 @@ class Memberships:
     def _await(self, find: Callable[[], Membership | None], what: str, seconds: float) -> Membership:
         end = time.monotonic() + seconds
         with self._changed:
-            while (found := find()) is None:
+            while (membership := find()) is None:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise PeerError(
@@ -145,7 +145,7 @@ class Memberships:
                         LostPeer.SILENT,
                     )
                 self._changed.wait(left)
-        return found
+        return membership
 
     def _loss(self) -> PeerError | None:
         if not self.can_change or self._current is None or not self._known:
@@ -161,7 +161,7 @@ class Memberships:
 
 
 def fixed_memberships(rank: int, hosts: Sequence[str]) -> Memberships:
-    """Those of the worker of that rank where a worker on each of `hosts` is a member for the whole job."""
-    found = Memberships(rank, can_change=False)
-    found.enter(Membership(1, tuple(range(len(hosts))), tuple(hosts)))
-    return found
+    """The memberships of worker `rank` in a job with fixed workers, one on each of `hosts`."""
+    memberships = Memberships(rank, can_change=False)
+    memberships.enter(Membership(1, tuple(range(len(hosts))), tuple(hosts)))
+    return memberships

@@ -1,8 +1,7 @@
-"""What the supervisor, the agents and the workers of a job send each other: one JSON object a line.
+"""The messages between the supervisor, the agents and the workers of a job: one JSON object per line.
 
-A line holds the `kind` of the message, which is the name of its class, and its fields. What workers report
-their agent passes on to the supervisor, and what is meant for workers the supervisor sends to their agents.
-It imports no torch.
+A line holds the `kind` of the message, which is the name of its class, and its fields. Agents forward
+messages between the supervisor and their workers. It imports no torch.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from plait.launch.membership import Membership
 from plait.schema.hosts import Host
 from plait.schema.placement import Placement
 
-# The numbers of processes that are no workers: the one that checks the order, and the coordinator.
+# The ranks of processes that are no workers: the one that checks the request, and the coordinator.
 CHECK, COORDINATOR = -2, -1
 
 
 def process_name(rank: int) -> str:
-    """The name of a process's logs."""
+    """The file name of a process's logs, without its ending."""
     return "coordinator" if rank == COORDINATOR else f"rank{rank}"
 
 
 @dataclass_transform(frozen_default=True)
 class JobMessage:
-    """Base of all messages: a subclass is a frozen dataclass, and known to `from_line` once it is defined."""
+    """Base of all messages. Subclasses become frozen dataclasses and are registered for `from_line`."""
 
     kinds: ClassVar[dict[str, type[JobMessage]]] = {}
 
@@ -43,7 +42,7 @@ def to_line(message: JobMessage) -> bytes:
 
 
 def from_line(line: bytes | str) -> JobMessage | None:
-    """The message of a line; None where it is something else, such as the greeting of a remote shell."""
+    """The message of a line; None if the line is no message, such as the greeting of a remote shell."""
     try:
         content = json.loads(line)
         return decode(JobMessage.kinds[content.pop("kind")], content)
@@ -55,23 +54,23 @@ def from_line(line: bytes | str) -> JobMessage | None:
 class Launch:
     """What to run and where: `entry` and `check` are functions by name, `settings` their JSON argument.
 
-    `coordinator`, where there is one, is the function of a further process on the first host, which answers
-    the workers' questions. What it returns is the job's result.
+    `coordinator`, if given, is the function of an additional process on the first host, which answers the
+    workers' questions. Its return value is the job's result.
     """
 
     placement: Placement
     entry: str
     settings: Mapping[str, Any]
-    logs: Path | None = None  # the folder for what workers print; none is kept where there is none
+    logs: Path | None = None  # the folder for the output of workers, which is not kept without one
     check: str | None = None
-    preload: tuple[str, ...] = ()  # modules imported once a host, before its workers are forked
+    preload: tuple[str, ...] = ()  # modules imported once per host, before its workers are forked
     coordinator: str | None = None
     saves: bool = True  # whether workers that are asked to stop have something to save first
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What the processes of a run receive besides its settings, whose type depends on the kind of run.
+    """The arguments of a run's processes in addition to its settings, whose type depends on the kind of run.
 
     `run` is the id of the run, and `workers` the number of workers that it starts with.
     """
@@ -86,10 +85,10 @@ class RunRequest:
 
 
 class AgentOrder(JobMessage):
-    """The first message to an agent: the launch, and its part in it.
+    """The first message to an agent: the launch, and the index of the agent's host.
 
-    `capacity` is the number of workers that its host may hold. An agent that has heard nothing for
-    `supervisor_timeout_s` ends; None where it sees at once that the supervisor has ended.
+    `capacity` is the largest number of workers on the host. An agent that has received nothing for
+    `supervisor_timeout_s` ends; None if it notices at once that the supervisor has ended.
     """
 
     launch: Launch
@@ -122,7 +121,7 @@ class StartAll(JobMessage):
 
 
 class StartWorker(JobMessage):
-    """Start a worker that joins the running job, at that place of its host."""
+    """Start a worker that joins the running job, in that slot of its host."""
 
     rank: int
     slot: int
@@ -139,37 +138,37 @@ class Stop(JobMessage):
 
 
 class NewMembership(JobMessage):
-    """Other workers are the members from now on."""
+    """The membership has changed."""
 
     membership: Membership
 
 
 class Dismissal(JobMessage):
-    """These workers may end: the members without them have taken their places."""
+    """These workers may end: all members of a version without them have joined."""
 
     ranks: tuple[int, ...]
 
 
 class Beat(JobMessage):
-    """A sign of life; all of them send it to whom they report to, and the supervisor to its agents."""
+    """A heartbeat: from workers to their agent, from agents to the supervisor, and back to the agents."""
 
 
 class CloseCoordinator(JobMessage):
-    """All workers have ended: the coordinator has no more to answer."""
+    """All workers have ended, so the coordinator ends too."""
 
 
-# From a worker to the coordinator and back; agents and the supervisor pass them on.
+# From a worker to the coordinator and back; agents and the supervisor forward them.
 
 
 class CoordinatorQuestion(JobMessage):
-    """What a worker asks the coordinator."""
+    """A question of a worker to the coordinator."""
 
     rank: int
     content: Mapping[str, Any]
 
 
 class CoordinatorAnswer(JobMessage):
-    """The answer to the worker of that rank; `failure` says why there is none."""
+    """The answer to the worker of that rank; `failure` is the error message if there is none."""
 
     rank: int
     content: Mapping[str, Any]
@@ -181,35 +180,35 @@ class CoordinatorAnswer(JobMessage):
 
 
 class HostReady(JobMessage):
-    """The host accepts the order. The first host names the address of the job's store."""
+    """The host accepts the job. The first host sends the address of the job's store."""
 
     store: str
 
 
 class Refusal(JobMessage):
-    """The order cannot be carried out, for a reason that its author can change."""
+    """The job cannot be run because of its settings."""
 
     why: str
 
 
 class CheckFailure(JobMessage):
-    """The process that checks the order has crashed; what it printed says why."""
+    """The process that checks the settings has crashed; its output says why."""
 
 
 class WorkerPids(JobMessage):
-    """The processes of the host's workers, by rank."""
+    """The pids of the host's workers, by rank."""
 
     pids: Mapping[int, int]
 
 
 class OutputLine(JobMessage):
-    """What a worker printed."""
+    """A line that a worker printed."""
 
     text: str
 
 
 class WorkerSilence(JobMessage):
-    """A worker has shown no sign of life for so long."""
+    """A worker has sent no heartbeat for `seconds`."""
 
     rank: int
     seconds: float
@@ -223,43 +222,43 @@ class WorkerEnd(JobMessage):
 
 
 class UnreachableHost(JobMessage):
-    """The first host and that of this index cannot reach each other."""
+    """The first host and the host of this index cannot reach each other."""
 
     index: int
 
 
-# From a worker to its agent and, but for the first, to the supervisor.
+# From a worker to its agent, which forwards all but the first to the supervisor.
 
 
 class CheckResult(JobMessage):
-    """What is wrong with the order, if anything."""
+    """The result of the check; `why` is the error message, or None."""
 
     why: str | None
 
 
 class ProgressReport(JobMessage):
-    """How far the job has come."""
+    """The progress of the job."""
 
     progress: Mapping[str, Any]
 
 
 class WarningReport(JobMessage):
-    """What a worker warned of."""
+    """A warning of a worker."""
 
     text: str
 
 
 class ResultReport(JobMessage):
-    """What a worker's entry returned."""
+    """The return value of a worker's entry."""
 
     rank: int
     value: Any
 
 
 class Failure(JobMessage):
-    """Why a worker ended. `lost` says how it misses another worker, `peer`, where that is all it knows.
+    """Why a worker failed. If it only lost another worker, `lost` says how, and `peer` is that worker.
 
-    `everywhere` is set where the reason holds for all workers alike, such as a full disk.
+    `everywhere` is set if the cause holds for all workers, such as a full disk.
     """
 
     rank: int
@@ -273,26 +272,26 @@ class Failure(JobMessage):
 
 
 class ReadyReport(JobMessage):
-    """A worker can take part as soon as it is made a member."""
+    """A worker is ready to become a member."""
 
     rank: int
 
 
 class JoinReport(JobMessage):
-    """A member has taken its place in a version of the membership."""
+    """A member has joined a version of the membership."""
 
     rank: int
     version: int
 
 
 class LeaveReport(JobMessage):
-    """A worker has left in agreement with the others."""
+    """A worker has left on request."""
 
     rank: int
 
 
 class BreakReport(JobMessage):
-    """The members of a version could not work together; `peer` is to blame where it is known."""
+    """The members of a version cannot communicate; `peer` is the cause, if known."""
 
     rank: int
     version: int
@@ -307,25 +306,25 @@ class ResizeRequest(JobMessage):
     why: str
 
 
-# The arguments of the processes that an agent has forked.
+# The arguments of the processes that an agent starts.
 
 
 @dataclass(frozen=True)
-class CheckOrder:
-    """Call `check` with the settings, and report what it refuses."""
+class CheckRequest:
+    """Call `check` with the settings and report its error, if any."""
 
     check: str
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class WorkerOrder:
-    """The place of a worker, or the coordinator, in the job.
+class WorkerRequest:
+    """Run `entry` as a worker, or as the coordinator, with this rank and environment.
 
-    Without a membership it waits until it is made a member.
+    Without a membership the worker waits until it is made a member.
 
-    `elastic` says whether workers may join and leave, `lease_s` whether they go on without one that is lost,
-    as those of an elastic job do, and how long the signs of life of each may be apart.
+    `elastic` says whether workers may join and leave. With `lease_s`, too, the job continues without a lost
+    worker; it is the longest time between two heartbeats of a worker.
     """
 
     rank: int

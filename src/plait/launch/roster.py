@@ -1,8 +1,8 @@
-"""The members of an elastic job: which workers to start, end and train with, from what is wanted and happens.
+"""The members of an elastic job: decides which workers to start, to end and to make members.
 
 Pure: it starts nothing and waits for nothing. The supervisor reports events and executes the returned steps.
-Versions of the wanted number of workers are for those who ask (compare and set); versions of the
-membership are for the workers.
+The target number of workers has a version for clients that resize (compare and set); the membership has
+another one for the workers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from plait.launch.membership import Membership
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
 
-# Workers that die before they are ready, one after the other: more of them would die too.
+# Give up after this many workers in a row have died before they joined.
 MOST_FAILED_STARTS = 3
 
 
 class StaleVersionError(InputError):
-    """Somebody else has changed the number of workers since it was looked at."""
+    """The number of workers has changed since the client read it."""
 
 
 class _Stage(enum.Enum):
@@ -44,7 +44,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Start:
-    """A worker to start: its number, the index of its host, and its place there."""
+    """A worker to start: its number, the index of its host, and its slot there."""
 
     worker: int
     host: int
@@ -53,7 +53,7 @@ class Start:
 
 @dataclass(frozen=True)
 class NextSteps:
-    """What the supervisor does now. `too_few` says, in words, why the job has to end."""
+    """What the supervisor does next. `too_few` is the message if the job has to end."""
 
     start: tuple[Start, ...] = ()
     publish: Membership | None = None
@@ -62,8 +62,8 @@ class NextSteps:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The number of workers that is asked for, its version, and those that are to leave."""
+class WorkerTarget:
+    """The requested number of workers, its version, and the members that are to leave."""
 
     workers: int
     version: int = 1
@@ -74,17 +74,17 @@ class Wanted:
 
 @dataclass
 class Roster:
-    """What is known of the workers of an elastic job.
+    """The state of the workers of an elastic job.
 
-    `capacity` says how many workers each host may hold, beside those that `hosts` say it starts with: of a
-    job that is not elastic none, so that nobody takes the place of one that is lost.
-    `has_begun` is set once all of these have taken their places.
+    `capacity` is the largest number of workers for each host; it is 0 in a job that is not elastic, which
+    does not replace lost workers. The job starts with the slots of `hosts`. `has_begun` is set once all of
+    these workers have joined.
     """
 
     hosts: Sequence[Host]
     capacity: list[int]
     rules: ElasticRules
-    wanted: Wanted = field(init=False)
+    target: WorkerTarget = field(init=False)
     membership: Membership = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,12 +92,12 @@ class Roster:
         for index, host in enumerate(self.hosts):
             for slot in range(host.slots):
                 self._entries[len(self._entries)] = _Entry(index, slot, _Stage.MEMBER)
-        self.wanted = Wanted(len(self._entries))
-        self.membership = self._made(1, tuple(self._entries), "launch", "")
+        self.target = WorkerTarget(len(self._entries))
+        self.membership = self._membership(1, tuple(self._entries), "launch", "")
         self._lost: list[int] = []
         self._fresh_losses: list[tuple[int, str]] = []
         self._joined: set[int] = set()
-        # All that ever took their places: only they hold the state of the run.
+        # All workers that ever joined: only they hold the state of the run.
         self._holders: set[int] = set()
         self.has_begun = False
         self._failed_starts = 0
@@ -107,12 +107,12 @@ class Roster:
         self._stopping = False
 
     def has_joined(self, worker: int) -> bool:
-        """Whether the worker has ever taken its place, so that it holds the state of the run."""
+        """Whether the worker has ever joined, so it holds the state of the run."""
         return worker in self._holders
 
     @property
     def gives_up_joiners(self) -> bool:
-        """Whether so many workers failed before they took part that no more are started, unless asked for."""
+        """Whether too many workers failed before they joined; no more are started until the next resize."""
         return self._failed_starts >= MOST_FAILED_STARTS
 
     @property
@@ -121,13 +121,9 @@ class Roster:
         return self._joined >= {m for m in self.membership.members if self._is(m, _Stage.MEMBER)}
 
     def leavers(self) -> list[int]:
-        """The workers that are to leave and have not: they keep their state until they are dismissed."""
+        """The workers that are to leave but are not dismissed yet; they keep their state until then."""
         members = self.membership.members
         return [w for w in sorted(self._holders) if self._is(w, _Stage.MEMBER) and w not in members]
-
-    def place_of(self, worker: int) -> tuple[int, int]:
-        """The index of the worker's host, and its place there."""
-        return self._entries[worker].host, self._entries[worker].slot
 
     def resize(
         self,
@@ -137,15 +133,15 @@ class Roster:
         without: Iterable[int] = (),
         by: str = "resize",
         why: str = "",
-    ) -> Wanted:
-        """Ask for that many workers, without those of these numbers; what is wanted then.
+    ) -> WorkerTarget:
+        """Set the number of workers; the workers in `without` leave. Returns the new target.
 
-        With a `version`, only where nobody else has asked since: StaleVersionError otherwise.
+        With a `version`, StaleVersionError if the target has changed since that version.
         """
-        if version is not None and version != self.wanted.version:
+        if version is not None and version != self.target.version:
             raise StaleVersionError(
                 f"version: found {version}, but the number of workers has changed since, to "
-                f"{self.wanted.workers} (version {self.wanted.version}); look at it again and ask anew"
+                f"{self.target.workers} (version {self.target.version}); look at it again and retry"
             )
         if type(workers) is not int:
             raise InputError(f"workers: found {shown(workers)}, expected a whole number")
@@ -161,13 +157,13 @@ class Roster:
                 f"without: found {unknown[0]}, expected workers of the job: {list(self.membership.members)}"
             )
         self._failed_starts = 0
-        self.wanted = Wanted(workers, self.wanted.version + 1, leaving, by, why)
-        return self.wanted
+        self.target = WorkerTarget(workers, self.target.version + 1, leaving, by, why)
+        return self.target
 
     def use_hosts(
         self, hosts: Sequence[Host], *, version: int | None = None, by: str = "resize", why: str = ""
-    ) -> Wanted:
-        """Ask for as many workers as these hosts hold, on each no more than it holds; what is wanted then."""
+    ) -> WorkerTarget:
+        """Set the hosts and fill all their slots; returns the new target."""
         known = [host.name for host in self.hosts]
         if unknown := [host.name for host in hosts if host.name not in known]:
             raise InputError(
@@ -187,11 +183,11 @@ class Roster:
             raise
 
     def close_host(self, index: int) -> None:
-        """Start no more workers on that host: nobody can reach it."""
+        """Start no more workers on that host: it is unreachable."""
         self.capacity[index] = 0
 
     def stop(self) -> None:
-        """The job ends: nobody joins or leaves any more; those that are lost are still left out."""
+        """End the job: no worker joins or leaves any more, but lost workers are still removed."""
         self._stopping = True
 
     def on_ready(self, worker: int) -> None:
@@ -218,7 +214,7 @@ class Roster:
             self._step, self._losses_at_step = step, 0
 
     def on_gone(self, worker: int, why: str) -> None:
-        """The worker has died, or is ended because nobody can reach it."""
+        """The worker has died, or was killed because it is unreachable."""
         state, self._entries[worker].stage = self._entries[worker].stage, _Stage.GONE
         if self.has_begun and not self.has_joined(worker):
             self._failed_starts += 1
@@ -227,27 +223,27 @@ class Roster:
             self._fresh_losses.append((worker, why))
 
     def is_over(self) -> bool:
-        """Whether all workers that took part are done or gone, and some are done.
+        """Whether all workers that ever joined are done or gone, and some are done.
 
-        A joiner may wait for members that have finished the run meanwhile.
+        Workers that have not joined yet do not count: the members may have finished the run meanwhile.
         """
         running = [worker for worker in self._holders if self._is(worker, _Stage.MEMBER)]
         return not running and any(entry.stage is _Stage.DONE for entry in self._entries.values())
 
     def next_steps(self) -> NextSteps:
-        """What to do now; called after each thing that happened."""
+        """What to do now; called after each event."""
         if self._fresh_losses:
             return self._leave_out_lost()
         if self._stopping or not self.has_begun or not self.all_joined:
             return NextSteps()
         if any(self._is(m, _Stage.DONE) for m in self.membership.members):
             return NextSteps()
-        return self._approach_wanted()
+        return self._approach_target()
 
     def form_again(self, version: int, why: str) -> NextSteps:
-        """What to do where the members of that version cannot work together, though none is known to be lost.
+        """What to do if the members of that version cannot communicate, though none is known to be lost.
 
-        A connection may have broken by itself: they are given a few more chances.
+        Only a connection may have failed, so they retry a few times.
         """
         if version != self.membership.version or self._fresh_losses:
             return NextSteps()
@@ -258,38 +254,38 @@ class Roster:
         return NextSteps(publish=self._publish(rest, "supervisor", why, breaks=True))
 
     def _most_losses(self) -> int:
-        """Losses without a step in between after which nobody expects another step to be finished."""
-        return 3 + 2 * self.wanted.workers
+        """The largest number of losses without a finished step in between; the job ends after more."""
+        return 3 + 2 * self.target.workers
 
     def _leave_out_lost(self) -> NextSteps:
         losses, self._fresh_losses = self._fresh_losses, []
         self._losses_at_step += len(losses)
         self._lost += [worker for worker, _ in losses]
-        words = ", ".join(f"worker {worker} {why}" for worker, why in losses)
+        reasons = ", ".join(f"worker {worker} {why}" for worker, why in losses)
         rest = tuple(m for m in self.membership.members if self._is(m, _Stage.MEMBER))
         if not self._holders & set(rest):
-            # Those that were about to leave still hold the state of the run.
+            # Workers that were about to leave still hold the state of the run.
             rest = tuple(sorted({*rest, *self.leavers()}))
         if self.is_over():
             return NextSteps()
         if not rest:
-            return NextSteps(too_few=f"no worker is left: {words}")
+            return NextSteps(too_few=f"no worker is left: {reasons}")
         if self._losses_at_step > self._most_losses():
             return NextSteps(
-                too_few=f"{self._losses_at_step} workers were lost and the job came no further: {words}"
+                too_few=f"{self._losses_at_step} workers were lost and the job came no further: {reasons}"
             )
-        publish = self._publish(rest, "supervisor", words, breaks=True)
+        publish = self._publish(rest, "supervisor", reasons, breaks=True)
         least = self.rules.min_workers
         too_few = None
         if len(rest) < least and not any(self._is(m, _Stage.DONE) for m in self._entries):
-            too_few = f"{len(rest)} of at least {least} workers (parallel.min_workers) are left: {words}"
+            too_few = f"{len(rest)} of at least {least} workers (parallel.min_workers) are left: {reasons}"
             self._stopping = True
         return NextSteps(publish=publish, too_few=too_few)
 
-    def _approach_wanted(self) -> NextSteps:
+    def _approach_target(self) -> NextSteps:
         members = self.membership.members
-        keep = [m for m in members if m not in self.wanted.without][: self.wanted.workers]
-        missing = self.wanted.workers - len(keep)
+        keep = [m for m in members if m not in self.target.without][: self.target.workers]
+        missing = self.target.workers - len(keep)
         ready = [w for w in self._entries if self._is(w, _Stage.READY)]
         starting = [w for w in self._entries if self._is(w, _Stage.STARTING)]
         surplus = tuple((ready + starting)[missing:])
@@ -298,38 +294,38 @@ class Roster:
         start = self._to_start(missing - len(ready) - len(starting))
         if start or starting:
             return NextSteps(start=start)
-        # Where all are to leave, those that come in their place need the state of one that stays until then.
+        # If all members are replaced, keep the old ones until the new ones have copied their state.
         chosen = (*(keep or members), *ready) if ready else tuple(keep)
         if chosen == members or not chosen:
             return NextSteps()
         for worker in ready:
             self._entries[worker].stage = _Stage.MEMBER
         is_replaced = len(chosen) > len(members) and bool(self._lost)
-        why = self.wanted.why or ("in the place of lost workers" if is_replaced else "")
-        return NextSteps(publish=self._publish(chosen, self.wanted.by, why))
+        why = self.target.why or ("in the place of lost workers" if is_replaced else "")
+        return NextSteps(publish=self._publish(chosen, self.target.by, why))
 
     def _to_start(self, count: int) -> tuple[Start, ...]:
         if self.gives_up_joiners:
             return ()
-        found: list[Start] = []
-        # Hosts on which workers have failed come last: they may lack something.
+        starts: list[Start] = []
+        # Hosts on which workers have failed come last: they may lack a file or a package.
         for host, slots in sorted(enumerate(self.capacity), key=lambda each: self._failed_on[each[0]]):
             here = [e for e in self._entries.values() if e.host == host and e.stage is not _Stage.GONE]
             taken = {entry.slot for entry in here}
             free = (slot for slot in range(len(here) + slots) if slot not in taken)
-            for slot in itertools.islice(free, max(0, min(count - len(found), slots - len(here)))):
+            for slot in itertools.islice(free, max(0, min(count - len(starts), slots - len(here)))):
                 worker = len(self._entries)
                 self._entries[worker] = _Entry(host, slot, _Stage.STARTING)
-                found.append(Start(worker, host, slot))
-        return tuple(found)
+                starts.append(Start(worker, host, slot))
+        return tuple(starts)
 
     def _publish(self, members: tuple[int, ...], by: str, why: str, breaks: bool = False) -> Membership:
         self._joined = set()
-        made = self._made(self.membership.version + 1, members, by, why)
-        self.membership = replace(made, breaks=breaks)
+        membership = self._membership(self.membership.version + 1, members, by, why)
+        self.membership = replace(membership, breaks=breaks)
         return self.membership
 
-    def _made(self, version: int, members: tuple[int, ...], by: str, why: str) -> Membership:
+    def _membership(self, version: int, members: tuple[int, ...], by: str, why: str) -> Membership:
         hosts = tuple(self.hosts[self._entries[m].host].name for m in members)
         lost = tuple(self._lost) if version > 1 else ()
         return Membership(version, members, hosts, lost, by, why)

@@ -24,7 +24,7 @@ from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 
 STATUS_S = 0.5
-# What workers import once they trace a model and cut it into stages.
+# The modules that workers need to trace a model and split it into stages.
 TRACING = (
     "torch._dynamo",
     "torch.export._trace",
@@ -35,10 +35,10 @@ TRACING = (
 
 
 class StatusFile:
-    """Keeps the run's status file up to date and passes everything on to the display.
+    """Keeps the run's status file up to date and forwards all calls to the display.
 
-    Neither a disk that takes no status nor a closed terminal ends a run. `on_training` is called once, when
-    the workers have taken up the run.
+    Neither a full disk nor a closed terminal ends a run. `on_training` is called once, at the first progress
+    report of the workers.
     """
 
     def __init__(self, folder: RunDir, display: Display, on_training: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class StatusFile:
         self._content["progress"] = dict(progress)
         if time.monotonic() - self._written >= STATUS_S:
             self.write()
-        # A worker may be at work before another is announced: the display learns of the workers first.
+        # The display receives the workers first; one may report progress while another is starting.
         if self._content["workers"]:
             with _unless_closed():
                 self._display.progressed(progress)
@@ -103,7 +103,7 @@ class StatusFile:
 
 @contextlib.contextmanager
 def _unless_closed() -> Iterator[None]:
-    """Show something, unless the reader of the output is gone: the run continues."""
+    """Ignore errors of printing if the reader of the output is gone: the run continues."""
     with contextlib.suppress(OSError):
         yield
 
@@ -117,10 +117,10 @@ def launch(
     resume: bool = False,
     job_text: str = "",
 ) -> RunResult:
-    """Run `settings` to its end on the workers of `placement`; what it came to.
+    """Run `settings` to the end on the workers of `placement` and return the result.
 
-    The folder is held while the run goes on, and left as it was when the settings are refused. `job_text` is
-    kept in it.
+    The folder is locked during the run, and unchanged if the settings are refused. `job_text` is written to
+    it.
     """
     content = encode(settings)
     files = {folder.settings: json.dumps(content, indent=1)}
@@ -129,12 +129,12 @@ def launch(
         earlier = _earlier_result(folder, result) if resume else None
         if earlier is None:
             return result
-        words = (
-            f"the run had come to its end, at step {earlier['step']}, before: nothing was trained; to go on, "
+        message = (
+            f"the run had already ended, at step {earlier['step']}: nothing was trained; to train more, "
             f"raise epochs or steps, such as --set steps={2 * earlier['step']}"
         )
-        display.printed(f"warning: {words}")
-        return {**earlier, "warnings": [*earlier["warnings"], words]}
+        display.printed(f"warning: {message}")
+        return {**earlier, "warnings": [*earlier["warnings"], message]}
 
     run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text)
     result = run.supervise("plait.training.worker", content, placement, tracing_modules(settings), finish)
@@ -142,15 +142,15 @@ def launch(
 
 
 def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
-    """The modules that tracing a model imports, where the run has stages to trace it for.
+    """The modules to preload for tracing, if the run splits its model into stages; otherwise none.
 
-    They take longer to import than most of torch, and a worker that runs the model whole needs none of them.
+    They take longer to import than most of torch, and a worker that runs the whole model does not need them.
     """
     return TRACING if settings.as_run().in_stages else ()
 
 
 def check_alone(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start all workers once more in each process that another launcher has started."""
+    """Raise InputError if another launcher has started several processes: each would start all workers."""
     for variable, launcher, alone in _TASKS:
         count = environment.get(variable, "")
         if variable == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment:
@@ -163,7 +163,7 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
             )
 
 
-# How many processes a launcher has started: its variable, its name, and how to start one.
+# The variable with a launcher's number of processes, its name, and how to start one process.
 _TASKS = (
     ("WORLD_SIZE", "torchrun", "with python alone"),
     ("SLURM_STEP_NUM_TASKS", "srun", "with srun -n 1 or in the batch script itself"),
@@ -174,10 +174,10 @@ _TASKS = (
 
 
 class LaunchedRun:
-    """One launch in its folder: what it writes, and what it takes back where it is refused.
+    """One launch in its run folder: writes the files of the run, and removes them if it is refused.
 
-    `files` are what the folder keeps of the settings. A new run has these before any worker starts, a resumed
-    one once the workers have taken it up: until then they may refuse.
+    `files` are the texts of the settings files. A new run writes them before any worker starts, a resumed one
+    once the workers train: until then they may refuse.
     """
 
     def __init__(
@@ -207,28 +207,28 @@ class LaunchedRun:
         finish: Callable[[dict[str, Any]], dict[str, Any]] = lambda result: result,
         coordinator: str | None = None,
     ) -> dict[str, Any]:
-        """Run the function of its kind on all workers, once its module's `check_order` accepts the settings.
+        """Run the module's function for this kind of run on all workers, after its `check_request` succeeds.
 
-        `finish` may change what rank 0 or the coordinator returned; `preload` and `coordinator` are as in
-        `Launch`.
+        `finish` may change the return value of rank 0 or the coordinator; `preload` and `coordinator` are as
+        in `Launch`.
         """
         path, logs = self._folder.path.absolute(), self._folder.logs.absolute()
         request = RunRequest(folder=path, resume=self._resume, run=self._record.id, workers=placement.workers)
-        order = {"settings": settings, **encode(request)}
-        entry, check = f"{module}:{self._kind.value}", f"{module}:check_order"
+        argument = {"settings": settings, **encode(request)}
+        entry, check = f"{module}:{self._kind.value}", f"{module}:check_request"
         with self._folder.lock():
-            return self._run(Launch(placement, entry, order, logs, check, preload, coordinator), finish)
+            return self._run(Launch(placement, entry, argument, logs, check, preload, coordinator), finish)
 
     def _run(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         folder = self._folder
-        # A worker that was killed may have left some, then and now; meanwhile others write theirs.
+        # Killed workers may leave some, in an earlier run or in this one.
         folder.remove_unfinished()
         try:
             supervisor = Supervisor(task, self._status)
             try:
                 with _controlled(supervisor, task.placement, folder):
                     results = supervisor.run(self._prepare)
-                # The coordinator's or, of the workers that were not lost, the first one's: it has the record.
+                # The coordinator has the lowest number; otherwise the first remaining worker has the record.
                 result = finish(results[min(results)])
             finally:
                 folder.remove_unfinished()
@@ -239,9 +239,9 @@ class LaunchedRun:
             return result
         except BaseException as failure:
             if self._is_refused(failure):
-                self._take_back()
+                self._restore_folder()
             else:
-                self._note(failure)
+                self._record_failure(failure)
             raise
 
     def _prepare(self) -> None:
@@ -256,25 +256,25 @@ class LaunchedRun:
             self._folder.write_job(self._job_text)
 
     def _is_refused(self, failure: BaseException) -> bool:
-        """Whether nothing was trained and the input is to blame, or nothing was started at all."""
+        """Whether the input is wrong and nothing was trained, or nothing was started at all."""
         wrong_input = isinstance(failure, PlaitError) and failure.exit_status == InputError.exit_status
         if self._status.is_training:
             if isinstance(failure, PlaitError) and wrong_input:
-                # The run was right when it began; what it met later makes it a failed run.
+                # The input was accepted at the start; an error later means that the run failed.
                 failure.exit_status = PlaitError.exit_status
             return False
         never_started = not self._folder.status.exists() or self._folder.status.read_bytes() == self._before
         return never_started or wrong_input
 
-    def _take_back(self) -> None:
-        """Leave the folder as it was: a resumed run has its old status, and of a new one nothing is left."""
+    def _restore_folder(self) -> None:
+        """Restore the folder: a resumed run keeps its old status, and a new one is removed."""
         if self._resume:
             if self._before is not None:
                 write_atomic(self._folder.status, self._before)
         else:
             self._folder.remove_untrained()
 
-    def _note(self, failure: BaseException) -> None:
+    def _record_failure(self, failure: BaseException) -> None:
         self._status.write(state="failed")
         with contextlib.suppress(DiskError):
             write_atomic(self._folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
@@ -283,7 +283,7 @@ class LaunchedRun:
 def _controlled(
     supervisor: Supervisor, placement: Placement, folder: RunDir
 ) -> contextlib.AbstractContextManager[None]:
-    """The control endpoint of a job whose workers may come and go."""
+    """Serve the control endpoint during an elastic job; does nothing for other jobs."""
     if placement.elastic is None:
         return contextlib.nullcontext()
     from plait.launch.control import serving  # imports an HTTP server
@@ -292,7 +292,7 @@ def _controlled(
 
 
 def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result of the run as it ended before, where going on had nothing left to do."""
+    """The earlier result of a resumed run that had no step left to do; None otherwise."""
     if result["train_loss"] is not None or not folder.result.exists():
         return None
     try:

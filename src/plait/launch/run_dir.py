@@ -1,7 +1,7 @@
-"""The run folder: where a run keeps its events, logs, checkpoints and state, and how one finds it again.
+"""The run folder: the events, logs, checkpoints and state of a run, and how to find it by name.
 
-A run touches nothing but what it made: its record, `run.json`, says what kind of run the folder is of and
-which of its entries are the run's. A folder that has such entries already, and no record, is left alone.
+A run changes only files that it made: its record, `run.json`, holds the kind of the run and the names of its
+files and folders. A folder that contains such names but no record is not used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plait.core.artefact import load, text_of
 from plait.core.codec import encode
 from plait.core.errors import DiskError, InputError
 from plait.core.files import expand_path, write_atomic, writing
-from plait.core.names import nearest, own_folders
+from plait.core.names import nearest, user_folders
 from plait.core.shown import listed
 
 KIND, VERSION = "run", 1
@@ -53,26 +53,27 @@ UNFINISHED = ".step-*"
 
 
 class RunKind(enum.Enum):
-    """What a folder is of; the one never goes on in a folder of the other."""
+    """The kind of a run; a run of one kind is never resumed as the other."""
 
     TRAIN = "train"
     SWEEP = "sweep"
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
+        """The kind as messages name it."""
         return "a training run" if self is RunKind.TRAIN else "a sweep"
 
-    def how_to_go_on(self, folder: Path, job: object = "JOB") -> str:
-        """The command that goes on with the run in `folder`."""
+    def resume_command(self, folder: Path, job: object = "JOB") -> str:
+        """The command that resumes the run in `folder`."""
         return f"plait {self.value} {job} --resume {'--run ' if self is RunKind.TRAIN else ''}{folder}"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Whose folder it is. `entries` are the names in it that the run may write and remove.
+    """The contents of `run.json`. `entries` are the names in the folder that the run may write and remove.
 
-    `modules` are the folders that the run's own modules were found in, `job` is the checksum of the job file
-    as the run last wrote it, and `id` is another one for each run.
+    `modules` are the folders of the user's modules, `job` is the checksum of the job file as the run last
+    wrote it, and `id` is unique.
     """
 
     kind: RunKind
@@ -106,16 +107,16 @@ class RunDir:
         return self.path / "events" / f"rank{rank}.jsonl"
 
     def read_record(self) -> RunRecord:
-        """The run's record; InputError where there is none that can be read."""
+        """The run's record; InputError if it cannot be read."""
         return load(RunRecord, self.record, KIND, VERSION)
 
     def check_free(self) -> None:
-        """Refuse a folder in which a new run would write over something."""
+        """Raise InputError if a new run in this folder would overwrite something."""
         if os.path.lexists(self.record):
             kind = self.read_record().kind
             raise InputError(
-                f"--run: {self.path} holds {kind.words} already; go on with --resume "
-                f"({kind.how_to_go_on(self.path)}), or name another folder"
+                f"--run: {self.path} holds {kind.label} already; go on with --resume "
+                f"({kind.resume_command(self.path)}), or name another folder"
             )
         if taken := self._taken(()):
             raise InputError(
@@ -124,27 +125,27 @@ class RunDir:
             )
 
     def check_kind(self, kind: RunKind) -> RunRecord:
-        """The record of the run of that kind that is here; a folder of anything else is refused."""
+        """The record of the run in this folder; InputError if there is none of that kind."""
         if not self.record.exists():
             raise InputError(
                 f"--resume: {self.path} holds no run that can go on: it has no {self.record.name}, which "
                 f"every run begins with; start a new one without --resume"
             )
-        found = self.read_record()
-        if found.kind is not kind:
+        record = self.read_record()
+        if record.kind is not kind:
             raise InputError(
-                f"--resume: {self.path} holds {found.kind.words}, expected {kind.words}; go on with it by "
-                f"{found.kind.how_to_go_on(self.path)}, or name another folder"
+                f"--resume: {self.path} holds {record.kind.label}, expected {kind.label}; go on with it by "
+                f"{record.kind.resume_command(self.path)}, or name another folder"
             )
-        return found
+        return record
 
-    def _taken(self, own: tuple[str, ...]) -> list[str]:
-        """Names that a run needs and that something else has."""
+    def _taken(self, own_entries: tuple[str, ...]) -> list[str]:
+        """Names that a run needs and that exist already, without `own_entries`."""
         names = (*FILES, *FOLDERS)
-        return [name for name in names if name not in own and os.path.lexists(self.path / name)]
+        return [name for name in names if name not in own_entries and os.path.lexists(self.path / name)]
 
     def claim(self, kind: RunKind, resume: bool) -> RunRecord:
-        """Make this the folder of a new run, or find the run that is to go on; refuses any other folder."""
+        """Make this the folder of a new run, or with `resume` check that it holds a run of that kind."""
         if resume:
             record = self.check_kind(kind)
             if taken := self._taken(record.entries):
@@ -154,9 +155,9 @@ class RunDir:
             return record
         self.check_free()
         self.make()
-        record = RunRecord(kind, uuid.uuid4().hex, (*FILES, *FOLDERS), tuple(own_folders()))
+        record = RunRecord(kind, uuid.uuid4().hex, (*FILES, *FOLDERS), tuple(user_folders()))
         try:
-            # Of two that begin here at once, one finds it there.
+            # If two runs start here at once, mode "x" fails for one of them.
             with writing(self.record), self.record.open("x") as file:
                 file.write(_text(record))
         except DiskError as failure:
@@ -167,9 +168,9 @@ class RunDir:
         return record
 
     def write_job(self, text: str) -> None:
-        """Keep the job as a file of the run's, unless a person has changed the one that is there."""
+        """Write the job file, unless the user has edited the existing one."""
         record = self.read_record()
-        modules = dict.fromkeys([*record.modules, *own_folders()])
+        modules = dict.fromkeys([*record.modules, *user_folders()])
         record = replace(record, entries=(*FILES, *FOLDERS), modules=tuple(modules))
         if not self.job.exists() or _checksum(self.job.read_bytes()) == record.job:
             write_atomic(self.job, text, private=True)
@@ -178,7 +179,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Lock this folder for one supervisor; the system unlocks it however the process ends."""
+        """Lock this folder for one supervisor; the lock is released even if the process is killed."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+")
@@ -193,18 +194,18 @@ class RunDir:
             yield
 
     def holder(self) -> tuple[str, int] | None:
-        """The host and process of the supervisor that holds this folder now, or None.
+        """The host and pid of the supervisor that has locked this folder, or None.
 
-        The process is 0 where its number is not known yet.
+        The pid is 0 if it is not known yet.
         """
         try:
             with self._lock.open() as file:
                 if not locks.is_held(file):
                     return None
-                found = json.loads(file.read(4096))
-                host, pid, since = str(found["host"]), int(found["pid"]), found["since"]
-                # A supervisor that has just begun may not have written its own number yet; and whoever
-                # may write the file could have named any process.
+                content = json.loads(file.read(4096))
+                host, pid, since = str(content["host"]), int(content["pid"]), content["since"]
+                # A supervisor that has just started may not have written its pid yet, and the file may
+                # have been edited to name any process.
                 is_here = host == socket.gethostname()
                 is_other = is_here and (_born(pid) != since or not _has_open(pid, file.fileno()))
         except FileNotFoundError:
@@ -214,15 +215,15 @@ class RunDir:
         return host, 0 if is_other else pid
 
     def is_trained(self) -> bool:
-        """Whether anything here took training to make: a checkpoint, whole or not, or the event of a step."""
+        """Whether the folder contains results of training: a checkpoint, even incomplete, or a step event."""
         kept = [*self.path.glob("checkpoints/*"), *self.path.glob("trials/*/checkpoints/*")]
         return bool(kept) or any(_has_steps(path) for path in self.path.glob("events/*.jsonl"))
 
     def remove_untrained(self) -> None:
-        """Take back what a refused launch wrote, unless something was trained.
+        """Remove what a refused launch wrote, unless something was trained.
 
-        None of it was there when the folder was claimed. Files are removed one by one, and folders only where
-        they are empty then.
+        None of it existed when the folder was claimed. Files are removed one by one, and folders only if they
+        are empty then.
         """
         if self.is_trained():
             return
@@ -235,19 +236,19 @@ class RunDir:
         self.remove_made()
 
     def make(self) -> None:
-        """Make the folder, and those above it that are missing."""
+        """Create the folder and its missing parents."""
         self.made = self.made or _missing(self.path)
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
     def remove_made(self) -> None:
-        """Remove what was made for this run, as far as nothing is in it."""
+        """Remove the folders that were created for this run, as far as they are empty."""
         for folder in self.made:
             _remove_empty(folder)
         self.made = ()
 
     def remove_unfinished(self) -> None:
-        """Remove checkpoints that were not written to their end; while no worker runs."""
+        """Remove incomplete checkpoints; called while no worker runs."""
         for folder in (self.checkpoints, *self.path.glob("trials/*/checkpoints")):
             for path in folder.glob(UNFINISHED):
                 if path.is_dir():
@@ -265,14 +266,14 @@ def _checksum(content: bytes) -> str:
 
 
 def _born(pid: int) -> float | None:
-    """When the process with that number started; None where there is none."""
+    """When the process started; None if there is no such process."""
     with contextlib.suppress(psutil.Error, ValueError, OverflowError):
         return psutil.Process(pid).create_time()
     return None
 
 
 def _has_open(pid: int, descriptor: int) -> bool:
-    """Whether that process has the file open that `descriptor` is of, as far as this one can know."""
+    """Whether that process has the file of `descriptor` open; True if this cannot be determined."""
     folder = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(folder)
@@ -280,10 +281,10 @@ def _has_open(pid: int, descriptor: int) -> bool:
         return True
     except OSError:
         return not os.path.isdir("/proc/self/fd")
-    own = os.fstat(descriptor)
+    lock_file = os.fstat(descriptor)
     for number in numbers:
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(f"{folder}/{number}"), own):
+            if os.path.samestat(os.stat(f"{folder}/{number}"), lock_file):
                 return True
     return False
 
@@ -297,17 +298,17 @@ def _has_steps(events: Path) -> bool:
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # it is not there, or something is in it
+    with contextlib.suppress(OSError):  # missing or not empty
         folder.rmdir()
 
 
 def _missing(path: Path) -> tuple[Path, ...]:
-    """`path` and the folders above it, as far as they are not there."""
+    """`path` and its parents that do not exist, innermost first."""
     return tuple(folder for folder in (path, *path.parents) if not os.path.lexists(folder))
 
 
 def new_run(run_dir: Path, name: str) -> RunDir:
-    """A fresh folder `run_dir/name-NNN`, numbered after the last one."""
+    """A new folder `run_dir/name-NNN`, numbered after the last one."""
     made, attempts = _missing(run_dir), 0
     try:
         number = max((number for number, _ in _runs(run_dir, name)), default=0) + 1
@@ -317,9 +318,9 @@ def new_run(run_dir: Path, name: str) -> RunDir:
             try:
                 path.mkdir()
                 return RunDir(path, (path, *made))
-            except FileExistsError:  # another job of this name was quicker
+            except FileExistsError:  # created by another job of this name in the meantime
                 number += 1
-            except FileNotFoundError:  # one that was refused has just removed the empty folder above
+            except FileNotFoundError:  # a refused job has just removed the empty parent folder
                 attempts += 1
                 if attempts == MOST_ATTEMPTS:
                     raise
@@ -331,7 +332,7 @@ def new_run(run_dir: Path, name: str) -> RunDir:
 
 
 def latest_run(run_dir: Path, name: str, kind: RunKind | None = None) -> RunDir | None:
-    """The newest run of a job; with `kind`, of those of that kind that can go on."""
+    """The newest run of a job; with `kind`, the newest of that kind that can be resumed."""
     for _, path in sorted(_runs(run_dir, name), reverse=True):
         if kind is None or _kind_of(path) is kind:
             return RunDir(path)
@@ -339,7 +340,7 @@ def latest_run(run_dir: Path, name: str, kind: RunKind | None = None) -> RunDir 
 
 
 def _kind_of(path: Path) -> RunKind | None:
-    """What the folder is of, where its record can be read."""
+    """The kind of the run in `path`; None if its record cannot be read."""
     with contextlib.suppress(InputError):
         return RunDir(path).read_record().kind
     return None
@@ -347,14 +348,14 @@ def _kind_of(path: Path) -> RunKind | None:
 
 def _runs(run_dir: Path, name: str) -> list[tuple[int, Path]]:
     pattern = re.compile(re.escape(name) + r"-(\d+)")
-    found = [(pattern.fullmatch(p.name), p) for p in run_dir.iterdir()] if run_dir.is_dir() else []
-    return [(int(match[1]), path) for match, path in found if match]
+    matches = [(pattern.fullmatch(p.name), p) for p in run_dir.iterdir()] if run_dir.is_dir() else []
+    return [(int(match[1]), path) for match, path in matches if match]
 
 
 def find_run(text: str, run_dir: Path = Path("runs"), kind: RunKind | None = None) -> RunDir:
-    """The run that `text` means: a folder, a name below `run_dir`, or a job's name (its latest run).
+    """The run that `text` names: a folder, a name below `run_dir`, or a job's name (its latest run).
 
-    With `kind`, one of that kind that can go on.
+    With `kind`, a run of that kind that can be resumed.
     """
     if not text:
         raise InputError("RUN: found '', expected a run's folder or name; is a variable unset?")
@@ -376,9 +377,9 @@ def find_run(text: str, run_dir: Path = Path("runs"), kind: RunKind | None = Non
 
 
 def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind: RunKind) -> RunDir | None:
-    """The folder named by `run`, or on resume the latest run of this job; None where a new one is to be made.
+    """The folder named by `run`, or on resume the latest run of this job; None if a new one is to be created.
 
-    What is wrong with the folder is said now, before a job is measured; but nothing is left in it yet.
+    The folder is checked now, before a job is measured, but nothing is written to it yet.
     """
     if run == "":
         key = "--resume" if resume else "--run"
@@ -396,8 +397,8 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind:
 
 
 def _latest(run_dir: Path, name: str, kind: RunKind) -> RunDir:
-    if (found := latest_run(run_dir, name, kind)) is not None:
-        return found
+    if (latest := latest_run(run_dir, name, kind)) is not None:
+        return latest
     if (other := latest_run(run_dir, name)) is not None:
         other.check_kind(kind)
     raise InputError(f"--resume: there is no run of {name!r} below {run_dir}/; start one without --resume")

@@ -1,6 +1,6 @@
-"""The supervisor: starts one agent a host, passes on what workers say, decides what their ends mean.
+"""The supervisor: starts one agent per host, forwards messages, and decides what to do when workers end.
 
-It imports no torch, so a command is quick to answer.
+It imports no torch, so commands start fast.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
 from plait.core.errors import InputError, LaunchError
-from plait.core.names import own_folders
+from plait.core.names import user_folders
 from plait.launch import messages
 from plait.launch.display import Display, WorkerState
 from plait.launch.elastic import ControlRequest, ElasticWorkers
+from plait.launch.failure_cause import Cause, RankState, describe_status, find_cause, is_conclusive
 from plait.launch.membership import Membership
 from plait.launch.messages import (
     COORDINATOR,
@@ -38,27 +39,26 @@ from plait.launch.messages import (
     to_line,
 )
 from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
-from plait.launch.verdict import Cause, RankState, describe_status, find_cause, is_conclusive
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules, Placement
 
 START_S = 120.0
-# For reports that name a better cause than the first that a worker lost another one.
+# After the first report of a lost worker, wait this long for reports that name the cause.
 GRACE_S = 2.0
 END_S = 5.0
 # Agents send a sign of life every few seconds, and so does the supervisor.
 AGENT_SILENT_S = 30.0
 BEAT_S = 5.0
-# How much longer than that an agent that hears nothing goes on: by then the supervisor has given it up.
-CUT_OFF = 2.0
+# An agent that receives nothing ends after this multiple of the time after which the supervisor gives it up.
+AGENT_TIMEOUT_FACTOR = 2.0
 TICK_S = 0.5
 LAST_LINES = 20
 
 
 class Supervisor:
-    """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one ends them at once.
+    """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one kills them.
 
-    Where workers have nothing to save, the first one does.
+    If workers have nothing to save, the first one kills them.
     """
 
     def __init__(self, launch: Launch, display: Display) -> None:
@@ -76,24 +76,24 @@ class Supervisor:
         if launch.coordinator is not None:
             self._coordinator = RankState(COORDINATOR, hosts[0])
         self._results: dict[int, Any] = {}
-        # What workers warned of, and what there is to say of them, in the order in which it came.
+        # The warnings of the workers and of the supervisor, oldest first.
         self.warnings: list[str] = []
         self._signs = 0
         self._first_sign_at: float | None = None
         self._stops = 0
         self._begun = False
         rules = launch.placement.elastic
-        # A job that is not elastic goes on without those that it loses, if it can: nobody takes their places.
+        # A job that is not elastic continues without lost workers if it can; they are not replaced.
         capacity = [0] * len(launch.placement.hosts) if rules is None else self._capacity()
         roster = Roster(launch.placement.hosts, capacity, rules or ElasticRules())
         can_change = launch.placement.may_lose_workers
         self._members = ElasticWorkers(roster, self, self._show_members, can_change)
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
-        """What each rank's entry, and the coordinator's, returned; raises when any of them failed.
+        """Run the launch; returns the return value of the entry of each rank and of the coordinator.
 
-        No process is left behind. `prepare` is called once every host has accepted the job, before any worker
-        starts. Workers that were lost have no result.
+        Raises if the job failed. All processes have ended when it returns. `prepare` is called once every
+        host has accepted the job, before any worker starts. Workers that were lost have no result.
         """
         with self._signals_mean_stop():
             try:
@@ -101,7 +101,7 @@ class Supervisor:
                     self._start_agent(index)
                 store = self._await_ready()
                 prepare()
-                # From here on agents pass a request to stop on, also to workers not announced yet.
+                # From here on agents forward a request to stop, also to workers that are still starting.
                 self._begun = True
                 self.broadcast(messages.StartAll(store))
                 return self._await_results()
@@ -113,7 +113,7 @@ class Supervisor:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # A signal that is ignored stays so: nohup means it.
+        # An ignored signal stays ignored, as under nohup.
         signals = [
             s
             for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -130,12 +130,12 @@ class Supervisor:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
         self._inbox.put((-1, messages.Stop()))
 
-    def request_control(self, asked: ControlRequest) -> None:
-        """Have a request for another number of workers answered; from any thread."""
-        self._inbox.put((-1, asked))
+    def request_control(self, request: ControlRequest) -> None:
+        """Queue a request of the control endpoint; may be called from any thread."""
+        self._inbox.put((-1, request))
 
     def start_worker(self, start: Start) -> None:
-        """Have a host's agent start a worker that joins the job."""
+        """Ask a host's agent to start a worker that joins the job."""
         host = self._placement.hosts[start.host].name
         assert start.worker == len(self._ranks)
         self._ranks.append(RankState(start.worker, host))
@@ -146,12 +146,12 @@ class Supervisor:
             self._ranks[worker].ended_here = True
         self.broadcast(messages.EndWorkers(workers))
 
-    def warn(self, words: str) -> None:
-        self._display.printed(f"warning: {words}")
-        self.warnings.append(words)
+    def warn(self, message: str) -> None:
+        self._display.printed(f"warning: {message}")
+        self.warnings.append(message)
 
-    def _note_warning(self, text: str) -> None:
-        """Keep a worker's warning, which its log shows, once for all workers."""
+    def _record_warning(self, text: str) -> None:
+        """Record a worker's warning once for all workers; it is printed by the worker itself."""
         if text not in self.warnings:
             self.warnings.append(text)
 
@@ -163,7 +163,7 @@ class Supervisor:
         self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in states))
 
     def _capacity(self) -> list[int]:
-        """How many workers each host may hold: all of them on this machine, else what its slots say."""
+        """The largest number of workers for each host: no limit on this machine, otherwise its slots."""
         hosts, rules = self._placement.hosts, self._placement.elastic
         slots = self._placement.capacity or tuple(host.slots for host in hosts)
         if rules is not None and len(hosts) == 1 and hosts[0].name == LOCAL:
@@ -178,10 +178,10 @@ class Supervisor:
         except OSError as failure:
             raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
         self._agents.append(agent)
-        agent.send(self._order(index))
+        agent.send(self._agent_order(index))
 
-    def _order(self, index: int) -> AgentOrder:
-        # A process of this machine sees at once when this one ends. Across a network nobody may tell it.
+    def _agent_order(self, index: int) -> AgentOrder:
+        # An agent on this machine notices at once when this process ends; across a network it may not.
         is_local = self._placement.hosts[index].name == LOCAL
         return AgentOrder(
             launch=self._launch,
@@ -190,17 +190,17 @@ class Supervisor:
             membership=self._members.roster.membership,
             secret=self._secret.hex(),
             folder=os.getcwd(),
-            modules=tuple(own_folders()),
-            supervisor_timeout_s=None if is_local else CUT_OFF * self._agent_timeout_s,
+            modules=tuple(user_folders()),
+            supervisor_timeout_s=None if is_local else AGENT_TIMEOUT_FACTOR * self._agent_timeout_s,
         )
 
     def broadcast(self, message: JobMessage) -> None:
-        """Send all agents something."""
+        """Send a message to all agents."""
         for agent in self._agents:
             agent.send(message)
 
     def _receive(self, end: float) -> tuple[int, JobMessage] | None:
-        """The next thing that an agent said, or None at the time `end`; printed lines are passed on."""
+        """The next message of an agent, or None at the time `end`; printed lines are displayed."""
         while True:
             try:
                 index, message = self._inbox.get(timeout=max(0.0, end - time.monotonic()))
@@ -236,31 +236,33 @@ class Supervisor:
         self._members.stop()
         self.broadcast(messages.Stop())
 
-    def _on_control(self, asked: ControlRequest) -> None:
+    def _on_control(self, request: ControlRequest) -> None:
         if self._placement.elastic is None:
-            asked.answer.put(InputError("the job's workers are fixed; start it with parallel.elastic: true"))
-        elif self._stops and (asked.workers or asked.hosts):
-            asked.answer.put(InputError("the job is being stopped; its workers stay as they are"))
+            request.answer.put(
+                InputError("the job's workers are fixed; start it with parallel.elastic: true")
+            )
+        elif self._stops and (request.workers or request.hosts):
+            request.answer.put(InputError("the job is being stopped; its workers stay as they are"))
         else:
-            self._members.serve(asked)
+            self._members.serve(request)
 
     def _await_ready(self) -> str:
-        """The address of the job's store, once every host has accepted the order."""
+        """Wait until every host has accepted the job; returns the address of its store."""
         ready: dict[int, str] = {}
         end = time.monotonic() + START_S
         while len(ready) < len(self._agents):
-            message = self._receive(end)
-            if message is None:
+            received = self._receive(end)
+            if received is None:
                 silent = [h.name for i, h in enumerate(self._placement.hosts) if i not in ready]
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
-            index, said = message
-            match said:
+            index, message = received
+            match message:
                 case AgentEnd() | messages.CheckFailure():
                     raise self._agent_gone(index)
                 case messages.Refusal():
-                    raise InputError(said.why)
+                    raise InputError(message.why)
                 case messages.HostReady():
-                    ready[index] = said.store
+                    ready[index] = message.store
         return ready[0]
 
     def _await_results(self) -> dict[int, Any]:
@@ -278,7 +280,7 @@ class Supervisor:
             message = self._receive(time.monotonic() + TICK_S)
             if message is not None:
                 self._take(*message)
-            self._look_at_agents()
+            self._check_agents()
 
     def _take(self, index: int, message: JobMessage) -> None:
         match message:
@@ -287,20 +289,20 @@ class Supervisor:
             case messages.UnreachableHost():
                 self._lose_host(message.index, self._link_lost)
             case messages.WorkerPids():
-                self._note_workers(message.pids)
+                self._record_pids(message.pids)
             case messages.WarningReport():
-                self._note_warning(message.text)
+                self._record_warning(message.text)
             case messages.ProgressReport():
                 self._members.on_progress(message.progress.get("step", -1))
                 self._display.progressed(message.progress)
             case messages.ResultReport():
-                self._note_result(message.rank, message.value)
+                self._record_result(message.rank, message.value)
             case CoordinatorQuestion():
                 self._agents[0].send(message)
             case CoordinatorAnswer():
                 self._agents[self._host_of(self._ranks[message.rank])].send(message)
             case Failure() | messages.WorkerSilence() | messages.WorkerEnd():
-                self._note_trouble(message)
+                self._record_trouble(message)
             case _:
                 self._members.take(message)
 
@@ -314,7 +316,7 @@ class Supervisor:
         """The index of its host."""
         return [host.name for host in self._placement.hosts].index(state.host)
 
-    def _note_result(self, rank: int, value: Any) -> None:
+    def _record_result(self, rank: int, value: Any) -> None:
         self._state_of(rank).done = True
         if rank == COORDINATOR:
             self._results[rank] = value
@@ -325,9 +327,9 @@ class Supervisor:
         self._members.on_done(rank)
 
     def _leave_out(self, state: RankState) -> None:
-        """Leave a worker out that has ended or hangs, unless it reports what others would meet too.
+        """Remove a worker that has ended or hangs from the job; raises if its failure ends the job.
 
-        One that never took part is given up whatever it reports: those that train have not met it.
+        The failure of a worker that never joined does not end the job: the members do not have it.
         """
         if state.done or state.ended_here:
             return
@@ -335,13 +337,13 @@ class Supervisor:
         if state.failure is not None and has_joined and self._ends_all(state.failure):
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
-            words = state.failure.summary if state.failure else describe_status(state.status)
+            reason = state.failure.summary if state.failure else describe_status(state.status)
             if state.silent_s is not None:
-                words = f"hung: no sign of life for {state.silent_s:.0f} s"
+                reason = f"hung: no sign of life for {state.silent_s:.0f} s"
             lost = "is lost" if has_joined else "could not join"
             log = self._log_of(state.rank) if has_joined else ""
-            self.warn(f"worker {state.rank} on {state.host} {lost} ({words}); the rest goes on{log}")
-            self._members.on_gone(state.rank, words)
+            self.warn(f"worker {state.rank} on {state.host} {lost} ({reason}); the rest goes on{log}")
+            self._members.on_gone(state.rank, reason)
             if not has_joined and self._members.roster.gives_up_joiners:
                 self.warn(
                     f"no more workers are started after {MOST_FAILED_STARTS} that could not join"
@@ -351,14 +353,14 @@ class Supervisor:
             self.broadcast(messages.EndWorkers((state.rank,)))
 
     def _ends_all(self, failure: Failure) -> bool:
-        """Whether a worker's own report ends the job: the others take its samples, and would meet it too.
+        """Whether a failure that a worker reports ends the job: with its samples the others would fail too.
 
-        Where workers average, a step that fails is lost with its worker, unless the reason holds for all.
+        If workers average weights, only the worker's step is lost, unless the cause holds for all workers.
         """
         return failure.lost is None and (failure.everywhere or self._placement.lease_s is None)
 
-    def _note_trouble(self, sign: Failure | messages.WorkerSilence | messages.WorkerEnd) -> None:
-        """Note a worker's own report, its silence, or its end."""
+    def _record_trouble(self, sign: Failure | messages.WorkerSilence | messages.WorkerEnd) -> None:
+        """Record a worker's failure report, its missing heartbeat, or its end."""
         state = self._state_of(sign.rank)
         match sign:
             case Failure():
@@ -367,10 +369,10 @@ class Supervisor:
                 state.status = sign.status
             case messages.WorkerSilence():
                 state.silent_s = sign.seconds
-        if not state.done and state.order is None:
+        if not state.done and state.trouble_index is None:
             self._signs += 1
-            state.order = self._signs
-            if state is self._coordinator:  # nobody else has what it knows
+            state.trouble_index = self._signs
+            if state is self._coordinator:  # its state exists nowhere else
                 raise self._worker_failed(find_cause([state]))
             if not self._members.has_begun:
                 self._first_sign_at = self._first_sign_at or time.monotonic()
@@ -378,7 +380,7 @@ class Supervisor:
             self._leave_out(state)
 
     def _is_over(self) -> bool:
-        """Whether all workers are done, or lost where that is tolerated; raises where the job has failed."""
+        """Whether all workers are done, or lost if that is tolerated; raises if the job has failed."""
         if self._members.has_begun:
             return self._members.is_over()
         if self._first_sign_at is not None:
@@ -387,7 +389,7 @@ class Supervisor:
             return False
         return all(state.done for state in self._ranks)
 
-    def _note_workers(self, pids: Mapping[int, int]) -> None:
+    def _record_pids(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
             self._ranks[rank].pid = pid
         if self._members.has_begun:
@@ -400,7 +402,7 @@ class Supervisor:
         return f" (its log: {logs / messages.process_name(rank)}.err)" if logs is not None else ""
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
-        """A host's agent is gone or cannot be reached: its workers are lost, or else the job."""
+        """A host's agent is gone or unreachable: its workers are lost; raises if this ends the job."""
         self._members.roster.close_host(index)
         if not self._members.has_begun or index == 0:
             if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
@@ -408,15 +410,15 @@ class Supervisor:
             return
         for state in self._ranks:
             if self._host_of(state) == index and not state.done and state.status is None:
-                self._note_trouble(messages.WorkerEnd(state.rank, -signal.SIGKILL))
+                self._record_trouble(messages.WorkerEnd(state.rank, -signal.SIGKILL))
         self._agents[index].end()
 
     @property
     def _agent_timeout_s(self) -> float:
         return max(AGENT_SILENT_S, 3 * self._placement.link_timeout_s)
 
-    def _look_at_agents(self) -> None:
-        """Notice an agent that has said nothing for long."""
+    def _check_agents(self) -> None:
+        """Treat the host of an agent that has sent nothing for too long as lost."""
         now, longest_s = self._clock.read(), self._agent_timeout_s
         for agent in self._agents:
             if agent.is_running and now - agent.last_seen_s > longest_s:
@@ -431,13 +433,13 @@ class Supervisor:
             if host == LOCAL
             else f" (reached by {shlex.join(shell_of(self._placement, self._placement.hosts[index]))})"
         )
-        # What it said last may still be on its way.
+        # Its last messages may not have been read yet.
         end = time.monotonic() + 0.3
         while self._receive(end) is not None:
             pass
-        said = "\n".join(self._printed[index]) or "(nothing)"
+        output = "\n".join(self._printed[index]) or "(nothing)"
         how = "is still there" if status is None else describe_status(status)
-        return LaunchError(f"the agent on {host}{where} {how}; it printed:\n{said}")
+        return LaunchError(f"the agent on {host}{where} {how}; it printed:\n{output}")
 
     def _agent_silent(self, index: int, seconds: float) -> LaunchError:
         host = self._placement.hosts[index].name
@@ -457,7 +459,7 @@ class Supervisor:
         return WorkerError(cause, self._launch.logs)
 
     def _end_agents(self) -> None:
-        """End what still runs: hang up, which an agent answers by ending its workers; then kill."""
+        """Close the connections, upon which agents kill their workers and end; then kill what still runs."""
         for agent in self._agents:
             agent.close()
         end = time.monotonic() + END_S
@@ -466,7 +468,7 @@ class Supervisor:
                 agent.end()
         for agent in self._agents:
             agent.join_readers(max(0.1, end - time.monotonic()))
-        # What they printed last has been read by now; later requests to stop have nobody to reach.
+        # Display what they printed last; later requests to stop have no effect.
         while not self._inbox.empty():
             index, message = self._inbox.get()
             if isinstance(message, messages.OutputLine):
@@ -474,14 +476,14 @@ class Supervisor:
 
 
 def shell_of(placement: Placement, host: Host) -> list[str]:
-    """The command that runs another one on `host`; none where it is this one."""
+    """The prefix of a command that runs on `host`; empty for this machine."""
     return [] if host.name == LOCAL else shlex.split(placement.shell.format(host=shlex.quote(host.name)))
 
 
 def agent_command(placement: Placement, host: Host) -> list[str]:
-    """What starts the agent of `host`, without the current folder on its Python path."""
+    """The command that starts the agent of `host`, without the current folder on its Python path."""
     shell, agent = shell_of(placement, host), [placement.interpreter, "-P", "-u", "-m", "plait.launch.agent"]
-    # ssh puts its arguments together with spaces, for a shell on the other side to take apart.
+    # ssh joins its arguments with spaces, and a shell on the remote host splits them.
     is_ssh = any(os.path.basename(word) == "ssh" for word in shell)
     return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]
 
@@ -490,14 +492,14 @@ class AgentEnd(JobMessage):
     """An agent has ended, or its host's shell."""
 
 
-# What has come from an agent, by its index; or, from this process, a request to stop or to resize.
+# Messages with the index of their agent; or, with -1, a request of this process to stop or to resize.
 _Inbox = queue.SimpleQueue[tuple[int, JobMessage | ControlRequest]]
 
 
 class _AgentProcess:
-    """One agent, reached through its host's shell: its messages go into a queue, and nothing here waits.
+    """One agent, started through its host's shell. Its messages go into a queue; no method blocks on them.
 
-    What is sent goes through a thread: a shell that does not read must not hold up the rest.
+    A thread sends: a shell that does not read must not block the supervisor.
     """
 
     def __init__(self, index: int, command: list[str], inbox: _Inbox, now: float) -> None:
@@ -535,17 +537,17 @@ class _AgentProcess:
         self._unsent.put(message)
 
     def close(self) -> None:
-        """Hang up, after what was sent before."""
+        """Close the agent's input after what was sent before."""
         self._unsent.put(None)
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit status, or None where it has not ended within `seconds`."""
+        """Its exit status, or None if it has not ended within `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def end(self) -> None:
-        """End it at once."""
+        """Kill it and wait until it has ended."""
         self._process.kill()
         self._process.wait()
 
@@ -556,9 +558,9 @@ class _AgentProcess:
     def _write(self) -> None:
         stream = self._process.stdin
         assert stream is not None
-        # An agent that is gone is noticed by its closed output.
+        # The reader of its output notices an agent that is gone.
         with contextlib.suppress(OSError, ValueError):
-            message = self._unsent.get()  # the order
+            message = self._unsent.get()  # the AgentOrder
             while message is not None:
                 stream.write(to_line(message).decode())
                 stream.flush()
@@ -572,7 +574,7 @@ class _AgentProcess:
     def _read_messages(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            # A remote shell may greet on the same stream.
+            # A remote shell may print a greeting to the same stream.
             self._inbox.put((self.index, from_line(line) or messages.OutputLine(line.rstrip("\n"))))
         self._inbox.put((self.index, AgentEnd()))
 
@@ -583,7 +585,7 @@ class _AgentProcess:
 
 
 class WorkerError(LaunchError):
-    """A worker failed: which one, on which host, with its own traceback."""
+    """A worker failed: names the worker, its host and its log, and has its traceback."""
 
     def __init__(self, cause: Cause, logs: Path | None) -> None:
         self.rank = cause.rank
@@ -598,6 +600,6 @@ class WorkerError(LaunchError):
 
 
 class Interrupted(LaunchError):
-    """The user ended it before it could end by itself."""
+    """The user stopped the job before its end."""
 
     exit_status = 130

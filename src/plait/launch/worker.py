@@ -1,4 +1,4 @@
-"""One worker process: its place in the job, requests to stop, and its report when it fails."""
+"""One worker process: its rank and connections, requests to stop, and its report when it fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreTimeout
 from plait.core.codec import decode
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
-from plait.core.logs import hand_on_warnings
+from plait.core.logs import forward_warnings
 from plait.core.names import resolve
 from plait.launch import messages
 from plait.launch.lines import LineBuffer
@@ -36,26 +36,26 @@ from plait.launch.messages import (
     CoordinatorQuestion,
     Failure,
     JobMessage,
-    WorkerOrder,
+    WorkerRequest,
     from_line,
     to_line,
 )
 
 BEAT_S = 0.5
-# Signs of life in the time after which a worker counts as silent.
+# Heartbeats per lease.
 BEATS = 5
-# How often a wait in the store looks whether a member was lost.
+# How often a wait in the store checks whether a member was lost.
 LOOK_S = 0.1
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-# Torch's errors have no class of their own for a peer that is gone or silent, only words.
+# Torch has no exception class for a lost peer; only the message tells.
 _TORCH_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL error")
 _TORCH_SILENT = ("Timed out waiting", "timed out", "Timeout")
 
 
 class JobStore(dist.Store):
-    """The job's store with the face that torch's process groups know: all its keys, or those below `prefix`.
+    """The job's store with the interface of torch's `Store`: all its keys, or those below `prefix`.
 
-    A wait of one that has a `check`, which raises when a member is lost, ends then: nobody would set the key.
+    `check` is called during waits and raises if a member is lost, which would never set the key.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class JobStore(dist.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._client.timeout_s = timeout.total_seconds()
 
-    # Torch's own code looks for these under their names in C++.
+    # Torch calls these by their C++ names.
     deleteKey = delete_key
     getNumKeys = num_keys
     setTimeout = set_timeout
@@ -119,9 +119,9 @@ class JobStore(dist.Store):
 class Worker(Protocol):
     """This process in its job: rank, world size, the job's store, and the request to stop.
 
-    `hosts` names the host of each rank, and `host` this worker's. `id` is this process's number in the job;
-    where workers come and go (`memberships.can_change`) its rank is its place among the members, and -1
-    until it is one of them.
+    `hosts` has the host of each rank, and `host` is this worker's. `id` is the number of this process in the
+    job. If workers may change (`memberships.can_change`), its rank is its index among the members, and -1
+    until it is a member.
     """
 
     @property
@@ -146,71 +146,71 @@ class Worker(Protocol):
     def rendezvous(self) -> Rendezvous: ...
 
     def stop_requested(self) -> bool:
-        """Whether this worker's host was asked to end the job cleanly; costs next to nothing."""
+        """Whether this worker was asked to end the job cleanly; cheap enough to call in every step."""
 
     def ask_to_stop(self) -> None:
-        """Have this worker ask to end the job cleanly, as a request from outside does."""
+        """Make `stop_requested` return True, as a request from outside does."""
 
     def report(self, progress: dict[str, Any]) -> None:
-        """Send the job's progress to the supervisor; one worker calls it a few times a second at most."""
+        """Send the job's progress to the supervisor; called by one worker, a few times a second at most."""
 
     def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the job's coordinator answers, however long that takes."""
+        """Send a question to the job's coordinator and wait for its answer, without a timeout."""
 
     def join(self, backend: str) -> None:
-        """Make the process group of all workers; every rank calls it."""
+        """Create the process group of all workers; every rank calls it."""
 
 
 class ElasticWorker(Worker, Protocol):
-    """A worker of a job whose workers come and go."""
+    """A worker of a job whose workers may join and leave."""
 
     def enter(self, membership: Membership) -> None:
-        """Take the place that `membership` gives this worker; the process group is not made yet."""
+        """Take the rank and hosts of `membership`; the process group is not created yet."""
 
     def leave_world(self) -> None:
-        """End the process group, also where a member of it is lost."""
+        """Destroy the process group, also if a member of it is lost."""
 
     def report_ready(self) -> None:
-        """This worker can take part as soon as it is made a member."""
+        """Report that this worker is ready to become a member."""
 
     def report_joined(self) -> None:
-        """This worker has taken its place in the version that it entered, with the state of the others."""
+        """Report that this worker has joined the version that it entered and has the state of the others."""
 
     def report_left(self) -> None:
-        """This worker has left in agreement with the others, and ends."""
+        """Report that this worker has left on request and ends."""
 
     def report_broken(self, loss: PeerError) -> None:
-        """The members of the version that this worker entered could not work together; it waits for another.
+        """Report that the members of the entered version cannot communicate; this worker waits for another.
 
-        The worker to blame is named where it is known.
+        The report names the lost worker if `loss` does.
         """
 
     def ask_to_resize(self, workers: int, why: str) -> None:
-        """Ask the supervisor for that number of workers; they change once joiners are ready."""
+        """Ask the supervisor for that number of workers; the change waits until new workers are ready."""
 
 
 class LaunchedWorker:
-    """A worker that an agent has started; `agent` links it with that agent."""
+    """A worker started by an agent; `agent` is the connection to it."""
 
-    def __init__(self, order: WorkerOrder, agent: AgentLink) -> None:
-        self.id = order.rank
-        self.host = order.host
-        self.local_rank = order.local_rank
-        self.timeout_s = order.timeout_s
+    def __init__(self, request: WorkerRequest, agent: AgentLink) -> None:
+        self.id = request.rank
+        self.host = request.host
+        self.local_rank = request.local_rank
+        self.timeout_s = request.timeout_s
         self.memberships = agent.memberships
         self._agent = agent
-        self._secret = bytes.fromhex(order.secret)
-        self._address = order.address
-        self._client = StoreClient(Address(order.store), self._secret, self.id, self.timeout_s)
+        self._secret = bytes.fromhex(request.secret)
+        self._address = request.address
+        self._client = StoreClient(Address(request.store), self._secret, self.id, self.timeout_s)
         self.store = JobStore(self._client)
         self._world: WorldConnections | None = None
         self._world_lock = threading.Lock()
-        # Torch keeps no hold of a store that is made in Python.
+        # Torch does not keep a reference to a store that was created in Python.
         self._stores = [self.store]
         self.rank = -1
         self.hosts: tuple[str, ...] = ()
-        if order.membership is not None:
-            self.enter(order.membership)
+        if request.membership is not None:
+            self.enter(request.membership)
 
     @property
     def world_size(self) -> int:
@@ -246,7 +246,7 @@ class LaunchedWorker:
                 dist.destroy_process_group()
 
     def _cut_world(self, loss: PeerError) -> None:
-        """Wake threads that wait for others in the process group."""
+        """Wake threads that wait for peers in the process group."""
         with self._world_lock:
             if self._world is not None:
                 self._world.cut()
@@ -296,40 +296,39 @@ AnswerFunction = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 class CoordinatorProcess:
     """The process that answers the questions of the workers; `membership` is the first one."""
 
-    def __init__(self, order: WorkerOrder, agent: AgentLink) -> None:
-        assert order.membership is not None
-        self.membership = order.membership
-        self.is_elastic = order.elastic
+    def __init__(self, request: WorkerRequest, agent: AgentLink) -> None:
+        assert request.membership is not None
+        self.membership = request.membership
+        self.is_elastic = request.elastic
         self._agent = agent
 
     def report(self, progress: dict[str, Any]) -> None:
         self._agent.send(messages.ProgressReport(progress))
 
     def serve(self, answer: AnswerFunction, follow: Callable[[Membership], None]) -> None:
-        """Answer questions one after the other, and follow the members, until all workers have ended."""
+        """Answer questions one at a time until all workers have ended; `follow` receives new memberships."""
         while True:
             match self._agent.inbox.get():
                 case CoordinatorQuestion() as question:
-                    self._agent.send(_answered(question, answer))
+                    self._agent.send(_make_answer(question, answer))
                 case messages.NewMembership(membership):
                     follow(membership)
                 case messages.CloseCoordinator():
                     return
 
 
-def _answered(question: CoordinatorQuestion, answer: AnswerFunction) -> CoordinatorAnswer:
+def _make_answer(question: CoordinatorQuestion, answer: AnswerFunction) -> CoordinatorAnswer:
     try:
         return CoordinatorAnswer(question.rank, answer(question.content))
-    except Exception as failure:  # the worker must not wait for ever
-        words = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
-        return CoordinatorAnswer(question.rank, {}, words, isinstance(failure, InputError))
+    except Exception as failure:  # the worker waits for an answer
+        message = str(failure) if isinstance(failure, PlaitError) else traceback.format_exc()
+        return CoordinatorAnswer(question.rank, {}, message, isinstance(failure, InputError))
 
 
 class AgentLink:
-    """The socket to this host's agent: requests to stop and answers come, questions and reports go.
+    """The socket to this host's agent: receives requests to stop and answers, sends questions and reports.
 
-    Signs of life go there too, so that a process that is stopped is noticed. When the agent is gone, so is
-    this process.
+    It also sends heartbeats, so that a stopped process is noticed. If the agent ends, this process is killed.
     """
 
     def __init__(
@@ -341,7 +340,7 @@ class AgentLink:
         self._is_worker = is_worker
         self.stop_requested = False
         self._beat_s = beat_s
-        # Answers or, for the coordinator, all that there is to answer.
+        # Answers or, in the coordinator, questions and new memberships.
         self.inbox: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         for target in (self._receive, self._send_beats):
             threading.Thread(target=target, name="plait-agent-link", daemon=True).start()
@@ -351,7 +350,7 @@ class AgentLink:
             self._socket.sendall(to_line(message))
 
     def ask(self, question: CoordinatorQuestion) -> CoordinatorAnswer:
-        """The coordinator's answer; one thread asks."""
+        """The coordinator's answer; called by one thread only."""
         self.send(question)
         answer = self.inbox.get()
         assert isinstance(answer, CoordinatorAnswer)
@@ -385,51 +384,51 @@ class AgentLink:
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Run the order's check on its settings; sends the agent what is wrong with them, if anything."""
-    order = decode(messages.CheckOrder, argument)
+    """Run the requested check on the settings and send its result to the agent. The fork server calls it."""
+    request = decode(messages.CheckRequest, argument)
     why = None
     try:
-        resolve(order.check, "check")(order.settings)
+        resolve(request.check, "check")(request.settings)
     except InputError as failure:
         why = str(failure)
     socket.socket(fileno=descriptors[0]).sendall(to_line(messages.CheckResult(why)))
 
 
 def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Be a worker, or the coordinator: run the order's entry and report what it returned.
+    """The main function of a worker or the coordinator: run the requested entry and report its return value.
 
     The fork server calls it.
     """
-    order = decode(WorkerOrder, argument)
-    is_worker = order.rank != COORDINATOR
-    lease_s, may_lose = order.lease_s, order.elastic or order.lease_s is not None
-    memberships = Memberships(order.rank, can_change=may_lose, can_grow=order.elastic)
+    request = decode(WorkerRequest, argument)
+    is_worker = request.rank != COORDINATOR
+    lease_s, may_lose = request.lease_s, request.elastic or request.lease_s is not None
+    memberships = Memberships(request.rank, can_change=may_lose, can_grow=request.elastic)
     beat_s = BEAT_S if lease_s is None else min(BEAT_S, lease_s / BEATS)
     agent = AgentLink(descriptors[0], memberships, is_worker, beat_s)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hand_on_warnings(lambda text: agent.send(messages.WarningReport(text)))
+    forward_warnings(lambda text: agent.send(messages.WarningReport(text)))
     try:
-        _set_environment(order)
-        torch.set_num_threads(order.threads)
-        process = LaunchedWorker(order, agent) if is_worker else CoordinatorProcess(order, agent)
-        value = resolve(order.entry, "entry")(process, order.settings)
-        agent.send(messages.ResultReport(order.rank, value))
+        _set_environment(request)
+        torch.set_num_threads(request.threads)
+        process = LaunchedWorker(request, agent) if is_worker else CoordinatorProcess(request, agent)
+        value = resolve(request.entry, "entry")(process, request.settings)
+        agent.send(messages.ResultReport(request.rank, value))
     except BaseException as failure:
-        agent.send(describe_failure(order.rank, order.host, failure))
+        agent.send(describe_failure(request.rank, request.host, failure))
         sys.stdout.flush()
         sys.stderr.flush()
         # A process group with a dead peer can block in its destructor.
         os._exit(1)
 
 
-def _set_environment(order: WorkerOrder) -> None:
+def _set_environment(request: WorkerRequest) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = (order.rank, order.local_rank, order.world_size, order.local_size)
+    numbers = (request.rank, request.local_rank, request.world_size, request.local_size)
     os.environ.update({name: str(number) for name, number in zip(names, numbers)})
-    if order.nic is not None:
-        # The interface that the other hosts know; the libraries' own guess may be another.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = order.nic
+    if request.nic is not None:
+        # The interface that the other hosts use; the libraries might choose another one.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = request.nic
 
 
 def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
@@ -437,35 +436,35 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
     lost, peer = _lost_peer(failure)
     known = isinstance(failure, PlaitError)
     summary = str(failure) if known else f"{type(failure).__name__}: {failure}"
-    if known:  # elsewhere the traceback has them
+    if known:  # otherwise the traceback has the notes
         summary = "\n".join([summary, *getattr(failure, "__notes__", ())])
     if lost is not None and not known:
-        summary = f"{_MISSED[lost]} ({str(failure).strip().splitlines()[0]})"
+        summary = f"{_LOST_PEER_MESSAGES[lost]} ({str(failure).strip().splitlines()[0]})"
     return Failure(
         rank=rank,
         host=host,
         summary=summary,
-        # What is said in words needs no traceback.
+        # These messages need no traceback.
         traceback="" if known or lost is not None else "".join(traceback.format_exception(failure)),
         exit_status=failure.exit_status if isinstance(failure, PlaitError) else 1,
         lost=lost,
         peer=peer,
-        everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_of_the_disk(failure),
+        everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_disk_error(failure),
     )
 
 
-_MISSED = {
-    LostPeer.GONE: "another worker has broken off the connection",
-    LostPeer.SILENT: "waited in vain for another worker: it hangs, or the network between them is cut",
+_LOST_PEER_MESSAGES = {
+    LostPeer.GONE: "another worker has closed the connection",
+    LostPeer.SILENT: "timed out waiting for another worker: it hangs, or the network between them is cut",
 }
 
 
-def _is_of_the_disk(failure: BaseException) -> bool:
+def _is_disk_error(failure: BaseException) -> bool:
     return isinstance(failure, OSError) and failure.errno in DISK_ERRORS
 
 
 def as_loss(failure: BaseException) -> PeerError | None:
-    """`failure` as the loss of another worker, where it says no more than that; without its traceback.
+    """A PeerError without traceback if `failure` only says that a peer was lost, else None.
 
     A traceback would keep the broken process group alive.
     """
@@ -474,12 +473,12 @@ def as_loss(failure: BaseException) -> PeerError | None:
 
 
 def _lost_peer(failure: BaseException) -> tuple[LostPeer | None, int | None]:
-    """How another worker is missed where `failure` says no more than that, and its rank where known."""
+    """How a peer was lost, if `failure` only says that, and the peer's rank if known."""
     if isinstance(failure, PeerError):
         return failure.kind, failure.peer
     if isinstance(failure, RuntimeError) and not isinstance(failure, PlaitError):
-        words = str(failure)
+        message = str(failure)
         for kind, signs in ((LostPeer.GONE, _TORCH_GONE), (LostPeer.SILENT, _TORCH_SILENT)):
-            if any(sign in words for sign in signs):
+            if any(sign in message for sign in signs):
                 return kind, None
     return None, None

@@ -25,7 +25,7 @@ from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
-from plait.pipeline.gradient_sync import find_stages, first_held, make_agreements, replica_groups
+from plait.pipeline.gradient_sync import find_stages, first_held, make_gradient_reducers, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
@@ -195,9 +195,9 @@ class Pipeline:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.base_lrs = tuple(rate if isinstance(rate, float) else float(rate) for rate in rates)
         # Some optimizers keep the gradients.
-        own_memory = not is_known(self.optimizer)
-        agreements = make_agreements(
-            rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology, own_memory
+        copy_gradients = not is_known(self.optimizer)
+        agreements = make_gradient_reducers(
+            rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology, copy_gradients
         )
         tied = make_tied(
             pipeline_layout,

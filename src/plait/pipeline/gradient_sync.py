@@ -88,8 +88,8 @@ def check_untied(traced: TracedModel, pipeline_layout: PipelineLayout, why: str)
 class GradientReducer:
     """Sums the gradients of each parameter over its holders. All workers create one together.
 
-    Each set of holders sums over `topology`, or by the backend's all-reduce. With `own_memory` the sums do
-    not share memory with the communication buffers.
+    Each set of holders sums over `topology`, or by the backend's all-reduce. With `copy_gradients` the sums
+    do not share memory with the communication buffers.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GradientReducer:
         own: Mapping[str, Parameter],
         holders: Holders,
         topology: TopologySpec | None = None,
-        own_memory: bool = False,
+        copy_gradients: bool = False,
     ) -> None:
         self._own = dict(own)
         rank = rendezvous.rank
@@ -114,7 +114,7 @@ class GradientReducer:
                 members = Members(rendezvous, workers, group)
                 may_fail = rendezvous.check is not None
                 self._sums.append(
-                    AllReduce(parameters, group, members, may_fail=may_fail, own_memory=own_memory)
+                    AllReduce(parameters, group, members, may_fail=may_fail, copy_gradients=copy_gradients)
                 )
                 self._members.append(members)
         self._device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
@@ -196,13 +196,13 @@ def _scale_down(parameters: Iterable[Parameter], most: float, norm: float) -> No
         torch._foreach_mul_(grads, factor)
 
 
-def make_agreements(
+def make_gradient_reducers(
     rendezvous: Rendezvous,
     pipeline_layout: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     parameters: Mapping[str, Parameter],
     topology: TopologySpec | None = None,
-    own_memory: bool = False,
+    copy_gradients: bool = False,
 ) -> dict[int, GradientReducer]:
     """The reducer of each stage's gradients; all workers call it together.
 
@@ -212,12 +212,12 @@ def make_agreements(
     holders = {name: pipeline_layout.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(pipeline_layout.stages))
     if pipeline_layout.schedule.synchronous:
-        whole = GradientReducer(rendezvous, parameters, holders, topology, own_memory)
+        whole = GradientReducer(rendezvous, parameters, holders, topology, copy_gradients)
         return dict.fromkeys(stages, whole)
     reducers = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
         part = {name: parameter for name, parameter in parameters.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        reducers[stage] = GradientReducer(rendezvous, part, by_name, topology, own_memory)
+        reducers[stage] = GradientReducer(rendezvous, part, by_name, topology, copy_gradients)
     return reducers

@@ -57,9 +57,9 @@ def canonical_value(path: str, value: Any) -> Any:
         return "drop" if value else "keep"
     if path == "verify" and isinstance(value, str):
         if value not in VERIFY:
-            words = ", ".join(VERIFY)
+            names = ", ".join(VERIFY)
             raise JobError(
-                f"verify: found {shown(value)}, expected {words}, or the keys start, audit and on_difference"
+                f"verify: found {shown(value)}, expected {names}, or the keys start, audit and on_difference"
                 f"{did_you_mean(value, VERIFY)}"
             )
         return dict(VERIFY[value])
@@ -84,20 +84,20 @@ class AliasResolver:
 
     def resolve_section(self, content: Mapping[Any, Any], section: str = "") -> dict[Any, Any]:
         """The canonical keys of a section, or of the job; a key and its alias must have equal values."""
-        found: dict[Any, Any] = {}
+        resolved: dict[Any, Any] = {}
         sources: dict[str, Any] = {}
         for key, value in content.items():
             path = f"{section}.{key}" if section else key
             if not isinstance(key, str) or "." in key:
-                found[key] = value
+                resolved[key] = value
                 continue
             canonical, changed = self.resolve(path, value)
             last = canonical.rpartition(".")[2]
-            if last in found and found[last] != changed:
+            if last in resolved and resolved[last] != changed:
                 other, before = sources[last]
                 raise JobError(
                     f"{path}: found {shown(value)} and {other}: {shown(before)}, which are two names of "
                     f"one key; expected one of them"
                 )
-            found[last], sources[last] = changed, (path, value)
-        return found
+            resolved[last], sources[last] = changed, (path, value)
+        return resolved

@@ -64,13 +64,13 @@ def _checked(job: Job) -> Job:
 
 
 def _build_job(content: Mapping[str, Any], overrides: Overrides) -> Job:
-    """The job with every key checked by itself."""
+    """The job, with each key checked, but not their combinations."""
     if not isinstance(content, Mapping):
         raise JobError(f"found {shown(content)}, expected keys such as name, model and data; see read_job")
     aliases = AliasResolver()
     tree = aliases.resolve_section(plain_copy(content))
     overridden = {_apply_override(tree, override, aliases) for override in overrides}
-    # How long a job takes is said by one of two keys; an override takes the place of either.
+    # The length of a job is given by one of two keys; an override of one replaces the other.
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         if key in overridden and other not in overridden and tree[key] is not None:
             tree.pop(other, None)
@@ -109,28 +109,28 @@ def parse(text: str, where: str) -> dict[str, Any]:
         raise JobError(f"{where}{line}: {failure}") from None
     if not isinstance(content, dict):
         kind = "nothing" if content is None else f"a {type(content).__name__}"
-        found = shown(content) if isinstance(content, str) else kind
-        raise JobError(f"{where}: found {found}, expected keys such as name, model and data")
+        given = shown(content) if isinstance(content, str) else kind
+        raise JobError(f"{where}: found {given}, expected keys such as name, model and data")
     return content
 
 
 def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], aliases: AliasResolver) -> str:
-    """Put a value into `tree`; the key that it has there."""
+    """Set a value in `tree`; returns its canonical key."""
     path, value = _parse_override(override) if isinstance(override, str) else override
     path, value = aliases.resolve(path, plain_copy(value, path))
-    shown_path = shortened(path)
+    short_path = shortened(path)
     *parents, last = path.split(".")
     if not all((*parents, last)):
         raise JobError(f"--set: found {shown(path)}, expected a key of the job, such as optimizer.lr")
     if len(parents) > MOST_LEVELS:
-        raise JobError(f"--set {shown_path}: found {len(parents) + 1:,} levels, expected a key of the job")
+        raise JobError(f"--set {short_path}: found {len(parents) + 1:,} levels, expected a key of the job")
     for parent in parents:
         if tree.get(parent) is None:
             tree[parent] = {}
         section = tree[parent]
         if not isinstance(section, dict):
             raise JobError(
-                f"--set {shown_path}: {shown(parent)} is {shown(section)}, so it has no key {shown(last)}"
+                f"--set {short_path}: {shown(parent)} is {shown(section)}, so it has no key {shown(last)}"
             )
         tree = section
     tree[last] = value

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def check_combinations(job: Job) -> None:
     """Raise JobError for combinations of keys that cannot work together."""
     if (job.epochs is None) == (job.steps is None):
-        found = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
-        raise JobError(f"epochs: found {found}, expected one of epochs and steps")
+        given = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
+        raise JobError(f"epochs: found {given}, expected one of epochs and steps")
     slots = job.placement.workers
     if job.cluster.hosts and job.parallel.workers not in (None, slots) and not job.parallel.elastic:
         raise JobError(
@@ -111,7 +111,7 @@ def _check_topology(job: Job, workers: int) -> None:
     if not spec.by_name and parallel.plan != "data-parallel":
         raise JobError(
             f"parallel.topology: found {shown(spec.name)} with parallel.plan {shown(parallel.plan)}; the "
-            f"replicas of each stage need a topology of their own: use a name, or plan: data-parallel"
+            f"replicas of each stage need a separate topology: use a name, or plan: data-parallel"
         )
     check_topology(spec, workers)
 

@@ -51,10 +51,10 @@ def model_of(settings: Any) -> type[Section]:
 def build(settings: type[T], checked: BaseModel) -> T:
     """Build the dataclass from a validated model; unset keys get their defaults."""
     hints, extra = _hints(typing.cast("Any", settings))
-    found = {name: _value(hints[name], getattr(checked, name)) for name in hints if _is_set(checked, name)}
+    values = {name: _value(hints[name], getattr(checked, name)) for name in hints if _is_set(checked, name)}
     if extra is not None:
-        found[extra] = dict(checked.model_extra or {})
-    return settings(**found)
+        values[extra] = dict(checked.model_extra or {})
+    return settings(**values)
 
 
 @cache
@@ -62,8 +62,8 @@ def _hints(settings: Any) -> tuple[dict[str, Any], str | None]:
     """The annotated types of a section's keys, and the name of the field for extra keys."""
     hints = typing.get_type_hints(settings, include_extras=True)
     metadata = {field.name: typing.get_args(hints[field.name])[1:] for field in fields(settings)}
-    extra = next((name for name, found in metadata.items() if MapContent.EXTRA_KEYS in found), None)
-    others = {extra, *(name for name, found in metadata.items() if MapContent.AS_GIVEN in found)}
+    extra = next((name for name, marks in metadata.items() if MapContent.EXTRA_KEYS in marks), None)
+    others = {extra, *(name for name, marks in metadata.items() if MapContent.AS_GIVEN in marks)}
     return {name: hints[name] for name in metadata if name not in others}, extra
 
 

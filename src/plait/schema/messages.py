@@ -43,7 +43,7 @@ def explain(job: type[BaseModel], failure: ValidationError, written: Mapping[str
 
 def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Location]:
     """Missing required keys, each with the misspelt key that was found instead."""
-    found: dict[Location, Location] = {}
+    misspelt: dict[Location, Location] = {}
     missing: dict[Location, tuple[list[str], Mapping[Any, Any]]] = {}
     for error in errors:
         if error["type"] == "missing" and isinstance(error["input"], Mapping):
@@ -55,17 +55,17 @@ def _misspelt(job: type[BaseModel], errors: Sequence[Any]) -> dict[Location, Loc
         is_open = section is not None and section.model_config.get("extra") == "allow"
         for key in list(content)[:_MAX_KEYS]:
             close = nearest(key, [*known, *names], _SIMILARITY_WITH_EXTRA if is_open else _SIMILARITY)
-            if key not in known and close in names and (*parent, close) not in found:
-                found[(*parent, close)] = (*parent, key)
-    return found
+            if key not in known and close in names and (*parent, close) not in misspelt:
+                misspelt[(*parent, close)] = (*parent, key)
+    return misspelt
 
 
 def _explain(
     job: type[BaseModel], error: Any, misspelt: Mapping[Location, Location], written: Mapping[str, str]
 ) -> str:
     location = error["loc"]
-    own, kind, found = _path(location), error["type"], error["input"]
-    path = written.get(own, own)
+    canonical, kind, value = _path(location), error["type"], error["input"]
+    path = written.get(canonical, canonical)
     if kind == "missing" and location in misspelt:
         return f"{_path(misspelt[location])}: unknown key; did you mean {location[-1]!r}?"
     if kind == "extra_forbidden":
@@ -76,12 +76,12 @@ def _explain(
         return f"{path}: found a key that is not a string"
     if kind == "literal_error":
         valid = re.findall(r"'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
-        hint = did_you_mean(found, [*valid, *VALUE_ALIASES.get(own, ())])
-        return f"{path}: found {shown(found)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
+        hint = did_you_mean(value, [*valid, *VALUE_ALIASES.get(canonical, ())])
+        return f"{path}: found {shown(value)}, expected {' or '.join(valid)}{hint if 'mean' in hint else ''}"
     if kind == "string_pattern_mismatch":
-        return f"{path}: found {shown(found)}, expected {PATTERNS[own]}"
-    words = error["msg"].removeprefix("Input should be ").removeprefix("String should have ")
-    return f"{path}: found {shown(found)}, expected {words}"
+        return f"{path}: found {shown(value)}, expected {PATTERNS[canonical]}"
+    expected = error["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+    return f"{path}: found {shown(value)}, expected {expected}"
 
 
 def _hint(job: type[BaseModel], location: Location) -> str:

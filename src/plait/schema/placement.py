@@ -58,7 +58,7 @@ class Placement(HostAccess, WorkerLimits):
 
     `capacity` is the number of workers that each host may run, for a job that starts with fewer than its
     slots; `elastic` is None for a job with a fixed number of workers. With a `lease_s` the loss of a worker
-    does not end it: the others go on. A worker that has shown no sign of life for so long is ended.
+    does not end it: the others continue. A worker that has sent no heartbeat for that long is killed.
     """
 
     hosts: tuple[Host, ...] = (Host(LOCAL, 1),)
@@ -68,7 +68,7 @@ class Placement(HostAccess, WorkerLimits):
 
     @property
     def may_lose_workers(self) -> bool:
-        """Whether the job goes on without a worker that is lost."""
+        """Whether the job continues without a lost worker."""
         return self.elastic is not None or self.lease_s is not None
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 from plait.core.codec import encode
 from plait.core.units import count_of, show_rate, show_seconds
 
-# Trials in the printed form of a sweep.
-_SHOWN = 10
+# The number of trials in the printed form of a sweep.
+_MAX_TRIALS = 10
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class TrialResult:
 
     def __str__(self) -> str:
         values = ", ".join(f"{key} {show_value(value)}" for key, value in self.values.items())
-        found = f"test {show_metrics(self.metrics)}" if self.metrics else "not evaluated"
+        test = f"test {show_metrics(self.metrics)}" if self.metrics else "not evaluated"
         why = f": {self.why}" if self.why else ""
-        return f"trial {self.trial} ({values}): {found}, {self.state} at step {self.step}{why}"
+        return f"trial {self.trial} ({values}): {test}, {self.state} at step {self.step}{why}"
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class SweepResult:
         rate = f"{show_rate(self.trial_steps_per_s)} trial steps/s on {count_of(self.workers, 'worker')}"
         yield f"{self.reason}: {self.step} of {self.steps} trials in {show_seconds(self.seconds)}, {rate}"
         yield f"best first, by {self.metric}:"
-        yield from (f"  {trial}" for trial in self.trials[:_SHOWN])
-        if len(self.trials) > _SHOWN:
-            yield f"  and {len(self.trials) - _SHOWN} more"
+        yield from (f"  {trial}" for trial in self.trials[:_MAX_TRIALS])
+        if len(self.trials) > _MAX_TRIALS:
+            yield f"  and {len(self.trials) - _MAX_TRIALS} more"
         yield from _audited(self.audited_steps, self.largest_difference)
         yield from (f"warning: {text}" for text in self.warnings)
         if self.run:

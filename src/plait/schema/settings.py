@@ -89,8 +89,8 @@ class LrScheduleSettings:
 class EvaluateSettings:
     """When to evaluate on the test split, and the metric to compute besides the loss.
 
-    `mode` says whether less or more of the metric is better, of one that does not know it itself. So many
-    `sanity_batches` are evaluated before the first step: what is broken should show then.
+    `mode` says whether a smaller or a larger metric is better, for a metric that does not define it. The
+    first `sanity_batches` are evaluated before the first step, so that errors appear early.
     """
 
     every_steps: Count | None = None
@@ -299,7 +299,7 @@ class TrainSettings(CommonSettings):
         return replace(self, pipeline=replace(self.stages, **changes))
 
     def as_run(self) -> TrainSettings:
-        """The settings that workers go by: without a pipeline where the plan is data parallelism."""
+        """The settings that workers use: without a pipeline if the plan is data parallelism."""
         return replace(self, pipeline=None) if self.in_stages and self.stages.as_data_parallel else self
 
 

@@ -23,7 +23,7 @@ class AllReduceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """A worker that shows no sign of life for `lease_s` is lost."""
+    """A worker that sends no heartbeat for `lease_s` is lost."""
 
     lease_s: float = 5.0
 
@@ -158,7 +158,7 @@ KINDS: Mapping[str, type[Options]] = {
 
 # Syncs that tolerate the loss of a worker.
 FAULT_TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
-# Syncs under which all workers take the same steps together; under the others each has its own pace.
+# Syncs under which all workers take the same steps together; under the others, workers may differ.
 LOCKSTEP = ("pair-sync", "sma", "local-sgd")
 
 
@@ -171,23 +171,23 @@ def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
     except ArtefactError as failure:
         raise JobError(f"{failure} (options of {kind})") from None
     if (invalid := options.first_invalid(workers)) is not None:
-        name, found, expected = invalid
-        raise JobError(f"{KEY}.{name}: found {found!r}, expected {expected}")
+        name, value, expected = invalid
+        raise JobError(f"{KEY}.{name}: found {value!r}, expected {expected}")
     return options
 
 
 def options_among(kind: str, given: Mapping[str, Any], workers: int) -> Options:
-    """The options, checked when the job began, for the number of workers there are now."""
+    """The options for the current number of workers; they were checked when the job started."""
     options = decode(KINDS[kind], dict(given), KEY)
     if not isinstance(options, HetPipeOptions):
         return options
-    # A server that does nothing else needs a worker to serve.
+    # A dedicated server needs at least one other worker.
     dedicated = options.dedicated and workers > 1
     return replace(options, dedicated=dedicated, servers=min(options.servers, workers - dedicated))
 
 
 def lease_of(kind: str, given: Mapping[str, Any]) -> float | None:
-    """How long a worker may be silent under a sync that goes on without it; None where others need it."""
+    """The heartbeat timeout under a sync that tolerates the loss of a worker; None for other syncs."""
     options = decode(KINDS[kind], dict(given), KEY) if kind in KINDS else None
     return options.lease_s if isinstance(options, LeaseOptions) else None
 
@@ -197,4 +197,4 @@ def _lease(seconds: float) -> tuple[bool, str, Any, str]:
 
 
 def _first_failed(*checks: tuple[bool, str, Any, str]) -> tuple[str, Any, str] | None:
-    return next(((name, found, words) for fine, name, found, words in checks if not fine), None)
+    return next(((name, value, expected) for fine, name, value, expected in checks if not fine), None)

@@ -190,8 +190,8 @@ def _route(graph: Any, size: int, where: str) -> Route:
     return route
 
 
-def _edges(found: Any, where: str) -> list[tuple[int, int]]:
-    pairs = found if isinstance(found, Sequence) and not isinstance(found, str) else [found]
+def _edges(given: Any, where: str) -> list[tuple[int, int]]:
+    pairs = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     for pair in pairs:
         fine = isinstance(pair, Sequence) and len(pair) == 2 and all(type(rank) is int for rank in pair)
         if not fine:
@@ -260,6 +260,6 @@ def _below_leaders(
     return tuple(leader_parents.get(rank, leaders[host]) for rank, host in enumerate(hosts))
 
 
-def _binary(order: Sequence[int]) -> dict[int, int]:
-    """The parent of each rank in a binary tree filled in `order`; the first rank is the root."""
-    return {rank: order[(i - 1) // 2] if i else rank for i, rank in enumerate(order)}
+def _binary(ranks: Sequence[int]) -> dict[int, int]:
+    """The parent of each rank in a binary tree filled in the order of `ranks`; the first rank is the root."""
+    return {rank: ranks[(i - 1) // 2] if i else rank for i, rank in enumerate(ranks)}

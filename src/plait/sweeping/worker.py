@@ -27,7 +27,7 @@ from plait.training.process import begin_process, join_workers, use_device
 from plait.training.worker_group import ALONE
 
 
-def check_order(order: Mapping[str, Any]) -> None:
+def check_request(order: Mapping[str, Any]) -> None:
     """Refuse a sweep that cannot run, before any worker starts; each host's agent calls it."""
     settings = begin_process(SweepRequest, order).settings
     Search(settings)

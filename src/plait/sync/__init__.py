@@ -1,1 +1,1 @@
-"""Replicas agree: gradients of each worker in, the same gradients on all of them out."""
+"""Synchronization of replicas: all-reduce of gradients, and averaging of weights."""

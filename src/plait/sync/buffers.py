@@ -1,4 +1,4 @@
-"""Buffers of replicas: running statistics become the mean; what is the same everywhere stays as it is."""
+"""Buffers of replicas: running statistics are averaged; buffers that are equal on all replicas are kept."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from torch import Tensor
 
 @torch.no_grad()
 def average(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, samples: int = 1) -> None:
-    """Give all workers of the group the same of each buffer that differs between them; all call it together.
+    """Make buffers that differ between the workers of the group equal; all workers call it together.
 
-    Numbers become the mean, weighted by the `samples` that each worker has seen since the last call. Integers
-    become the largest: BatchNorm's `num_batches_tracked` counts the forwards of one worker, and its next one
-    must weigh as it would have. Masks and tables, which may hold infinities, are equal on all of them and are
-    not touched.
+    Floating-point buffers become the mean, weighted by the `samples` of each worker since the last call.
+    Integers become the maximum: BatchNorm's `num_batches_tracked` counts the forwards of one worker. Masks
+    and tables, which may contain infinities, are equal on all workers and are not changed.
     """
     share = _share(samples, buffers, group)
-    # As real numbers, which sums are made of.
+    # Complex buffers as pairs of real numbers, for sums.
     views = [torch.view_as_real(b) if b.is_complex() else b for b in buffers]
-    alike = sorted((v for v in views if v.numel()), key=lambda v: str(v.dtype))
-    for dtype, found in groupby(alike, key=lambda v: v.dtype):
+    by_dtype = sorted((v for v in views if v.numel()), key=lambda v: str(v.dtype))
+    for dtype, same in groupby(by_dtype, key=lambda v: v.dtype):
         if dtype.is_floating_point:
-            _average_alike(list(found), group, share)
+            _average_differing(list(same), group, share)
         else:
-            _take_largest(list(found), group)
+            _take_maximum(list(same), group)
 
 
 def _share(samples: int, buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> float:
-    """This worker's part of all samples that the group has seen; where nobody saw any, all have the same."""
+    """This worker's share of the samples of the group; equal shares if there were no samples."""
     if not buffers:
         return 1.0
     total = torch.tensor([float(samples)], dtype=torch.float64, device=buffers[0].device)
@@ -40,43 +39,43 @@ def _share(samples: int, buffers: Sequence[Tensor], group: dist.ProcessGroup | N
     return samples / seen if seen else 1.0 / dist.get_world_size(group)
 
 
-def _average_alike(buffers: Sequence[Tensor], group: dist.ProcessGroup | None, share: float) -> None:
-    """The mean of buffers of one type, which travel together."""
+def _average_differing(buffers: Sequence[Tensor], group: dist.ProcessGroup | None, share: float) -> None:
+    """The mean of buffers of one type, reduced together."""
 
-    def mean(own: Tensor) -> None:
-        # Not a product with zero, of which an infinity makes no number.
-        own.mul_(share) if share else own.zero_()
-        dist.all_reduce(own, group=group)
+    def mean(flat: Tensor) -> None:
+        # Not a product with zero, which is NaN for an infinity.
+        flat.mul_(share) if share else flat.zero_()
+        dist.all_reduce(flat, group=group)
 
-    _replace_unlike(buffers, group, mean)
+    _replace_differing(buffers, group, mean)
 
 
-def _take_largest(buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """The largest of integers of one type; of two truth values, true."""
+def _take_maximum(buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """The maximum of integers or booleans of one type."""
 
-    def largest(own: Tensor) -> None:
-        wide = own.to(torch.int64)
+    def largest(flat: Tensor) -> None:
+        wide = flat.to(torch.int64)
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
-        own.copy_(wide)
+        flat.copy_(wide)
 
-    _replace_unlike(buffers, group, largest)
+    _replace_differing(buffers, group, largest)
 
 
-def _replace_unlike(
+def _replace_differing(
     buffers: Sequence[Tensor], group: dist.ProcessGroup | None, combine: Callable[[Tensor], None]
 ) -> None:
-    """Replace the buffers that are not the same on all workers by what `combine` makes of them together."""
+    """Replace the buffers that differ between workers by the result of `combine`, which reduces in place."""
     members = dist.get_process_group_ranks(group)
     sizes = [buffer.numel() for buffer in buffers]
-    own = torch.cat([buffer.flatten() for buffer in buffers])
-    first = own.clone()
+    local = torch.cat([buffer.flatten() for buffer in buffers])
+    first = local.clone()
     dist.broadcast(first, members[0], group=group)
-    unlike = [not torch.equal(a, b) for a, b in zip(first.split(sizes), own.split(sizes))]
-    anywhere = torch.tensor(unlike, dtype=torch.float32, device=own.device)
+    differing = [not torch.equal(a, b) for a, b in zip(first.split(sizes), local.split(sizes))]
+    anywhere = torch.tensor(differing, dtype=torch.float32, device=local.device)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
     if not anywhere.any():
         return
-    combine(own)
-    for buffer, found, differs in zip(buffers, own.split(sizes), anywhere.tolist()):
+    combine(local)
+    for buffer, combined, differs in zip(buffers, local.split(sizes), anywhere.tolist()):
         if differs:
-            buffer.copy_(found.view_as(buffer))
+            buffer.copy_(combined.view_as(buffer))

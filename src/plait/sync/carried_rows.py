@@ -1,4 +1,4 @@
-"""State that replicas carry for their own samples: each row comes from the worker that wrote it last."""
+"""State that replicas carry for their samples: each row is taken from the worker that wrote it last."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from plait.workloads.language.carried_state import CarriedState
 
 @torch.no_grad()
 def merge_rows(model: nn.Module) -> None:
-    """Give all workers every stream's newest state; all workers call it together.
+    """Give all workers the newest state of every stream; all workers call it together.
 
-    Data-parallel workers each continue the streams of their own share of a batch. Averages of such states
-    would mean nothing.
+    Each data-parallel worker continues the streams of its share of a batch; averages of their states would be
+    meaningless.
     """
     for module in model.modules():
         if isinstance(module, CarriedState):
@@ -25,7 +25,7 @@ def _merge(state: CarriedState) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     newest = state.written.clone()
     dist.all_reduce(newest, dist.ReduceOp.MAX)
-    # The first of those that have the newest; workers that agree already all have it.
+    # The first worker with the newest state.
     owner = torch.where(state.written == newest, rank, size)
     dist.all_reduce(owner, dist.ReduceOp.MIN)
     is_other = (owner != rank).unsqueeze(1)
@@ -35,6 +35,6 @@ def _merge(state: CarriedState) -> None:
 
 
 def _sum_rows(rows: Tensor, is_other: Tensor) -> None:
-    own = rows.masked_fill(is_other, 0.0)
-    dist.all_reduce(own)
-    rows.copy_(own)
+    owned = rows.masked_fill(is_other, 0.0)
+    dist.all_reduce(owned)
+    rows.copy_(owned)

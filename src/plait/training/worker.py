@@ -43,7 +43,7 @@ from plait.training.run_loop import RunLoop
 APART_STEPS = 25
 
 
-def check_order(order: Mapping[str, Any]) -> None:
+def check_request(order: Mapping[str, Any]) -> None:
     """Refuse settings that cannot run, before any worker starts; each host's agent calls it."""
     request = begin_process(TrainRequest, order)
     settings = request.settings.as_run()

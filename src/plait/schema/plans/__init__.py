@@ -1,1 +1,1 @@
-"""Plans, the graphs they are made of and the machines they are made for, as plain values."""
+"""Plans, model graphs and clusters, as plain values."""

@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: levels of bandwidth, and devices that may differ."""
+"""The cluster that a plan is made for: levels of bandwidth, and devices that may differ."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # settings need no numpy
 
     Floats = npt.NDArray[np.float64]
 
-# Plans for this many take a minute.
+# Planning for this many takes a minute.
 MOST_DEVICES = 1 << 14
-# Of bytes a second and of speeds: less would make times that nobody can add up.
+# The least bandwidth and speed; smaller values would overflow in sums of times.
 LEAST = 1e-9
 
 
@@ -25,8 +25,8 @@ LEAST = 1e-9
 class Level:
     """One level of the cluster: `count` units joined by links of `bytes_per_s`.
 
-    Replicas sum their gradients at `sum_bytes_per_s`, and each sum takes up to `sum_latency_s` whatever it
-    holds; where that is None, sums are as fast as the links.
+    Replicas sum their gradients at `sum_bytes_per_s`, or at the speed of the links if that is None. Each sum
+    takes `sum_latency_s` in addition.
     """
 
     count: int
@@ -39,9 +39,9 @@ class Level:
     @overload
     def sync_s(self, parameter_bytes: Floats) -> Floats: ...
     def sync_s(self, parameter_bytes: Any) -> Any:
-        """Seconds in which very many units sum their gradients; m of them take 1 - 1/m of it.
+        """Seconds in which infinitely many units sum their gradients; m units take 1 - 1/m of it.
 
-        Each unit sends and receives all but its own share of the bytes twice, as in PipeDream's count.
+        Each unit sends and receives all bytes but its share twice, as PipeDream counts them.
         """
         transfer = 4 * parameter_bytes / (self.sum_bytes_per_s or self.bytes_per_s)
         return transfer + self.sum_latency_s * (parameter_bytes > 0)
@@ -49,7 +49,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Device:
-    """A device that differs from the profiled one: `speed` 0.5 takes twice the seconds."""
+    """A device relative to the profiled one: with `speed` 0.5 it takes twice as long."""
 
     speed: float = 1.0
     memory_bytes: float | None = None
@@ -59,9 +59,9 @@ class Device:
 class Cluster:
     """Levels from the innermost out (devices in a host, hosts in a cluster), and the devices' memory.
 
-    `devices` is empty where all are like the profiled one; else it names each, in the order of placement.
-    `latency_s` is what each transfer costs before its first byte arrives, `overhead_s` what each microbatch
-    costs the worker of a stage besides its layers: half of it forward and half backward.
+    `devices` is empty if all are like the profiled one; otherwise it has one entry per device, in the order
+    of placement. `latency_s` is that of each transfer, `overhead_s` the time that each microbatch costs the
+    worker of a stage in addition to its layers: half of it forward and half backward.
     """
 
     levels: tuple[Level, ...]
@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def count(self) -> int:
-        """Devices in all."""
+        """The number of devices."""
         return math.prod(level.count for level in self.levels)
 
     def flat(self, count: int | None = None) -> Level:
@@ -94,13 +94,14 @@ class Cluster:
 
     @property
     def smallest_memory_bytes(self) -> float:
-        """What every device has; infinite where no limit was given."""
+        """The memory of the smallest device; infinite if no limit was given."""
         limits = self._memories() or {self.memory_bytes}
         return min(math.inf if limit is None else limit for limit in limits)
 
     def device(self, index: int) -> Device:
-        own = self.devices[index] if self.devices else Device()
-        return own if own.memory_bytes is not None else Device(own.speed, self.memory_bytes)
+        """The device of that index, with the cluster's memory if it has no limit."""
+        device = self.devices[index] if self.devices else Device()
+        return device if device.memory_bytes is not None else Device(device.speed, self.memory_bytes)
 
     def _memories(self) -> set[float | None]:
         return {self.device(i).memory_bytes for i in range(len(self.devices))}

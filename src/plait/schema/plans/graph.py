@@ -14,7 +14,7 @@ from plait.core.names import did_you_mean
 from plait.core.shown import listed, shortened, shown
 
 KIND, VERSION = "graph", 1
-# Of bytes and seconds: more than anyone has, and few enough to add up and divide without an overflow.
+# The limit of bytes and seconds: sums and quotients of such numbers do not overflow.
 MOST = 1e18
 _AMOUNTS = (
     "forward_s",
@@ -31,18 +31,18 @@ _AMOUNTS = (
 
 
 class GraphError(InputError):
-    """A graph that cannot be: unknown or doubled names, negative costs, a cycle."""
+    """A wrong graph: unknown or duplicate names, negative costs, a cycle."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One operation (or layer) of the model, with what it costs for one microbatch.
+    """One operation (or layer) of the model, with its costs for one microbatch.
 
-    `output_bytes` counts all tensors it returns, `activation_bytes` what autograd keeps until the
-    backward pass, `update_s` what the optimizer takes for its parameters, `version_s` what it takes more
-    where microbatches in flight still need the weights before, and `working_bytes` what the operation takes
-    while it runs beyond what the layers before it keep, `adding_bytes` more where there are gradients already
-    that its own are added to (0 where nobody measured them).
+    `output_bytes` counts all tensors it returns, and `activation_bytes` what autograd keeps until the
+    backward pass. `update_s` is the optimizer's time for its parameters, and `version_s` the additional time
+    if microbatches in flight still need the old weights. `working_bytes` is the temporary memory of the
+    operation, and `adding_bytes` the additional memory if its gradients are added to existing ones (0 if not
+    measured).
     """
 
     id: str
@@ -67,9 +67,10 @@ class Node:
 class Edge:
     """A tensor that goes from `source` to `target`.
 
-    Edges of one source with the same `tensor` name carry the same tensor: however many consumers lie
-    beyond a cut, it crosses once. The default name stands for the whole output of the source. `kept` says
-    that the target's activation bytes count the tensor: where it is received, it is held for them anyway.
+    Edges of one source with the same `tensor` name carry the same tensor: it is sent to another stage once,
+    however many consumers it has there. The default name stands for the whole output of the source. `kept`
+    says that the target's activation bytes include the tensor, so a stage that receives it needs no more
+    memory for it.
     """
 
     source: str
@@ -81,7 +82,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several nodes use; its bytes count for the first, and a stage apart has a copy."""
+    """A parameter that several nodes use. Its bytes count for the first node; other stages hold copies."""
 
     bytes: float
     nodes: tuple[str, ...]
@@ -122,10 +123,10 @@ class Graph:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Node ids so that each comes after its predecessors.
+        """A topological order of the node ids.
 
-        Depth first from the sources in the order they are written, so that a branch stays together and
-        the same graph always has the same order.
+        Depth first from the sources in the order of `nodes`: branches stay together, and the order of a graph
+        is always the same.
         """
         waiting = {node.id: len(self.predecessors[node.id]) for node in self.nodes}
         ready = [node.id for node in reversed(self.nodes) if waiting[node.id] == 0]
@@ -182,10 +183,10 @@ def load_graph(path: Path) -> Graph:
 
 
 def _neighbours(nodes: Iterable[Node], pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, dict[str, None]] = {node.id: {} for node in nodes}
+    neighbours_of: dict[str, dict[str, None]] = {node.id: {} for node in nodes}
     for node, neighbour in pairs:
-        found[node][neighbour] = None
-    return {node: tuple(neighbours) for node, neighbours in found.items()}
+        neighbours_of[node][neighbour] = None
+    return {node: tuple(neighbours) for node, neighbours in neighbours_of.items()}
 
 
 def _check_nodes(nodes: Iterable[Node]) -> None:

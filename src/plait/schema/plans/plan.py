@@ -1,4 +1,4 @@
-"""A plan: which layers run where, how often replicated, in which schedule, with what it should cost."""
+"""A plan: the stages of a model, their devices and replicas, the schedule, and the predicted costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plait.core.errors import PlanError
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.schedules import Schedule
 
-# Replaying a step of this many microbatches takes seconds.
+# Simulating a step of this many microbatches takes seconds.
 MOST_MICROBATCHES = 1 << 16
 
 
@@ -47,16 +47,16 @@ class Layout:
         return sum(len(workers) for workers in self.stages[stage:])
 
     def worker(self, stage: int, microbatch: int) -> int:
-        """Who runs this microbatch in this stage."""
+        """The worker that runs this microbatch in this stage."""
         workers = self.stages[stage]
         return workers[microbatch % len(workers)]
 
 
 @dataclass(frozen=True)
 class Tied:
-    """Weights that a stage shares with others: all of them, and those that another stage counts as its own.
+    """Weights that a stage shares with others: all of them, and those counted by another stage.
 
-    `waiting_bytes` are gradients that wait for the first of these stages, under stash.
+    `waiting_bytes` are gradients kept until the first of these stages updates, with the stash schedule.
     """
 
     shared_bytes: float = 0.0
@@ -98,19 +98,19 @@ class Stage:
 
     @property
     def summed_bytes(self) -> float:
-        """What its own gradients are summed in, where it has replicas."""
-        own = self.parameter_bytes + self.tied.copied_bytes - self.tied.shared_bytes
-        return own if self.replicas > 1 else 0.0
+        """The bytes of gradients that its replicas sum, without tied weights; 0 without replicas."""
+        not_tied = self.parameter_bytes + self.tied.copied_bytes - self.tied.shared_bytes
+        return not_tied if self.replicas > 1 else 0.0
 
     @property
     def traffic_bytes(self) -> float:
-        """Bytes exchanged with the stages before and behind: activations one way, gradients the other."""
+        """Bytes exchanged with the previous and the next stage: activations and gradients."""
         return 2 * (self.input_bytes + self.output_bytes)
 
 
 @dataclass(frozen=True)
 class Speedups:
-    """How many times faster the plan is than each of the plain ways."""
+    """How many times faster the plan is than one device, data parallelism and model parallelism."""
 
     single: float
     data_parallel: float
@@ -119,7 +119,7 @@ class Speedups:
 
 @dataclass(frozen=True)
 class BestPartition:
-    """The best cut by its bottleneck: seconds a microbatch in the steady state, replicas of each stage."""
+    """The best partition by its bottleneck: seconds per microbatch in the steady state, and replicas."""
 
     bottleneck_s: float
     replicas: tuple[int, ...]
@@ -127,14 +127,15 @@ class BestPartition:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner decided, and what it predicts.
+    """The planner's decision and its predicted costs.
 
-    `bottleneck_s` is seconds a microbatch in the steady state, `lower_bound_s` what no plan can go below,
-    `exact` whether the plan is proven best, `solve_s` what the whole search took. `other_cut` is the best cut
-    by bottleneck where another plan was taken. `step_s` and `idle_share` come from replaying the schedule
-    with `microbatches`. With several `pipelines`, every stage's devices are dealt to them in equal slices.
-    `depths`, where given, are the microbatches that each stage keeps in flight instead of the schedule's
-    own number. `microbatch_samples` are those of the profile that it was made from, where that is known.
+    `bottleneck_s` is the time per microbatch in the steady state, `lower_bound_s` a lower bound of it for any
+    plan, `exact` whether the plan is proven optimal, `solve_s` the time of the search. `other_cut` is the
+    best partition by bottleneck if another plan was chosen. `step_s` and `idle_share` come from simulating
+    the schedule with `microbatches`. With several `pipelines`, each has an equal share of every stage's
+    devices.
+    `depths`, if given, overrides the number of microbatches that each stage keeps in flight.
+    `microbatch_samples` is that of the profile, if known.
     """
 
     stages: tuple[Stage, ...]
@@ -158,9 +159,9 @@ class Plan:
 
     @property
     def best_partition(self) -> BestPartition:
-        """The best cut that was found, whether or not it is this plan."""
-        own = BestPartition(self.bottleneck_s, tuple(stage.replicas for stage in self.stages))
-        return self.other_cut or own
+        """The best partition by bottleneck, whether or not it is this plan's."""
+        this = BestPartition(self.bottleneck_s, tuple(stage.replicas for stage in self.stages))
+        return self.other_cut or this
 
     @property
     def devices_used(self) -> int:

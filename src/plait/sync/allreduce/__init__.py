@@ -1,1 +1,1 @@
-"""All-reduce: gradients in buckets, over topologies, measured and chosen."""
+"""All-reduce: gradients in buckets, over topologies that are given or chosen by measurement."""

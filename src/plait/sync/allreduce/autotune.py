@@ -1,4 +1,4 @@
-"""Topology `auto`: the fastest of all, as measured on the workers before they train."""
+"""Topology `auto`: the fastest one, measured on the workers before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TopologyChosen(Event):
-    """The topology that `auto` chose, what each candidate took when last measured, and why this one."""
+    """The topology that `auto` chose, the last measured time of each candidate, and the reason."""
 
     topology: str
     bytes: int
@@ -34,24 +34,24 @@ class TopologyChosen(Event):
 
 
 def candidates(hosts: Hosts) -> list[Topology | None]:
-    """What `auto` tries: the backend's own way, every topology, and stars and trees rooted at each host.
+    """The candidates of `auto`: the backend's all-reduce, all topologies, also rooted at each host.
 
-    Topologies that come to the same graphs on these hosts are tried once.
+    Topologies that have the same graphs on these hosts are tried once.
     """
     leaders = sorted({hosts.index(host) for host in hosts} - {0})
     names = [*TOPOLOGIES, *(f"{kind}:{leader}" for kind in ROOTED for leader in leaders)]
-    found: dict[tuple[Route, ...], Topology] = {}
+    by_routes: dict[tuple[Route, ...], Topology] = {}
     for name in names:
         topology = make_topology(name, hosts)
-        found.setdefault(topology.routes, topology)
-    return [None, *found.values()]
+        by_routes.setdefault(topology.routes, topology)
+    return [None, *by_routes.values()]
 
 
 def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, TopologyChosen]:
     """The fastest candidate for sums of that size on these workers; all members call it together.
 
-    Small sums are measured first; the faster half goes on to sums eight times as large, until one is left,
-    the size of the gradients is reached, or the time is spent.
+    Small sums are measured first; the faster half is measured again with sums eight times as large, until one
+    is left, the size of the gradients is reached, or the time budget is spent.
     """
     sizes = [FIRST_PROBE_BYTES]
     while sizes[-1] < min(gradient_bytes, LAST_PROBE_BYTES):
@@ -62,25 +62,25 @@ def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, Topo
     measured = 0
     while len(left) > 1 and measured < len(sizes) and probe.spent_s < BUDGET_S:
         seconds |= {name: round(probe.time(topology, measured), 6) for name, topology in left.items()}
-        order = sorted(left, key=seconds.__getitem__)
-        left = {name: left[name] for name in order[: -(-len(order) // 2)]}
+        ranking = sorted(left, key=seconds.__getitem__)
+        left = {name: left[name] for name in ranking[: -(-len(ranking) // 2)]}
         measured += 1
     probe.close()
     size = sizes[measured - 1]
     reason = "; ".join(
-        f"{name} sums {show_bytes(size)} in {show_seconds(seconds[name])}" for name in order[:2]
+        f"{name} sums {show_bytes(size)} in {show_seconds(seconds[name])}" for name in ranking[:2]
     )
-    if members.place == 0:
-        log.info("topology: chose %s: %s", order[0], reason)
-    return left[order[0]], TopologyChosen(order[0], size, seconds, reason)
+    if members.group_rank == 0:
+        log.info("topology: chose %s: %s", ranking[0], reason)
+    return left[ranking[0]], TopologyChosen(ranking[0], size, seconds, reason)
 
 
 def resolve_topology(
     spec: TopologySpec, members: Members, gradient_bytes: int, device: torch.device
 ) -> tuple[Topology | None, TopologyChosen | None]:
-    """The topology to start with, and why where it was measured; all members call it together.
+    """The topology to start with, and why if it was measured; all members call it together.
 
-    `device` is where the gradients are.
+    `device` is that of the gradients.
     """
     if spec.name == DEFAULT and device.type != "cpu":
         return None, None
@@ -94,7 +94,7 @@ def _name(topology: Topology | None) -> str:
 
 
 class _Probe:
-    """Sums of some sizes, timed over one topology after the other."""
+    """Measures sums of several sizes over one topology after the other."""
 
     def __init__(self, members: Members, sizes: Sequence[int]) -> None:
         self._group = members.group
@@ -104,7 +104,7 @@ class _Probe:
         self.spent_s = 0.0
 
     def time(self, topology: Topology | None, index: int) -> float:
-        """Seconds of the slowest rank, the better of two sums after one that sets things up."""
+        """Seconds of the slowest rank: the faster of two sums, after one to warm up."""
         if topology is not None:
             self._over.switch(topology)
         reducer = self._native if topology is None else self._over
@@ -114,7 +114,7 @@ class _Probe:
             started = time.perf_counter()
             reducer.start(index).wait()
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-            # All ranks must come to the same decision, so all go by the slowest.
+            # All ranks must make the same decision, so all use the time of the slowest.
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)
             times.append(float(seconds))
         self.spent_s += sum(times)

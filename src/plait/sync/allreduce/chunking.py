@@ -1,4 +1,4 @@
-"""Pieces: how a buffer is cut for its journey, and which route each piece takes."""
+"""Splits a buffer into chunks and assigns each to a route."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from plait.core.splits import split
 
-# Long enough that a piece costs more than its notification.
+# Large enough that a chunk costs more than its notification.
 MOST_BYTES = 1 << 20
-# Between hosts, links stand idle while the first piece comes and the last one goes: shorter ones.
+# Smaller between hosts, where links are idle during the first and the last chunk.
 MOST_REMOTE_BYTES = 256 << 10
-# A piece this small costs no more than half of one.
+# Splitting chunks of this size further saves no time.
 LEAST_BYTES = 16 << 10
 
 
@@ -27,21 +27,21 @@ class Chunk:
 def cut_buffer(
     count: int, item_bytes: int, loads: Sequence[int], most: int = MOST_BYTES, least: int = LEAST_BYTES
 ) -> list[Chunk]:
-    """`count` elements in pieces of nearly equal size, spread over the routes by size.
+    """Split `count` elements into chunks of nearly equal size, balanced over the routes.
 
-    `loads` holds the bytes that each route has been given before; the next piece always takes the one that
-    has had least, so small buffers even out what large ones left.
+    `loads` holds the bytes assigned to each route before; each chunk takes the least loaded route, so small
+    buffers balance what large ones left uneven.
     """
     if count == 0:
         return []
     size = count * item_bytes
-    pieces = -(-size // most)
-    pieces = -(-pieces // len(loads)) * len(loads)
-    pieces = max(1, min(pieces, size // least, count))
-    given = list(loads)
-    cuts = []
-    for own in split(count, pieces):
-        route = given.index(min(given))
-        given[route] += len(own) * item_bytes
-        cuts.append(Chunk(own.start, own.stop, route))
-    return cuts
+    chunks = -(-size // most)
+    chunks = -(-chunks // len(loads)) * len(loads)
+    chunks = max(1, min(chunks, size // least, count))
+    total = list(loads)
+    result = []
+    for part in split(count, chunks):
+        route = total.index(min(total))
+        total[route] += len(part) * item_bytes
+        result.append(Chunk(part.start, part.stop, route))
+    return result

@@ -1,4 +1,4 @@
-"""Sums and results that come from another host: receives posted ahead, straight into their place."""
+"""Sums and results from another host: receives are posted in advance, into the final memory if possible."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.allreduce.sums import Members
 
-# Apart from the channels of pipelines, which use the same process group.
+# The number of tags per lane; the channels of pipelines use other tags of the same process group.
 _TAGS_OF_A_LANE = 1 << 14
-# Receives posted ahead: their notices travel behind the data that goes the other way, which takes long on a
-# slow link. Pieces that come into lent memory are fewer, for that memory's sake.
+# The number of receives posted in advance: their notices queue behind the data in the other direction, which
+# takes long on a slow link. Fewer chunks are received into lent memory, to save memory.
 _AHEAD = 256
 _LENT = 24
 
 
 def tag_of(members: Members, route: int, phase: int) -> int:
-    """The tag that distinguishes a stream from the others between the same two workers."""
+    """The tag of a stream, unique between two workers."""
     return Tag.FIRST_ROUTE + members.lane * _TAGS_OF_A_LANE + 2 * route + phase
 
 
 class RemoteStream(threading.Thread):
     """One phase of a route from a worker of another host.
 
-    Its transport offers no way to ask whether something has come, so this thread waits, and `arrived` is
-    called with what has. The stream lends memory for each piece, unless the piece brings its own.
+    Gloo has no way to poll for arrivals, so this thread waits and calls `arrived` with each chunk. The stream
+    lends memory for a chunk, unless the caller gives the memory to receive into.
     """
 
     def __init__(
@@ -50,22 +50,22 @@ class RemoteStream(threading.Thread):
         self._tag = tag
         self._arrived = arrived
         self._failed = failed
-        self._wanted: queue.SimpleQueue[tuple[Tensor | None, int] | None] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[tuple[Tensor | None, int] | None] = queue.SimpleQueue()
         self._lent: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(_LENT):
             self._lent.put(torch.empty(0, dtype=torch.uint8))
 
-    def want(self, size: int, into: Tensor | None) -> None:
-        """Expect a piece of `size` bytes after those before: in `into`, or at the start of lent memory."""
-        self._wanted.put((into, size))
+    def expect(self, size: int, into: Tensor | None) -> None:
+        """Expect the next chunk, of `size` bytes, in `into`, or at the start of lent memory."""
+        self._expected.put((into, size))
 
-    def give_back(self, memory: Tensor) -> None:
-        """Return lent memory that `arrived` brought."""
+    def return_memory(self, memory: Tensor) -> None:
+        """Return lent memory that was passed to `arrived`."""
         self._lent.put(memory)
 
     def end(self) -> None:
-        """Let the thread end once all that was wanted has come."""
-        self._wanted.put(None)
+        """Let the thread end once all expected chunks have arrived."""
+        self._expected.put(None)
 
     def run(self) -> None:
         try:
@@ -85,12 +85,12 @@ class RemoteStream(threading.Thread):
         while True:
             while len(posted) < _AHEAD:
                 try:
-                    wanted = self._wanted.get(block=not posted)
+                    expected = self._expected.get(block=not posted)
                 except queue.Empty:
                     break
-                if wanted is None:
+                if expected is None:
                     return
-                posted.append(self._post(*wanted, posted))
+                posted.append(self._post(*expected, posted))
             self._take_first(posted)
 
     def _take_first(self, posted: deque[tuple[Tensor, dist.Work]]) -> None:
@@ -102,7 +102,7 @@ class RemoteStream(threading.Thread):
         self, into: Tensor | None, size: int, posted: deque[tuple[Tensor, dist.Work]]
     ) -> tuple[Tensor, dist.Work]:
         if into is None:
-            # All memory lent out: what has arrived must be passed on first, or nobody would give any back.
+            # All memory is lent: first pass on arrived chunks, so that their memory is returned.
             while self._lent.empty() and posted:
                 self._take_first(posted)
             into = self._lent.get()

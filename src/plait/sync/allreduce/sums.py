@@ -1,4 +1,4 @@
-"""Reducers: how a buffer that every worker has filled becomes the sum of all of them, in place."""
+"""Reducers: sum a buffer over all workers, in place."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from plait.comm.rendezvous import Rendezvous
 
-# How often a wait that may be ended looks whether it is over.
+# The polling interval of waits that may be interrupted.
 LOOK_S = 0.0005
 
 
 class Pending(Protocol):
-    """A sum on its way."""
+    """A sum that was started."""
 
     def wait(self) -> object:
-        """Return when the buffer holds the sum."""
+        """Wait until the buffer holds the sum."""
         ...
 
 
@@ -29,16 +29,16 @@ class Reducer(Protocol):
     """Sums the buffers of an all-reduce; all workers start the same ones in the same order."""
 
     def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
-        """Begin to sum buffer `index`; nobody touches it until it has been waited for.
+        """Start the sum of buffer `index`, which must not be used until the sum has been waited for.
 
-        `fill` fills the buffer first, at once or in another thread; without it the buffer is filled.
+        `fill` is called first, at once or in another thread, to fill the buffer; None if it is filled.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a buffer holds."""
+    """The number of elements, the type and the device of a buffer."""
 
     count: int
     dtype: torch.dtype
@@ -51,10 +51,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Members:
-    """The workers that sum together, as one of them sees them.
+    """The workers that sum together, from the point of view of one of them.
 
-    `ranks` are those of the world in the topology's order; `group` is theirs (None: the world's). Two sets of
-    sums over one group need different `lane`s.
+    `ranks` are their ranks in the world, in the topology's order; `group` is their process group (None: the
+    world). Two sets of sums over one group need different `lane`s.
     """
 
     rendezvous: Rendezvous
@@ -68,7 +68,7 @@ class Members:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The host of each, in the topology's order."""
+        """The host of each member, in the topology's order."""
         return tuple(self.rendezvous.hosts[rank] for rank in self.ranks)
 
     @property
@@ -76,8 +76,8 @@ class Members:
         return self.rendezvous.timeout_s
 
     @property
-    def place(self) -> int:
-        """This worker's rank in the topology."""
+    def group_rank(self) -> int:
+        """This worker's rank in the topology: its index in `ranks`."""
         return self.ranks.index(self.rank)
 
 
@@ -108,7 +108,7 @@ class Native:
 
 @dataclass(frozen=True)
 class _CheckedWork:
-    """A sum whose wait ends where `check` raises; the backend itself may wait for a lost peer for ever."""
+    """A sum whose wait calls `check`, which may raise; the backend may wait for a lost peer forever."""
 
     work: dist.Work
     check: Callable[[], None]

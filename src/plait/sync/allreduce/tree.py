@@ -1,4 +1,4 @@
-"""All-reduce over a topology: the buffers, who is near, and the engine's thread behind them."""
+"""All-reduce over a topology: the buffers in shared memory, the local peers, and the reducing thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm.channels import meet_near
+from plait.comm.channels import connect_local
 from plait.comm.collectives import all_gather_values
 from plait.comm.links.shm_regions import LocalPeer, SharedBuffer
 from plait.core.codec import encode
@@ -24,18 +24,18 @@ from plait.sync.allreduce.sums import Members, Pending, Spec
 class _Sum:
     engine: ReduceThread
     job: Reduction
-    bring_back: Callable[[], object] | None
+    copy_back: Callable[[], object] | None
 
     def wait(self) -> None:
         self.engine.wait(self.job)
-        if self.bring_back is not None:
-            self.bring_back()
+        if self.copy_back is not None:
+            self.copy_back()
 
 
 class OverTopology:
-    """Sums buffers along a topology while the workers compute; all members make one together.
+    """Sums buffers along a topology while the workers compute; all members create one together.
 
-    `buffers` lie in memory that the other workers of this host see; those of a GPU pass through such memory.
+    `buffers` are in memory that the workers of this host share; those of a GPU are copied through it.
     """
 
     def __init__(
@@ -54,35 +54,35 @@ class OverTopology:
             for spec, host in zip(specs, self._host)
         ]
         if most is None:
-            # From the hosts' names, which all members know alike.
+            # From the host names, which are the same on all members.
             most = MOST_BYTES if len(set(members.hosts)) == 1 else MOST_REMOTE_BYTES
-        self._engine = ReduceThread(members, _see_each_other(members, region), most, least)
+        self._engine = ReduceThread(members, _share_regions(members, region), most, least)
         self._engine.start()
         self.topology: Topology | None = None
 
     def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
         flat, host = self.buffers[index], self._host[index]
         if flat is host:
-            # The engine fills the buffer, so that backward goes on meanwhile.
-            job, bring_back = Reduction(host, self._offsets[index], fill), None
+            # The reducing thread fills the buffer, overlapped with backward.
+            job, copy_back = Reduction(host, self._offsets[index], fill), None
         else:
-            # A GPU's work is queued in order by this thread, and waits for nobody.
+            # Work on a GPU is queued by this thread, in order, without blocking.
             if fill is not None:
                 fill()
             job = Reduction(host, self._offsets[index], _fetch(flat, host))
 
-            def bring_back() -> object:
+            def copy_back() -> object:
                 return flat.copy_(host, non_blocking=True)
 
         self._engine.take(job)
-        return _Sum(self._engine, job, bring_back)
+        return _Sum(self._engine, job, copy_back)
 
     def switch(self, topology: Topology) -> None:
-        """Sum along `topology` from now on; all members call it together, with no sum under way."""
-        # All of it is compared, as text; a few thousand routes at most.
-        found = all_gather_values([topology.name, encode(topology)], self._members.group)
-        if any(other != found[0] for other in found):
-            names = ", ".join(name for name, _ in found)
+        """Sum along `topology` from now on; all members call it together, with no sum in flight."""
+        # The whole topology is compared, as text; it has a few thousand routes at most.
+        topologies = all_gather_values([topology.name, encode(topology)], self._members.group)
+        if any(other != topologies[0] for other in topologies):
+            names = ", ".join(name for name, _ in topologies)
             raise PlaitError(
                 f"worker {self._members.rank} was asked to switch to topology {topology.name!r}, but the "
                 f"workers were asked for {names}; all must switch to the same one between the same two steps"
@@ -94,45 +94,49 @@ class OverTopology:
         self.topology = topology
 
     def fail(self, failure: BaseException) -> None:
-        """End the engine, and all waits for a sum, with `failure`; may be called from any thread."""
+        """End the thread, and all waits for a sum, with `failure`; may be called from any thread."""
         self._engine.fail(failure)
 
     def close(self) -> None:
-        """End the engine; no sum is under way here. Those of others that need nothing more go on."""
+        """End the thread; called with no sum in flight here. Sums of others may still be in flight."""
         self._engine.close()
         self._engine.join(self._members.deadline_s)
 
 
-def _see_each_other(members: Members, region: SharedBuffer) -> dict[int, LocalPeer]:
-    """The members of this host, by their places in the topology, each with its region in sight."""
+def _share_regions(members: Members, region: SharedBuffer) -> dict[int, LocalPeer]:
+    """Exchange regions with the members on this host; returns these by their ranks in the topology."""
     end = time.monotonic() + members.deadline_s
-    met = meet_near(members.rendezvous, f"sums/{','.join(map(str, members.ranks))}", members.ranks)
-    near = {members.ranks.index(rank): LocalPeer(connection) for rank, connection in met.items()}
-    for peer in near.values():
+    connections = connect_local(
+        members.rendezvous, f"sums/{','.join(map(str, members.ranks))}", members.ranks
+    )
+    local_peers = {
+        members.ranks.index(rank): LocalPeer(connection) for rank, connection in connections.items()
+    }
+    for peer in local_peers.values():
         peer.show(region)
-    for place, peer in near.items():
+    for index, peer in local_peers.items():
         try:
             peer.see(end - time.monotonic())
         except OSError as failure:
             raise PeerError(
-                f"worker {members.ranks[place]} showed worker {members.rank} no memory: {failure}",
+                f"worker {members.ranks[index]} showed worker {members.rank} no memory: {failure}",
                 LostPeer.GONE,
-                members.ranks[place],
+                members.ranks[index],
             ) from failure
     region.close()
-    return near
+    return local_peers
 
 
 def _fetch(flat: Tensor, host: Tensor) -> Callable[[], None]:
-    """What copies a GPU's buffer to the host as soon as the work queued so far has filled it."""
+    """A function that copies a GPU's buffer to the host once the work queued so far has filled it."""
     filled = torch.cuda.Event()
     filled.record(torch.cuda.current_stream(flat.device))
-    aside = torch.cuda.Stream(flat.device)
+    copy_stream = torch.cuda.Stream(flat.device)
 
     def fetch() -> None:
-        with torch.cuda.stream(aside):
-            aside.wait_event(filled)
+        with torch.cuda.stream(copy_stream):
+            copy_stream.wait_event(filled)
             host.copy_(flat, non_blocking=True)
-        aside.synchronize()
+        copy_stream.synchronize()
 
     return fetch

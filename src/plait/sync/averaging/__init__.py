@@ -1,1 +1,1 @@
-"""Decentralized training: workers average weights with some of the others, at their own pace."""
+"""Decentralized training: workers average weights with some of the others, without global steps."""

@@ -1,4 +1,4 @@
-"""Decentralised training: each worker updates its own weights and averages them with others in some way."""
+"""Decentralized training: each worker updates its weights and averages them with those of others."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 
 from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
-from plait.sync.averaging.group_mean import GroupMean, Ways
+from plait.sync.averaging.group_mean import ChannelPair, GroupMean
 from plait.sync.averaging.peers import Peers
 
-FULL_AVERAGE_WAYS = Ways(Tag.FULL_TO_OWNER, Tag.FULL_FROM_OWNER)
-GROUP_WAYS = Ways(Tag.GROUP_TO_OWNER, Tag.GROUP_FROM_OWNER)
+FULL_AVERAGE_CHANNELS = ChannelPair(Tag.FULL_TO_OWNER, Tag.FULL_FROM_OWNER)
+GROUP_CHANNELS = ChannelPair(Tag.GROUP_TO_OWNER, Tag.GROUP_FROM_OWNER)
 LOOK_S = 0.02
 ATTEMPT_BITS = 8
-# Votes come after a mean, in which members wait for owners for two timeouts at most.
+# Votes follow a mean, in which members wait for owners for two timeouts at most.
 VOTE_TIMEOUTS = 3.0
 
 
 @dataclass
 class SyncStats:
-    """What an averaging has counted since it was last asked: groups, their members, waits and bytes."""
+    """Counters of an averaging since they were last read: groups, their members, waits and bytes."""
 
     groups: int = 0
     members: int = 0
@@ -36,7 +36,7 @@ class SyncStats:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time until the end as waited."""
+        """Count the time of the block as waiting."""
         started = time.monotonic()
         try:
             yield
@@ -45,11 +45,11 @@ class SyncStats:
 
 
 class Averaging(Protocol):
-    """How workers that update by themselves come to agree.
+    """How workers that update separately average their weights.
 
-    `after_update` follows each of this worker's updates; `synchronize` brings all living workers to the same
-    state and returns who they are. `state` is what a checkpoint has to hold besides the workers' own state,
-    by name, with one tensor for each weight.
+    `after_update` is called after each update of this worker; `synchronize` gives all live workers the same
+    state and returns their ranks. `state` is saved in checkpoints in addition to the workers' state: by name,
+    with one tensor per weight.
     """
 
     stats: SyncStats
@@ -64,20 +64,20 @@ class Averaging(Protocol):
 class WhenSynchronized(Protocol):
     """Tensors that are averaged only when all workers synchronize, such as an optimizer's state.
 
-    They are asked for once all have come, and must then be the same on all workers, in number and size.
+    They are read once all workers have arrived, and must then have the same number and sizes on all workers.
     """
 
     def prepare(self) -> None:
-        """This worker is about to meet the others."""
+        """Called before this worker waits for the others."""
 
     def __call__(self) -> Sequence[Tensor]: ...
 
     def finish(self) -> None:
-        """The tensors hold the mean of all."""
+        """Called once the tensors hold the mean over all workers."""
 
 
 class AllOrNone:
-    """What averagings have in common that need all `size` workers: where one ends, a PeerError is raised."""
+    """Base of averagings that need all `size` workers: the loss of one raises a PeerError."""
 
     def __init__(self, size: int) -> None:
         self.stats = SyncStats()
@@ -91,19 +91,19 @@ class AllOrNone:
 
 
 class FullAverage:
-    """Full averages: all living workers come together, and each leaves with the mean of all.
+    """Full averages: the mean over all live workers, which all of them wait for.
 
-    A worker that ends, or that the membership leaves out, is not waited for. All workers have the same
-    averages in the same order; one that missed some loads what the others have.
+    Workers that have ended or are not members any more are not waited for. All workers take part in the same
+    averages in the same order; a worker that missed some receives the mean of the others.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._store = peers.store
         self._mailbox = peers.mailbox
-        self._mean = GroupMean(peers, FULL_AVERAGE_WAYS)
+        self._mean = GroupMean(peers, FULL_AVERAGE_CHANNELS)
         self.missed = False
-        # The members of the last average that had missed others, and so brought nothing to it.
+        # The members of the last average that had missed earlier ones, and so contributed nothing.
         self.behind: tuple[int, ...] = ()
         # Keys of earlier averages, which a worker that was stopped may still read.
         self._stale: list[str] = []
@@ -115,7 +115,7 @@ class FullAverage:
         return bool(self._store.check([self._key()]))
 
     def run(self, vector: FlatBuffer) -> tuple[int, ...]:
-        """Average `vector` over all living workers; who they were, this one among them or not."""
+        """Average `vector` over all live workers; returns their ranks, which may not include this one."""
         flats: list[Tensor] = []
         before: list[Tensor] = []
         for attempt in itertools.count():
@@ -133,7 +133,7 @@ class FullAverage:
                 whole = self._mean.average(number, members, flats, behind)
             if self._agree(attempt, members, whole):
                 break
-            # Someone who averaged for the others is gone: once more, without it.
+            # A worker that averaged for the others is gone: repeat without it.
             for flat, old in zip(flats, before):
                 flat.copy_(old)
         self.missed = not whole
@@ -144,7 +144,7 @@ class FullAverage:
         return members
 
     def _agree(self, attempt: int, members: tuple[int, ...], whole: bool) -> bool:
-        """Whether all living members have the whole mean; the first that knows says so for all.
+        """Whether all live members have the whole mean; the first to know decides for all, in the store.
 
         A worker that came too late reads the verdict too: if the average is repeated, the others wait for it.
         """
@@ -155,13 +155,13 @@ class FullAverage:
         waited = self._peers.stopwatch(VOTE_TIMEOUTS)
         while not self._store.check([f"{key}/verdict"]):
             living = self._peers.living()
-            there = [member for member in members if member in living]
-            missing = [member for member in there if not self._store.check([votes[member]])]
+            present = [member for member in members if member in living]
+            missing = [member for member in present if not self._store.check([votes[member]])]
             if not missing:
-                have_it = [self._store.get(votes[member]) == b"1" for member in there]
-                self._store.compare_set(f"{key}/verdict", "", str(int(all(have_it) and bool(there))))
+                have_mean = [self._store.get(votes[member]) == b"1" for member in present]
+                self._store.compare_set(f"{key}/verdict", "", str(int(all(have_mean) and bool(present))))
             elif waited.is_over():
-                raise self._peers.timed_out(waited, missing, "to say that it has the mean of all")
+                raise self._peers.timed_out(waited, missing, "to confirm the mean of all workers")
             else:
                 self._mailbox.wait(0.005)
         return self._store.get(f"{key}/verdict") == b"1"
@@ -170,9 +170,9 @@ class FullAverage:
         return f"{self._peers.prefix}/full-average/{self.number}/{attempt}"
 
     def _gather(self, attempt: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Enter the average and wait until it is closed; its members, and those of them that missed others.
+        """Join the average and wait until it is closed; returns its members, and which of them missed others.
 
-        The record is `open` or `closed` and the ranks that came, with a star at those that missed one.
+        The record is `open` or `closed` and the ranks that joined, with a star if they missed an average.
         """
         key = self._key(attempt)
         me = f"{self._mailbox.rank}{'*' if self.missed else ''}"
@@ -187,7 +187,7 @@ class FullAverage:
                 text = self._store.compare_set(key, text, text.replace("open", "closed")).decode()
                 self._call(present)
             elif waited.is_over():
-                raise self._peers.timed_out(waited, missing, "to come to a full average")
+                raise self._peers.timed_out(waited, missing, "to join a full average")
             else:
                 self._receive()
                 text = self._store.get(key).decode()
@@ -195,11 +195,11 @@ class FullAverage:
                 waited.restart()
         members = tuple(sorted(_ranks(text)))
         behind = tuple(sorted(int(member.strip("*")) for member in text.split()[1:] if "*" in member))
-        # Where all missed others, there is nothing better than what they have.
+        # If all missed averages, average what they have.
         return members, behind if behind != members else ()
 
     def _delete_stale(self, members: tuple[int, ...]) -> None:
-        """Delete the keys of earlier averages once all that may still read them have come to a later one."""
+        """Delete the keys of earlier averages once all workers have joined a later one or ended."""
         everyone = self._peers.presence.members
         if not set(members) | self._peers.ended() >= set(everyone):
             return
@@ -220,15 +220,15 @@ class FullAverage:
 
 
 def _ranks(text: str) -> set[int]:
-    """The workers that an average's record names."""
+    """The ranks in the record of an average."""
     return {int(member.strip("*")) for member in text.split()[1:]}
 
 
 class PeerAveraging:
-    """What averagings by mailbox have in common: flat memory of `sources`, and full averages.
+    """Base of averagings by mailbox: a flat buffer of `sources`, and full averages.
 
-    The first two sources are the weights and the running statistics; these and `when_synchronized` are a
-    worker's whole state.
+    The first two sources are the weights and the running statistics; with `when_synchronized` they are the
+    whole state of a worker.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class PeerAveraging:
         self.full_average = FullAverage(peers)
 
     def synchronize(self) -> tuple[int, ...]:
-        """The mean over all living workers, whom it returns."""
+        """Take the mean over all live workers; returns their ranks."""
         for source in self._when_synchronized:
             source.prepare()
         members = self.full_average.run(self._whole)

@@ -1,4 +1,4 @@
-"""Tensors that workers average, as flat memory: one piece a type, on the CPU, in a fixed order."""
+"""Tensors that workers average, as flat buffers on the CPU: one per type, in a fixed order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Source = Callable[[], Sequence[Tensor]]
 
 
 class FlatBuffer:
-    """The tensors that the sources give, gathered into flat memory and put back from it.
+    """Copies the tensors of the sources to flat buffers and back.
 
-    Each source has flat memory of its own, and each tensor its place in it, in `views`. The first source's
-    tensors are the same on all workers; of the others some may be missing, as an optimizer's state before its
-    first step.
+    Each source has separate flat buffers; `views` has a view of them for each tensor. The first source has
+    the same tensors on all workers; tensors of the others may be missing, such as an optimizer's state before
+    its first step.
     """
 
     def __init__(self, *sources: Source) -> None:
@@ -28,50 +28,50 @@ class FlatBuffer:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The flat memory of the first source."""
+        """The flat buffers of the first source."""
         return self.flats[: self._first]
 
     def gather(self) -> list[Tensor]:
-        """The flat memory, filled with what the tensors hold now."""
-        found = [[t.detach() for t in source()] for source in self._sources]
-        layout = [tuple((t.dtype, t.shape) for t in tensors) for tensors in found]
+        """Copy the tensors to the flat buffers and return these."""
+        gathered = [[t.detach() for t in source()] for source in self._sources]
+        layout = [tuple((t.dtype, t.shape) for t in tensors) for tensors in gathered]
         if layout != self._layout:
             self._layout, self.views, self.flats = layout, [], []
-            for tensors in found:
-                self._lay_out(tensors)
-            self._first = len({t.dtype for t in found[0]})
-        together = [t for tensors in found for t in tensors]
+            for tensors in gathered:
+                self._allocate(tensors)
+            self._first = len({t.dtype for t in gathered[0]})
+        together = [t for tensors in gathered for t in tensors]
         if together:
             torch._foreach_copy_(self.views, together)
         return self.flats
 
     def scatter(self) -> None:
-        """Have the tensors hold what the flat memory holds."""
-        # As data: a weight that changes under autograd's eyes would void graphs that are long used up.
+        """Copy the flat buffers back to the tensors."""
+        # By `data`: otherwise autograd would reject graphs that saved the weights.
         tensors = [t.data for source in self._sources for t in source()]
         if tensors:
             torch._foreach_copy_(tensors, self.views)
 
-    def _lay_out(self, tensors: Sequence[Tensor]) -> None:
+    def _allocate(self, tensors: Sequence[Tensor]) -> None:
         kinds = list(dict.fromkeys(t.dtype for t in tensors))
         sizes = {kind: sum(t.numel() for t in tensors if t.dtype == kind) for kind in kinds}
         by_kind = {kind: torch.zeros(sizes[kind], dtype=kind) for kind in kinds}
-        places = dict.fromkeys(kinds, 0)
+        offsets = dict.fromkeys(kinds, 0)
         for tensor in tensors:
-            begin = places[tensor.dtype]
-            places[tensor.dtype] = begin + tensor.numel()
+            begin = offsets[tensor.dtype]
+            offsets[tensor.dtype] = begin + tensor.numel()
             self.views.append(by_kind[tensor.dtype][begin : begin + tensor.numel()].view(tensor.shape))
         self.flats += [by_kind[kind] for kind in kinds]
 
 
-def put_mean(own: Sequence[Tensor], brought: Mapping[int, Sequence[Tensor | None]]) -> list[int]:
-    """Put the mean of what workers brought, by rank, into `own`; how many brought each tensor.
+def put_mean(flats: Sequence[Tensor], brought: Mapping[int, Sequence[Tensor | None]]) -> list[int]:
+    """Set `flats` to the mean of the workers' tensors, by rank; returns the number of workers of each.
 
-    One that some lack or have otherwise is averaged over the rest. Sums go in the order of ranks, whichever
-    worker makes them, so all who might come to the same bits.
+    A tensor that is missing or differs in shape on some workers is averaged over the rest. Sums are in the
+    order of ranks, so the result is the same whichever worker computes it.
     """
     counts = []
-    for i, flat in enumerate(own):
+    for i, flat in enumerate(flats):
         tensors = [brought[rank][i] for rank in sorted(brought) if i < len(brought[rank])]
         given = [tensor for tensor in tensors if tensor is not None and tensor.shape == flat.shape]
         if given:
@@ -84,5 +84,5 @@ def put_mean(own: Sequence[Tensor], brought: Mapping[int, Sequence[Tensor | None
 
 
 def distance(flats: Sequence[Tensor], before: Sequence[Tensor]) -> float:
-    """The Euclidean distance between two states of the flat memory."""
+    """The Euclidean distance between two states of the flat buffers."""
     return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(flats, before)))

@@ -1,4 +1,4 @@
-"""Gossip, overlapped with training: AD-PSGD, and pair averaging as KungFu has it."""
+"""Gossip, overlapped with training: AD-PSGD, and KungFu's pair averaging."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Choose = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Gossip(PeerAveraging):
-    """Averages with random peers, one at a time, in a thread of its own.
+    """Averages with random peers, one at a time, in a separate thread.
 
-    `choose` says who of the living may be asked; with `mutual` both take the mean, else only who asks.
+    `choose` selects the peers to ask from the live workers. With `mutual` both workers take the mean,
+    otherwise only the one that asks.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Gossip(PeerAveraging):
         )
 
     def after_update(self) -> None:
-        """Make the update known, and take what was averaged since the one before."""
+        """Publish the update, and take the averages since the previous one."""
         with self.stats.waiting():
             averages = self.thread.update()
         self.stats.groups += averages - self._averages
@@ -64,10 +65,11 @@ def ad_psgd(
     graph: str = AdPsgdOptions.graph,
     when_synchronized: Sequence[WhenSynchronized] = (),
 ) -> Gossip:
-    """AD-PSGD: workers of even place ask a random neighbour of odd place, and both take the mean.
+    """AD-PSGD: workers with an even index ask a random neighbour with an odd one, and both take the mean.
 
-    Places are those among the living, so that the rest goes on averaging when some are lost. Two workers that
-    for a moment disagree on who lives may ask each other: both answer at once, and the mean of all stays.
+    The index is that among the live workers, so the rest still averages when some are lost. Two workers that
+    for a moment disagree on which are live may ask each other: both answer at once, and the global mean is
+    preserved.
     """
 
     def choose(living: Sequence[int]) -> Sequence[int]:

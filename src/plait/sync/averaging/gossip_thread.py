@@ -1,7 +1,7 @@
 """A thread that averages while the worker trains: it answers peers at any time and asks some of them itself.
 
-What others see is a copy of the weights, the truth. The worker computes on its own tensors and brings the
-change of each update into the truth, where the thread's averages have gone meanwhile.
+Peers read a published copy of the weights, which the thread averages. The worker computes on its own tensors
+and adds the change of each update to the published copy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ COUNT_BITS = 32
 class GossipThread:
     """Weights that peers may ask for, and the thread that serves them.
 
-    `choose` names the peers that may be asked, of those that are living; with `mutual` who answers takes
-    the mean as well. Every question is answered, so that nobody waits: with nothing where the two have not
-    synchronized equally often: one of them was stopped meanwhile.
+    `choose` selects the peers to ask from the live ones; with `mutual` the peer that answers takes the mean
+    too. Every question is answered, so that no peer waits; the answer is empty if the two have not
+    synchronized equally often, because one of them was stopped meanwhile.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class GossipThread:
         self._mutual = mutual
         self._random = random.Random(f"{seed}/{mailbox.rank}")
         self._lock = threading.Lock()
-        self._truth = [flat.clone() for flat in vector.gather()]
-        self._base = [flat.clone() for flat in self._truth]
+        self._published = [flat.clone() for flat in vector.gather()]
+        self._base = [flat.clone() for flat in self._published]
         self._synchronized = 0
         self.questions = 0
         self._pending = 0
@@ -74,10 +74,10 @@ class GossipThread:
             raise self._failure
         flats = self._vector.gather()
         with self._lock:
-            for truth, flat, base in zip(self._truth, flats, self._base):
-                truth.add_(flat).sub_(base)
-                flat.copy_(truth)
-                base.copy_(truth)
+            for published, flat, base in zip(self._published, flats, self._base):
+                published.add_(flat).sub_(base)
+                flat.copy_(published)
+                base.copy_(published)
             self._pending = min(self._pending + 1, 2)
             averages = self.averages
         self._vector.scatter()
@@ -93,16 +93,16 @@ class GossipThread:
         self._pending, self._asked = 0, None
 
     def resume(self) -> None:
-        """Go on from what the worker's tensors hold; what was asked before is void."""
+        """Continue from the worker's tensors; answers to earlier questions are dropped."""
         self._synchronized += 1
-        for truth, base, flat in zip(self._truth, self._base, self._vector.gather()):
-            truth.copy_(flat)
+        for published, base, flat in zip(self._published, self._base, self._vector.gather()):
+            published.copy_(flat)
             base.copy_(flat)
         self._parked.clear()
         self._run.set()
 
     def close(self) -> None:
-        """End the thread, which stands still."""
+        """End the thread, which is paused."""
         self._ended = True
         self._run.set()
         self._thread.join()
@@ -134,11 +134,11 @@ class GossipThread:
 
     def _answer(self, peer: int, message: Message) -> None:
         with self._lock:
-            self._mailbox.send(peer, Tag.GOSSIP_ANSWER, message.content.number, self._truth)
+            self._mailbox.send(peer, Tag.GOSSIP_ANSWER, message.content.number, self._published)
             if self._mutual:
-                for truth, theirs in zip(self._truth, message.content.tensors):
+                for published, theirs in zip(self._published, message.content.tensors):
                     assert theirs is not None
-                    truth.lerp_(theirs, 0.5)
+                    published.lerp_(theirs, 0.5)
                 self.averages += 1
 
     def _ask(self) -> None:
@@ -159,7 +159,7 @@ class GossipThread:
         peer = self._random.choice(list(peers))
         with self._lock:
             self._pending -= 1
-            sent = [truth.clone() for truth in self._truth] if self._mutual else []
+            sent = [published.clone() for published in self._published] if self._mutual else []
         self.questions += 1
         number = (self._synchronized << COUNT_BITS) + self.questions
         if self._mailbox.send(peer, Tag.GOSSIP_ASK, number, sent):
@@ -170,17 +170,17 @@ class GossipThread:
         if self._asked is None:
             return
         peer, number, sent = self._asked.peer, self._asked.number, self._asked.sent
-        # Answers that came too late for earlier questions are void.
+        # Late answers to earlier questions are dropped.
         message = self._answers.find(peer, number)
         if message is None:
             return
         if message.content.tensors:
             with self._lock:
-                # The truth may have moved since it was sent: the other took half of what was sent.
+                # The published weights may have changed since: the other took half of what was sent.
                 for i, theirs in enumerate(message.content.tensors):
                     assert theirs is not None
-                    truth = self._truth[i]
-                    truth.add_(theirs - (sent[i] if self._mutual else truth), alpha=0.5)
+                    published = self._published[i]
+                    published.add_(theirs - (sent[i] if self._mutual else published), alpha=0.5)
                 self.averages += 1
         self._asked = None
         message.release()
@@ -188,7 +188,7 @@ class GossipThread:
 
 @dataclass(frozen=True)
 class _Question:
-    """What was asked of whom, under which number, and the weights that were sent along."""
+    """The peer that was asked, the number of the question, and the weights that were sent with it."""
 
     peer: int
     number: int

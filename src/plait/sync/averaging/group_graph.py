@@ -1,4 +1,4 @@
-"""Pure decisions about groups of workers: whether they stay connected, who pairs with whom, who owns what."""
+"""Pure functions on groups of workers: whether they stay connected, random pairs, owners of parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Group = tuple[int, ...]
 
 
 def components(groups: Iterable[Collection[int]], members: Collection[int]) -> list[frozenset[int]]:
-    """The parts of `members` between which no group has carried anything, in order of their lowest rank."""
+    """The connected components of `members`, joined by `groups`, in the order of their lowest ranks."""
     parts = [frozenset([member]) for member in sorted(members)]
     for group in groups:
         touched = [part for part in parts if part & set(group)]
@@ -20,40 +20,40 @@ def components(groups: Iterable[Collection[int]], members: Collection[int]) -> l
 
 
 def recent(groups: Sequence[Group], members: int, every: int) -> tuple[Group, ...]:
-    """The newest groups of `every` rounds at most, oldest first; at least the last group.
+    """The newest groups of at most `every` rounds, oldest first; at least the last group.
 
-    A round is as many groups as have one place for each of `members` workers, so it is one group where all
-    are in it, and as much averaging for each worker where groups are small.
+    A round is as many groups as have `members` members in total, so each worker averages once per round on
+    average, whatever the size of groups.
     """
     kept: list[Group] = []
-    places = 0
+    count = 0
     for group in reversed(groups):
-        places += len(group)
-        if kept and places > every * members:
+        count += len(group)
+        if kept and count > every * members:
             break
         kept.append(group)
     return tuple(reversed(kept))
 
 
 def remembered(groups: Sequence[Group], members: int, every: int) -> tuple[Group, ...]:
-    """What has to be known of the past for the decisions to come."""
+    """The newest groups that `disconnected` needs for later decisions."""
     kept: list[Group] = []
-    places = 0
+    count = 0
     for group in reversed(groups):
         kept.append(group)
-        places += len(group)
-        if places >= every * members:
+        count += len(group)
+        if count >= every * members:
             break
     return tuple(reversed(kept))
 
 
-def cut_off(
+def disconnected(
     past: Sequence[Group], group: Collection[int], members: Collection[int], every: int
 ) -> list[frozenset[int]]:
-    """The parts of `members` that have to send someone into `group` so that all stay connected.
+    """The components of `members` of which a member must join `group` so that all stay connected.
 
-    Empty where the groups of the last `every` rounds, this one included, already connect all, and where
-    there have been fewer rounds.
+    Empty if the groups of the last `every` rounds, including this one, connect all members, and before there
+    have been `every` rounds.
     """
     groups = [*past, tuple(group)]
     if sum(map(len, groups)) < every * len(members):
@@ -63,46 +63,46 @@ def cut_off(
 
 
 def pairs(seed: int, round_: int, members: Collection[int]) -> dict[int, int]:
-    """Who averages with whom in round `round_`: a random matching; of an odd number one stays alone."""
-    order = sorted(members)
-    random.Random(f"{seed}/{round_}").shuffle(order)
-    found: dict[int, int] = {}
-    for a, b in zip(order[::2], order[1::2]):
-        found[a], found[b] = b, a
-    return found
+    """The partner of each member in round `round_`, a random matching; with an odd number one has none."""
+    shuffled = sorted(members)
+    random.Random(f"{seed}/{round_}").shuffle(shuffled)
+    partners: dict[int, int] = {}
+    for a, b in zip(shuffled[::2], shuffled[1::2]):
+        partners[a], partners[b] = b, a
+    return partners
 
 
 def bipartite_neighbours(rank: int, members: Collection[int], graph: str) -> tuple[int, ...]:
-    """The neighbours of `rank`: members of even place ask, members of odd place answer.
+    """The neighbours of `rank` in a bipartite graph of members with even index and members with odd index.
 
-    `graph` is `complete` (every asker knows every answerer) or `ring` (its two sides). An edge joins unlike
-    places only, so nobody waits in a circle.
+    `graph` is `complete` (all of the other parity) or `ring` (the two adjacent ones). Edges join indices of
+    different parity only, so there is no cycle of workers that wait for each other.
     """
-    order = sorted(members)
-    place = order.index(rank)
+    ordered = sorted(members)
+    index = ordered.index(rank)
     if graph == "ring":
-        sides = {(place - 1) % len(order), (place + 1) % len(order)}
-        return tuple(order[p] for p in sorted(sides) if p % 2 != place % 2)
-    return tuple(order[p] for p in range(len(order)) if p % 2 != place % 2)
+        sides = {(index - 1) % len(ordered), (index + 1) % len(ordered)}
+        return tuple(ordered[p] for p in sorted(sides) if p % 2 != index % 2)
+    return tuple(ordered[p] for p in range(len(ordered)) if p % 2 != index % 2)
 
 
 def asked_by(rank: int, living: Collection[int], graph: str) -> tuple[int, ...]:
-    """The living neighbours that `rank` asks: those of a member of even place; others only answer."""
+    """The live neighbours that `rank` asks; members with an odd index ask none and only answer."""
     is_asker = sorted(living).index(rank) % 2 == 0
     return bipartite_neighbours(rank, living, graph) if is_asker else ()
 
 
 def owners_for(byte_count: int, members: int, least_bytes: int) -> int:
-    """How many members share the averaging: each takes `least_bytes` at least, for each costs messages."""
+    """The number of members that share the averaging; each takes at least `least_bytes`."""
     return max(1, min(members, byte_count // max(least_bytes, 1)))
 
 
 def shards(sizes: Sequence[int], servers: int) -> list[list[int]]:
-    """Which tensors each server keeps, by bytes: the largest first, each to the server with the least."""
+    """The indices of the tensors of each server: largest first, each to the least loaded server."""
     kept: list[list[int]] = [[] for _ in range(servers)]
     loads = [0] * servers
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         least = loads.index(min(loads))
         kept[least].append(index)
         loads[least] += sizes[index]
-    return [sorted(own) for own in kept]
+    return [sorted(indices) for indices in kept]

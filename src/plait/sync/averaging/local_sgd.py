@@ -1,4 +1,4 @@
-"""Averages over all workers at once, by the world's own collectives: SMA, and local SGD or DiLoCo."""
+"""Averages over all workers at once, by collectives of the world group: SMA, and local SGD or DiLoCo."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Collective(AllOrNone):
         self._when_synchronized = when_synchronized
 
     def synchronize(self) -> tuple[int, ...]:
-        """The mean over all workers, whom it returns."""
+        """Take the mean over all workers; returns their ranks."""
         for source in self._when_synchronized:
             source.prepare()
         self._vector.gather()
         before = [flat.clone() for flat in self._vector.weights]
         self._synchronize_weights()
         self.stats.distances.append(distance(self._vector.weights, before))
-        # The sums above have waited for all workers: what these have prepared is known now.
+        # The sums above have waited for all workers, so all have called `prepare`.
         for source in self._when_synchronized:
             self._take_mean(FlatBuffer(source))
             source.finish()
@@ -46,7 +46,7 @@ class Collective(AllOrNone):
         vector.scatter()
 
     def _means(self, vector: FlatBuffer) -> list[Tensor]:
-        """The means of all workers' flat memory."""
+        """The mean of each flat buffer over all workers."""
         means = [flat.clone() for flat in vector.flats]
         with self.stats.waiting():
             works = [dist.all_reduce(mean, async_op=True) for mean in means]
@@ -70,17 +70,17 @@ class Sma(Collective):
         self._alpha = alpha
 
     def after_update(self) -> None:
-        """Draw the weights towards the mean of all."""
+        """Move the weights towards the mean over all workers."""
         for flat, mean in zip(self._vector.gather(), self._means(self._vector)):
             flat.lerp_(mean, self._alpha)
         self._vector.scatter()
 
 
 class LocalSgd(Collective):
-    """The mean of all after every `every` updates, or as often a step of an outer optimizer (DiLoCo).
+    """Averages over all workers every `every` updates, or takes a step of an outer optimizer (DiLoCo).
 
-    The outer step treats what workers moved on average since the last one as a gradient, under Nesterov's
-    momentum; only weights take it, everything else its mean.
+    The outer step uses the mean change of the weights since the last one as a gradient, with Nesterov
+    momentum. Everything but the weights is averaged.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class LocalSgd(Collective):
         self._outer_lr = outer_lr
         self._momentum = momentum
         self._since = 0
-        # Where the weights were after the last outer step, and its momentum.
+        # The weights after the last outer step, and its momentum.
         self._anchor, self._speed = FlatBuffer(sources[0]), FlatBuffer(sources[0])
         self._anchor.gather()
         for flat in self._speed.gather():
             flat.zero_()
 
     def after_update(self) -> None:
-        """Average where it is due."""
+        """Average if this is the last of `every` updates."""
         self._since += 1
         if self._since >= self._every:
             self._average()
@@ -115,8 +115,8 @@ class LocalSgd(Collective):
         return {"anchor": self._anchor.views, "momentum": self._speed.views}
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        for name, own in self.state().items():
-            for tensor, saved in zip(own, state.get(name, ())):
+        for name, tensors in self.state().items():
+            for tensor, saved in zip(tensors, state.get(name, ())):
                 tensor.copy_(saved)
 
     def _synchronize_weights(self) -> None:

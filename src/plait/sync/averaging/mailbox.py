@@ -1,7 +1,7 @@
 """Messages between workers that may end at any time: nothing waits for a peer that is gone.
 
-Where `Channels` fail as a whole when a peer dies, a mailbox goes on with the rest: a peer that is gone takes
-no more messages and sends none. Workers of one host use shared memory, others a TCP connection each.
+While `Channels` fail as a whole when a peer dies, a mailbox still serves the other peers; messages to a peer
+that is gone are dropped. Workers of one host use shared memory, others TCP connections.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WINDOW = 8
 
 
 class Mailbox:
-    """This worker's messages to and from its peers; one thread at a time uses it.
+    """This worker's messages to and from its peers; used by one thread at a time.
 
-    A channel is a number that both ends use for one stream of messages. Before each message `on_send` is
-    called with its peer and channel: whatever is to happen to a worker that sends it can happen there.
+    A channel is a number that both ends use for one stream of messages. `on_send` is called with the peer and
+    the channel before each message; tests inject faults there.
     """
 
     def __init__(self, rank: int, links: dict[int, Link], on_send: OnSend | None = None) -> None:
@@ -39,9 +39,9 @@ class Mailbox:
     def send(
         self, peer: int, channel: int, number: int, tensors: Sequence[Tensor | None], note: str = ""
     ) -> bool:
-        """Start a message on its way, without waiting; False where the peer is gone or takes none.
+        """Send a message without blocking; False if the peer is gone or its window is full.
 
-        A peer that has not taken `WINDOW` earlier messages of the channel is stopped or much behind.
+        The window is full if the peer has not taken `WINDOW` earlier messages of the channel.
         """
         link = self._links[peer]
         if self.is_gone(peer):
@@ -64,12 +64,12 @@ class Mailbox:
         return list(self._links)
 
     def is_gone(self, peer: int) -> bool:
-        """Whether the peer has ended, on purpose or not; what it sent before can still be taken."""
+        """Whether the peer has closed its mailbox or died; messages it sent before can still be taken."""
         link = self._links[peer]
         return link.lost or link.ended
 
     def wait(self, seconds: float) -> None:
-        """Read all that has come; returns once a peer has sent something or is gone, or after `seconds`."""
+        """Receive messages; returns once a peer has sent something or is gone, or after `seconds`."""
         poll = select.poll()
         open_links = {link.fileno(): link for link in self._links.values() if not (link.lost or link.ended)}
         for descriptor, link in open_links.items():
@@ -82,7 +82,7 @@ class Mailbox:
             open_links[descriptor].take_notices()
 
     def flush(self, seconds: float) -> None:
-        """Have what was sent leave this process, waiting `seconds` at most."""
+        """Wait until sent messages have left this process, for `seconds` at most."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(
             isinstance(link, WireLink) and link.unsent and not link.lost for link in self._links.values()
@@ -90,7 +90,7 @@ class Mailbox:
             self.wait(end - time.monotonic())
 
     def close(self) -> None:
-        """End it; peers see that it was on purpose."""
+        """Close all links; peers can tell this from a crash."""
         self.flush(1.0)
         for link in self._links.values():
             link.close()
@@ -99,19 +99,19 @@ class Mailbox:
 def open_mailbox(
     rendezvous: Rendezvous,
     name: str,
-    own: int | None = None,
+    index: int | None = None,
     hosts: Sequence[str] | None = None,
     on_send: OnSend | None = None,
 ) -> Mailbox:
-    """A mailbox linked with all other ranks; all of them call it with the same `name`.
+    """A mailbox connected with all other ranks; all of them call it with the same `name`.
 
-    Where members have other numbers than their ranks, `own` is this worker's and `hosts` names the host of
-    each. `on_send` is called before each message.
+    If members have other numbers than their ranks, `index` is this worker's and `hosts` has the host of each
+    member. `on_send` is called before each message.
     """
-    own = rendezvous.rank if own is None else own
+    index = rendezvous.rank if index is None else index
     hosts = rendezvous.hosts if hosts is None else hosts
-    met = rendezvous.connect(name, range(len(hosts)), own, hosts)
-    return Mailbox(own, {peer: _link(connection) for peer, connection in met.items()}, on_send)
+    connections = rendezvous.connect(name, range(len(hosts)), index, hosts)
+    return Mailbox(index, {peer: _link(connection) for peer, connection in connections.items()}, on_send)
 
 
 def _link(connection: socket.socket) -> Link:

@@ -1,7 +1,7 @@
-"""Groups of the workers that are ready: rounds in the job's store, each led by the worker that came first.
+"""Groups of the workers that are ready: rounds in the job's store, each led by the first worker to join.
 
-Where the leader ends or is stopped before it has committed the members, those that joined void the round and
-meet in the next one at once. Once it has, all members know who they are, from the leader or from the store.
+If the leader ends or is stopped before it has committed the members, those that joined void the round and
+join the next one at once. Afterwards all members know the group, from the leader or from the store.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from plait.sync.averaging.peers import Inbox, Peers, SharedClock
 LOOK_S = 0.02
 KEPT = 256  # rounds whose records stay in the store
 RECALL = 16  # rounds in a row that may have none
-# A leader may itself wait for a member, and names it after one timeout; so its followers wait for two.
+# A leader may itself wait for a member, and fails after one timeout, so the others wait for two.
 LEADER_TIMEOUTS = 2.0
 
 
 class Matchmaking:
-    """This worker's way into rounds; all workers make one over the same store and prefix."""
+    """Joins rounds for this worker; all workers create one with the same store and prefix."""
 
     def __init__(self, peers: Peers, prefix: str, rules: Rules | None = None) -> None:
         self._peers = peers
@@ -56,10 +56,11 @@ class Matchmaking:
     def join(
         self, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool] = lambda: False
     ) -> Round:
-        """The round that this worker was part of, possibly alone; `flats` hold its mean.
+        """Take part in a round, possibly alone, and return it; `flats` then hold its mean.
 
-        `step_s` is how long a step takes here. Where `hurry` says so, a round closes as it is. Flats that
-        some lack or have otherwise are averaged over the rest. Without flats only the group is formed.
+        `step_s` is this worker's step time. If `hurry` returns True, the round closes without waiting. Flats
+        that are missing or differ in size on some members are averaged over the rest. Without flats only the
+        group is formed.
         """
         number = max(self._number, self._hint())
         self._up.drop_before(number)
@@ -73,104 +74,104 @@ class Matchmaking:
             number += 1
 
     def refresh(self) -> None:
-        """This worker's state is everyone's again, however many rounds it missed."""
+        """Forget missed rounds: this worker's state is the same as that of the others."""
         self._seen = -1
 
     def _enter(
         self, number: int, flats: Sequence[Tensor], step_s: float, hurry: Callable[[], bool]
     ) -> Round | None:
-        """Open the round or join it; None where it came to nothing for this worker."""
-        own = Arrival(self._rank, self._seen, step_s, self._clock.time())
-        wanted = Open((own,))
-        text = self._store.compare_set(self._key(number), "", wanted.text())
-        if text == wanted.text().encode():
-            return self._lead(number, own, flats, hurry)
-        found = read_outcome(number, text)
-        while isinstance(found, Open):
-            wanted = found.joined(own)
-            text = self._store.compare_set(self._key(number), found.text(), wanted.text())
-            if text == wanted.text().encode():
-                return self._follow(number, wanted, flats)
-            found = read_outcome(number, text)
+        """Open or join the round; None if it is void, or closed without this worker."""
+        arrival = Arrival(self._rank, self._seen, step_s, self._clock.time())
+        proposal = Open((arrival,))
+        text = self._store.compare_set(self._key(number), "", proposal.text())
+        if text == proposal.text().encode():
+            return self._lead(number, arrival, flats, hurry)
+        outcome = read_outcome(number, text)
+        while isinstance(outcome, Open):
+            proposal = outcome.joined(arrival)
+            text = self._store.compare_set(self._key(number), outcome.text(), proposal.text())
+            if text == proposal.text().encode():
+                return self._follow(number, proposal, flats)
+            outcome = read_outcome(number, text)
         return None
 
     def _lead(
-        self, number: int, own: Arrival, flats: Sequence[Tensor], hurry: Callable[[], bool]
+        self, number: int, arrival: Arrival, flats: Sequence[Tensor], hurry: Callable[[], bool]
     ) -> Round | None:
-        """Wait for others, commit the members, and hand out the mean; None where others voided the round."""
+        """Wait for others, commit the members, and send them the mean; None if others voided the round."""
         if number >= KEPT:
             self._store.delete_key(self._key(number - KEPT))
-        round_ = self._commit(number, own, hurry)
+        round_ = self._commit(number, arrival, hurry)
         self._advance_hint(number + 1)
         if round_ is None:
             return None
         if flats:
-            self._hand_out(round_, self._collect(round_), flats)
+            self._send_mean(round_, self._collect(round_), flats)
             self._peers.flush()
         else:
             self._announce(round_, round_.members, ())
         return round_
 
-    def _commit(self, number: int, own: Arrival, hurry: Callable[[], bool]) -> Round | None:
-        """Close the round as soon as the rules allow; None where it was voided."""
+    def _commit(self, number: int, arrival: Arrival, hurry: Callable[[], bool]) -> Round | None:
+        """Close the round as soon as the rules allow; None if it was voided."""
         everyone, every = self._peers.presence.members, self._rules.every
-        # As much of the past as is needed should all be there again.
+        # Enough earlier groups for the case that all workers are live again.
         before = self._before(number)
         if before is not None:
             self._clock.observe(before.time)
         empty = next_round(before, number, len(everyone), every)
-        look_s = max(0.002, min(LOOK_S, self._rules.window * own.step_s / 4))
+        look_s = max(0.002, min(LOOK_S, self._rules.window * arrival.step_s / 4))
         started = self._peers.now()
-        found: Open | Closed | None = Open((own,))
-        while isinstance(found, Open):
-            for entry in found.entries:
+        outcome: Open | Closed | None = Open((arrival,))
+        while isinstance(outcome, Open):
+            for entry in outcome.entries:
                 self._clock.observe(entry.time)
             waited_s, now = self._peers.now() - started, self._clock.time()
-            round_ = with_members(empty, found.entries, everyone, now, every)
+            round_ = with_members(empty, outcome.entries, everyone, now, every)
             living = self._peers.living()
-            if may_close(round_, living, waited_s, now, own.step_s, self._rules) or hurry():
+            if may_close(round_, living, waited_s, now, arrival.step_s, self._rules) or hurry():
                 closed = Closed(round_).text()
-                text = self._store.compare_set(self._key(number), found.text(), closed)
+                text = self._store.compare_set(self._key(number), outcome.text(), closed)
                 if text == closed.encode():
                     return round_
             else:
                 self._mailbox.wait(look_s)
                 text = self._read(number)
-            found = read_outcome(number, text)
+            outcome = read_outcome(number, text)
         return None
 
     def _collect(self, round_: Round) -> dict[int, Message]:
-        """What the other members handed in; one that ends or is silent for long is left out."""
-        found: dict[int, Message] = {}
+        """The tensors of the other members; members that are not live any more are left out."""
+        received: dict[int, Message] = {}
         missing = set(round_.members) - {self._rank}
         waited = self._peers.stopwatch()
         while True:
             away = {peer for peer in missing if not self._peers.is_there(peer)}
             if away:
-                # What someone sent before it went away can still be taken.
+                # Messages that it sent before can still be received.
                 self._mailbox.wait(0.0)
             for peer in sorted(missing):
                 if (message := self._up.find(peer, round_.number)) is not None:
-                    found[peer] = message
+                    received[peer] = message
                     waited.restart()
-            missing -= found.keys() | away
+            missing -= received.keys() | away
             if not missing:
-                return found
+                return received
             if waited.is_over():
-                raise self._peers.timed_out(waited, missing, f"to hand in its part of round {round_.number}")
+                raise self._peers.timed_out(waited, missing, f"to send its part of round {round_.number}")
             self._mailbox.wait(LOOK_S)
 
-    def _hand_out(self, round_: Round, came: dict[int, Message], flats: Sequence[Tensor]) -> None:
-        """Average what the members brought, and send it to each."""
+    def _send_mean(self, round_: Round, came: dict[int, Message], flats: Sequence[Tensor]) -> None:
+        """Average the members' tensors, and send the mean to each."""
         brought = {rank: message.content.tensors for rank, message in came.items()}
         brought[self._rank] = tuple(flats)
-        put_mean(flats, {rank: own for rank, own in brought.items() if rank not in round_.behind})
+        put_mean(flats, {rank: tensors for rank, tensors in brought.items() if rank not in round_.behind})
         for message in came.values():
             message.release()
         self._announce(round_, [self._rank, *came], flats)
 
     def _announce(self, round_: Round, came: Sequence[int], flats: Sequence[Tensor]) -> None:
-        """Send the list of members to all of them and, to those that came, the mean."""
+        """Send the list of members to all of them and, to those in `came`, the mean."""
         who = [self._clock.time(), *round_.members, -1, *round_.behind]
         for rank in round_.members:
             if rank != self._rank:
@@ -180,17 +181,17 @@ class Matchmaking:
                 )
 
     def _follow(self, number: int, joined: Open, flats: Sequence[Tensor]) -> Round | None:
-        """Hand in and take what the leader found; None where it is gone, and the round with it."""
+        """Send the tensors to the leader and receive the mean; None if the leader was lost with the round."""
         leader = joined.leader
         for entry in joined.entries:
             self._clock.observe(entry.time)
-        # Without flats it only ends the leader's wait.
+        # Without flats the message only wakes the leader.
         self._mailbox.send(leader, Tag.ROUND_UP, number, flats)
         waited = self._peers.stopwatch(LEADER_TIMEOUTS)
         known: Open | Closed | None = joined
         while True:
             there, too_long = self._peers.is_there(leader), waited.is_over()
-            # The leader's word is looked for once more after it went away.
+            # A message that the leader sent before it was lost is still received.
             self._mailbox.wait(LOOK_S if there else 0.0)
             if (message := self._down.find(leader, number)) is not None:
                 return self._take(message, flats)
@@ -209,19 +210,19 @@ class Matchmaking:
                     self._advance_hint(number + 1)
                     return None
                 case NextStep.COMPLAIN:
-                    raise self._peers.timed_out(waited, [leader], f"to hand out the mean of round {number}")
+                    raise self._peers.timed_out(waited, [leader], f"to send the mean of round {number}")
 
     def _take(self, message: Message, flats: Sequence[Tensor]) -> Round | None:
-        """The round that a leader announced, its mean copied to `flats`; None without this worker."""
+        """Copy the leader's mean to `flats` and return its round; None if it sent no mean."""
         announced, *means = message.content.tensors
         assert announced is not None
         time, *ranks = announced.tolist()
         self._clock.observe(time)
         cut = ranks.index(-1)
         members, behind = tuple(map(int, ranks[:cut])), tuple(map(int, ranks[cut + 1 :]))
-        for own, mean in zip(flats, means):
-            if mean is not None and mean.shape == own.shape:
-                own.copy_(mean)
+        for flat, mean in zip(flats, means):
+            if mean is not None and mean.shape == flat.shape:
+                flat.copy_(mean)
         number = message.content.number
         message.release()
         return Round(number, members, behind) if means or not flats else None
@@ -230,15 +231,15 @@ class Matchmaking:
         return f"{self._prefix}/round/{number}"
 
     def _read(self, number: int) -> bytes:
-        """What the store says of a round that was begun; one that is long deleted came to nothing."""
+        """The record of a round that was opened; a record that was deleted counts as void."""
         return self._store.compare_set(self._key(number), "", VOID)
 
     def _hint(self) -> int:
-        """A round that is not later than the open one: only a place to start looking."""
+        """A lower bound of the number of the open round, from which to search."""
         return int(self._store.compare_set(f"{self._prefix}/hint", "", "0"))
 
     def _advance_hint(self, number: int) -> None:
-        """Let nobody start looking before `number`; all rounds before it have their outcome."""
+        """Raise the lower bound to `number`; all earlier rounds have an outcome."""
         known = self._store.compare_set(f"{self._prefix}/hint", "", str(number))
         while int(known) < number:
             known = self._store.compare_set(f"{self._prefix}/hint", known.decode(), str(number))
@@ -247,7 +248,7 @@ class Matchmaking:
         """The newest round before `number` that was not void."""
         for earlier in range(number - 1, max(-1, number - 1 - RECALL), -1):
             if self._store.check([self._key(earlier)]):
-                found = read_outcome(earlier, self._store.get(self._key(earlier)))
-                if isinstance(found, Closed):
-                    return found.round
+                outcome = read_outcome(earlier, self._store.get(self._key(earlier)))
+                if isinstance(outcome, Closed):
+                    return outcome.round
         return None

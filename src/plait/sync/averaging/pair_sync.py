@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.sync.averaging.base import GROUP_WAYS, PeerAveraging, WhenSynchronized
+from plait.sync.averaging.base import GROUP_CHANNELS, PeerAveraging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.group_graph import pairs
 from plait.sync.averaging.group_mean import GroupMean
@@ -13,9 +13,9 @@ from plait.sync.averaging.peers import Peers
 
 
 class PairSync(PeerAveraging):
-    """Averages with the partner that a random matching of each round gives; all take equally many steps.
+    """Averages with the partner in a random matching of each round; all workers take the same steps.
 
-    Rounds are counted from the run's first step; `first` is the one to begin with.
+    Rounds are counted from the run's first step; `first` is the next one.
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class PairSync(PeerAveraging):
         first: int = 0,
         when_synchronized: Sequence[WhenSynchronized] = (),
     ) -> None:
-        # A partner that is only slow, or stopped for a while, is waited for: all workers must agree.
+        # A slow or stopped partner is waited for, so that all workers have the same matchings.
         peers = replace(peers, tolerant=False)
         super().__init__(peers, sources, when_synchronized)
-        self._mean = GroupMean(peers, GROUP_WAYS)
+        self._mean = GroupMean(peers, GROUP_CHANNELS)
         self._seed = seed
         self._round = first
 

@@ -1,8 +1,8 @@
-"""HetPipe's parameter server: workers push what a wave changed and pull, at most D waves ahead of others.
+"""HetPipe's parameter server: workers push the change of a wave and pull, at most D waves ahead of others.
 
-A few workers each serve a part of the weights; parts are equal by bytes. They serve in a thread, overlapped
-with their own work, or, dedicated, do nothing else. Every server has links of its own, so that it may answer
-while its worker computes.
+A few workers each serve a part of the weights, about equal in bytes. They serve in a thread, overlapped with
+training, or, dedicated, do not train. Every server has a separate mailbox, so that it can answer while its
+worker computes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ LOOK_S = 0.02
 
 
 def held_up_by(clocks: Mapping[int, int], done: Collection[int], worker: int, staleness: int) -> list[int]:
-    """The workers so far behind that `worker` has to wait; those done with a segment do not count."""
+    """The workers that are too far behind for `worker` to continue; those in `done` do not count."""
     return [
         other for other, clock in clocks.items() if other not in done and clocks[worker] - clock > staleness
     ]
 
 
 def serving(workers: int, servers: int, dedicated: bool) -> range:
-    """The ranks that serve: the first, which also train, or the last, which then do nothing else."""
+    """The ranks of the servers: the first, which also train, or the last if they are dedicated."""
     return range(workers - servers, workers) if dedicated else range(servers)
 
 
 class ServedWeights:
     """One part of the weights, and the clock of each worker; `idle` ones push only at the end of a segment.
 
-    A segment ends with the last push of the last worker. All pull the weights of that moment, whatever the
-    first of them pushes in the next segment meanwhile. Nothing here waits, and one thread at a time uses it.
+    A segment ends with the last push of the last worker. All workers pull the weights at that point, even if
+    some have already pushed in the next segment. It never blocks, and is used by one thread at a time.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ServedWeights:
         self._staleness = staleness
         self._clocks = dict.fromkeys(range(workers), 0)
         self._done: set[int] = set()
-        # The weights at the end of the segment, for those that have not pulled them yet.
+        # The weights at the end of the segment, for workers that have not pulled them yet.
         self._finals: dict[int, list[Tensor]] = {}
 
     def push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
@@ -63,7 +63,7 @@ class ServedWeights:
         if last:
             self._done.add(worker)
         if len(self._done) == len(self._clocks):
-            # All are through: the next segment starts from nothing.
+            # All workers are done: reset for the next segment.
             final = [flat.clone() for flat in self._flats]
             self._finals = dict.fromkeys(self._clocks, final)
             self._clocks = dict.fromkeys(self._clocks, 0)
@@ -96,13 +96,13 @@ class Server:
         self._thread.start()
 
     def exchange(self, changes: Sequence[Tensor], last: bool, deadline_s: float) -> list[Tensor]:
-        """Push the changes of this very worker and pull; what others do over their links."""
+        """Push the changes of the server's own worker and pull; other workers use the mailbox."""
         rank = self._mailbox.rank
         with self._changed:
             self._weights.push(rank, changes, last)
             self._changed.notify_all()
             end = time.monotonic() + deadline_s
-            while (found := self._weights.pull(rank, last)) is None:
+            while (weights := self._weights.pull(rank, last)) is None:
                 if self._failure is not None:
                     raise self._failure
                 self._check_there(self._weights.awaited(rank, last))
@@ -115,10 +115,10 @@ class Server:
                         awaited[0] if awaited else None,
                     )
                 self._changed.wait(min(1.0, deadline_s))
-            return [flat.clone() for flat in found]
+            return [flat.clone() for flat in weights]
 
     def _check_there(self, awaited: Sequence[int]) -> None:
-        """Refuse to wait for a worker that is gone."""
+        """Raise PeerError if an awaited worker is gone."""
         for peer in awaited:
             if peer != self._mailbox.rank and self._mailbox.is_gone(peer):
                 raise PeerError(f"worker {peer}, whose pushes are waited for, is gone", LostPeer.GONE, peer)
@@ -149,10 +149,10 @@ class Server:
                 message.release()
 
     def _answer(self) -> None:
-        """Send the weights to the workers that need not wait any longer."""
+        """Send the weights to the workers that do not have to wait any longer."""
         for worker, (number, last) in list(self._waiting.items()):
-            if (found := self._weights.pull(worker, last)) is not None:
-                self._mailbox.send(worker, Tag.PULL, number, found)
+            if (weights := self._weights.pull(worker, last)) is not None:
+                self._mailbox.send(worker, Tag.PULL, number, weights)
                 del self._waiting[worker]
             else:
                 self._check_there(self._weights.awaited(worker, last))
@@ -160,10 +160,9 @@ class Server:
 
 
 class HetPipe(AllOrNone):
-    """Pushes the change of each wave of `wave` updates to the servers and goes on from what they hold.
+    """Pushes the change of each wave of `wave` updates to the servers and continues from their weights.
 
-    There are as many servers as `mailboxes`: the first workers or, `dedicated`, the last, which only
-    synchronize.
+    There is one server per mailbox: the first workers or, if `dedicated`, the last, which do not train.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class HetPipe(AllOrNone):
         self._deadline_s = deadline_s
         weights = list(sources[0]())
         kept = shards([t.numel() * t.element_size() for t in weights], len(mailboxes))
-        self._parts = [FlatBuffer(_only(sources[0], own)) for own in kept]
+        self._parts = [FlatBuffer(_only(sources[0], indices)) for indices in kept]
         self._when_synchronized = when_synchronized
         self._rest = FlatBuffer(*sources[1:], *when_synchronized)
         self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
@@ -192,19 +191,19 @@ class HetPipe(AllOrNone):
         self._idle = self._servers if dedicated else range(0)
         self._server: Server | None = None
         if self._rank in self._servers:
-            own = self._servers.index(self._rank)
-            served = ServedWeights(self._bases[own], self._size, staleness, self._idle)
-            self._server = Server(mailboxes[own], served)
+            part = self._servers.index(self._rank)
+            served = ServedWeights(self._bases[part], self._size, staleness, self._idle)
+            self._server = Server(mailboxes[part], served)
         self._since = self._number = 0
 
     def after_update(self) -> None:
-        """Push and pull where a wave is over."""
+        """Push and pull at the end of a wave."""
         self._since += 1
         if self._since >= self._wave:
             self._exchange(last=False)
 
     def synchronize(self) -> tuple[int, ...]:
-        """Push what is left, wait until all have, and pull; the rest of the state is averaged."""
+        """Push the last change, wait until all workers have, and pull; the rest of the state is averaged."""
         for source in self._when_synchronized:
             source.prepare()
         before = [[flat.clone() for flat in part.gather()] for part in self._parts]
@@ -213,7 +212,7 @@ class HetPipe(AllOrNone):
         self.stats.distances.append(sum(moved) ** 0.5)
         for flat in self._rest.gather():
             if self._rank in self._idle:
-                # It has taken no steps: what it holds is old.
+                # It has taken no steps, so its state is old.
                 flat.zero_()
             dist.all_reduce(flat)
             flat /= self._size - len(self._idle)
@@ -265,9 +264,9 @@ class HetPipe(AllOrNone):
                     LostPeer.SILENT,
                 )
             mailbox.wait(LOOK_S)
-        found = [t.clone() for t in message.content.tensors if t is not None]
+        weights = [t.clone() for t in message.content.tensors if t is not None]
         message.release()
-        return found
+        return weights
 
     def _take(self, part: int, weights: Sequence[Tensor]) -> None:
         vector = self._parts[part]

@@ -1,17 +1,17 @@
-"""Partial reduce: after an update a worker averages with others that are ready, and waits for no others."""
+"""Partial reduce: after an update a worker averages with the others that are ready."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.sync.averaging.base import GROUP_WAYS, PeerAveraging, WhenSynchronized
+from plait.sync.averaging.base import GROUP_CHANNELS, PeerAveraging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.group_mean import GroupMean
 from plait.sync.averaging.matchmaking import Matchmaking
 from plait.sync.averaging.partial_reduce_rules import Round, Rules
 from plait.sync.averaging.peers import Peers
 
-# How fast the measured time of a step follows a change.
+# The weight of the newest step in the moving average of the step time.
 NEWEST = 0.3
 SMALL_BYTES = 1 << 19
 
@@ -19,8 +19,8 @@ SMALL_BYTES = 1 << 19
 class PartialReduce(PeerAveraging):
     """Averages the tensors of `sources` in groups of the workers that are ready.
 
-    Workers that may be in one group share `prefix` in the store; stages of a pipeline have one each. `last`
-    is the round that this worker was in last.
+    Workers that may be in one group share `peers.prefix` in the store; each stage of a pipeline has another.
+    `last` is the last round of this worker.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PartialReduce(PeerAveraging):
         super().__init__(peers, sources, when_synchronized)
         self.last = Round(-1)
         self._rounds = Matchmaking(peers, f"{peers.prefix}/partial", rules)
-        self._mean = GroupMean(peers, GROUP_WAYS)
+        self._mean = GroupMean(peers, GROUP_CHANNELS)
         self._left = peers.now()
         self._step_s = 0.0
 
@@ -41,7 +41,7 @@ class PartialReduce(PeerAveraging):
         self.average()
 
     def average(self) -> None:
-        """Average with the workers that are ready; returns when that is done, or nobody came."""
+        """Average with the workers that are ready; returns at once if there are none."""
         arrived = self._peers.now()
         took = arrived - self._left
         self._step_s = took if not self._step_s else self._step_s + NEWEST * (took - self._step_s)
@@ -50,7 +50,7 @@ class PartialReduce(PeerAveraging):
             flats = self._vector.gather()
             weights = self._vector.weights
             small = sum(w.numel() * w.element_size() for w in weights) < SMALL_BYTES
-            # The first to come averages few bytes for all; many are shared out once the group is known.
+            # The leader averages small models for all; larger ones are split over the members of the group.
             round_ = self._rounds.join(flats if small else (), self._step_s, self.full_average.has_begun)
             if not small and len(round_.members) > 1:
                 self._mean.average(round_.number, round_.members, flats, round_.behind)

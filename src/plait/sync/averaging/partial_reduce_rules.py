@@ -1,8 +1,8 @@
-"""Decisions about rounds: who takes part in one, when it may close, and what its members do next.
+"""Pure rules of rounds: which workers are in a round, when it may close, and what its members do next.
 
 A round is one key of the job's store, and every change of it is one atomic compare-and-set. The first worker
-opens it and leads; others join. Then it has exactly one outcome: the leader commits the members, or a
-member that no longer waits for the leader voids it. The second to write obeys the first.
+opens it and leads; others join. Then it has exactly one outcome, which the first write decides: the leader
+commits the members, or a member that no longer waits for the leader voids it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from plait.schema.sync_options import PartialReduceOptions
-from plait.sync.averaging.group_graph import Group, cut_off, remembered
+from plait.sync.averaging.group_graph import Group, disconnected, remembered
 
 VOID = "void"
 
@@ -23,11 +23,11 @@ VOID = "void"
 class Rules:
     """When a round may close.
 
-    `minimum` members at least: they are waited for when they are expected within `patience` times a step, and
-    no longer than that. Others are waited for in the same way within `window` times a step. Every `every`
-    rounds all have to be connected; who has to come for that is waited for until it is `overdue` times a
-    step late. Where a wait may hold up the very worker that is waited for, as in pipelines, that must be
-    finite. Nobody is waited for who is `hung_s` late: it lives, but does not come.
+    Until it has `minimum` members, it waits for workers that are expected within `patience` times a step, and
+    no longer than that; then, in the same way, within `window` times a step. Within `every` rounds all
+    workers have to be connected; a round waits for workers that are needed for this until they are `overdue`
+    times a step late. This must be finite if the wait may block the awaited worker itself, as in pipelines.
+    Workers that are `hung_s` late are not waited for.
     """
 
     minimum: int = PartialReduceOptions.minimum
@@ -40,7 +40,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A worker that came to a round: the last round it was in (-1: none), its step's time, when it came."""
+    """A worker that joined a round: its last round (-1: none), its step time, and when it joined."""
 
     rank: int
     seen: int
@@ -53,10 +53,10 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Round:
-    """One round: its members, who is expected when, and the groups before it.
+    """One round: its members, when workers are expected, and the groups before it.
 
-    `behind` are members whose last round lies so far back that their state counts for nothing. Times, that of
-    the round and those of `expected`, are on the workers' shared clock.
+    `behind` are members whose last round was so long ago that their state is ignored. Times, that of the
+    round and those of `expected`, are on the workers' shared clock.
     """
 
     number: int
@@ -67,7 +67,7 @@ class Round:
     time: float = 0.0
 
     def text(self) -> str:
-        """The record of the round once it is closed: what its members and the next round have to know."""
+        """The record of the closed round in the store, for its members and the next round."""
         expected = [[rank, round(t, 4)] for rank, t in self.expected]
         known = [self.members, self.behind, expected, self.past, round(self.time, 4)]
         return json.dumps(known, separators=(",", ":"))
@@ -87,7 +87,7 @@ def read_round(number: int, text: str | bytes) -> Round:
 
 @dataclass(frozen=True)
 class Open:
-    """A round that takes members; the first entry leads."""
+    """A round that workers can join; the first entry leads."""
 
     entries: tuple[Arrival, ...]
 
@@ -113,20 +113,20 @@ class Closed:
 
 
 def read_outcome(number: int, text: bytes) -> Open | Closed | None:
-    """What the store holds of a round; None where it is void."""
+    """Parse the record of a round in the store; None if it is void."""
     kind, _, rest = text.decode().partition(" ")
     if kind == VOID:
         return None
     if kind == "closed":
         return Closed(read_round(number, rest))
-    found = (entry.split(":") for entry in rest.split(" "))
+    fields = (entry.split(":") for entry in rest.split(" "))
     return Open(
-        tuple(Arrival(int(rank), int(seen), float(step_s), float(t)) for rank, seen, step_s, t in found)
+        tuple(Arrival(int(rank), int(seen), float(step_s), float(t)) for rank, seen, step_s, t in fields)
     )
 
 
 def next_round(before: Round | None, number: int, workers: int, every: int) -> Round:
-    """The round that follows, empty, with what it has to know of those before it."""
+    """The next round, without members, with the expected times and groups of the rounds before."""
     if before is None:
         return Round(number)
     past = remembered([*before.past, before.members], workers, every)
@@ -136,7 +136,10 @@ def next_round(before: Round | None, number: int, workers: int, every: int) -> R
 def with_members(
     empty: Round, entries: Sequence[Arrival], everyone: Collection[int], now: float, every: int
 ) -> Round:
-    """The round with those that came until `now`; of `everyone`, who never did is expected with the first."""
+    """The round with the workers that joined until `now`.
+
+    Workers of `everyone` that were never in a round are expected at the time of the first entry.
+    """
     expected = dict.fromkeys(everyone, entries[0].time) | dict(empty.expected)
     expected |= {entry.rank: now + entry.step_s for entry in entries}
     members = tuple(entry.rank for entry in entries)
@@ -144,7 +147,7 @@ def with_members(
     return Round(
         empty.number,
         members,
-        # Where all are, there is nothing better than what they have.
+        # If all are behind, average what they have.
         behind if behind != members else (),
         tuple(expected.items()),
         empty.past,
@@ -153,7 +156,7 @@ def with_members(
 
 
 def is_behind(round_: Round, rank: int, seen: int, every: int) -> bool:
-    """Whether `rank`, last in round `seen` (-1: it has just started), missed what the others did since."""
+    """Whether `rank`, last in round `seen` (-1: it has just started), has missed too many rounds."""
     if seen < 0 or rank in {r for group in round_.past for r in group}:
         return False
     return round_.number - seen > every
@@ -162,12 +165,12 @@ def is_behind(round_: Round, rank: int, seen: int, every: int) -> bool:
 def may_close(
     round_: Round, living: Collection[int], waited_s: float, now: float, step_s: float, rules: Rules
 ) -> bool:
-    """Whether the round may close now, as a member sees it that has waited `waited_s` so far."""
+    """Whether the round may close now, after its leader has waited `waited_s`."""
     away = set(living) - set(round_.members)
     if not away:
         return True
     known = dict(round_.expected)
-    parts = cut_off(round_.past, round_.members, living, rules.every)
+    parts = disconnected(round_.past, round_.members, living, rules.every)
     if any(_is_awaited(part, known, waited_s, now, step_s, rules) for part in parts):
         return False
     few = len(round_.members) < min(rules.minimum, len(living))
@@ -183,7 +186,7 @@ def _is_awaited(
     step_s: float,
     rules: Rules,
 ) -> bool:
-    """Whether someone of a part that is cut off is waited for."""
+    """Whether to wait for a member of the disconnected component `part`."""
     late_s = min(now - known.get(rank, now - waited_s) for rank in part)
     if late_s >= rules.hung_s:
         return False
@@ -192,23 +195,23 @@ def _is_awaited(
 
 
 class NextStep(Enum):
-    """What someone who joined a round does next."""
+    """What a worker that joined a round does next."""
 
     WAIT = auto()
     TAKE_PART = auto()  # the members are known, and this worker is one of them
     GO_ON = auto()  # to the next round: this one is void, or closed without this worker
-    MAKE_VOID = auto()  # nobody waits for the leader any more; where it has committed, that holds
-    LEAVE = auto()  # the leader went away after it committed, and took the mean with it
-    COMPLAIN = auto()  # the leader is there and hands out nothing
+    MAKE_VOID = auto()  # the leader is lost; no effect if it has committed the members
+    LEAVE = auto()  # the leader was lost after it committed, so there is no mean
+    COMPLAIN = auto()  # the leader is live but does not send the mean in time
 
 
 def next_step(
     outcome: Open | Closed | None, rank: int, brings_mean: bool, leader_there: bool, too_long: bool
 ) -> NextStep:
-    """The next step of `rank`, which joined the round, from what the store says of it.
+    """The next step of `rank`, which joined the round, for the outcome in the store.
 
-    `brings_mean` says that the leader averages for all, and hands out the mean; `too_long` that nothing has
-    happened for longer than anything may take.
+    With `brings_mean` the leader averages for all and sends the mean; `too_long` means that there was no
+    progress within the timeout.
     """
     if isinstance(outcome, Open):
         return NextStep.WAIT if leader_there and not too_long else NextStep.MAKE_VOID

@@ -1,4 +1,4 @@
-"""The other workers as an averaging reaches them: who is there, how long to wait for them, what they sent."""
+"""The other workers of an averaging: which are live, how long to wait for them, and their messages."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ LONGEST_LOOK_S = 1.0
 
 
 class Presence(Protocol):
-    """Which of the `members` of an averaging are there."""
+    """Which of the `members` of an averaging are live."""
 
     @property
     def members(self) -> tuple[int, ...]: ...
 
     def living(self) -> tuple[int, ...]:
-        """The members that are there, this one among them, in order."""
+        """The live members, including this one, in order."""
 
     def forget(self, member: int) -> None:
-        """The member has ended and will not be back."""
+        """Record that the member has ended."""
 
 
 class LivingMembers:
-    """The living by the job's membership; `ranks` are those of the workers at the places that average.
+    """Live members according to the job's membership; `ranks` are the ranks of the members that average.
 
-    A worker that is to leave is there until it does.
+    A worker that is to leave is live until it does.
     """
 
-    def __init__(self, memberships: Memberships, place: int, ranks: Sequence[int]) -> None:
+    def __init__(self, memberships: Memberships, index: int, ranks: Sequence[int]) -> None:
         self._memberships = memberships
-        self._place = place
+        self._index = index
         self._workers = [memberships.current.members[rank] for rank in ranks]
         self._gone: set[int] = set()
         self.members = tuple(range(len(ranks)))
@@ -52,9 +52,9 @@ class LivingMembers:
     def living(self) -> tuple[int, ...]:
         lost = self._memberships.latest().lost
         return tuple(
-            place
-            for place, worker in enumerate(self._workers)
-            if place == self._place or (worker not in lost and place not in self._gone)
+            index
+            for index, worker in enumerate(self._workers)
+            if index == self._index or (worker not in lost and index not in self._gone)
         )
 
     def forget(self, member: int) -> None:
@@ -63,11 +63,11 @@ class LivingMembers:
 
 @dataclass(frozen=True)
 class Peers:
-    """The job's store under a prefix, the mailbox to the other workers, and which of them are there.
+    """The job's store under a prefix, the mailbox to the other workers, and which of them are live.
 
-    No wait for a living worker lasts longer than `timeout_s` without progress. A worker that is not there is
-    left out where the averaging is `tolerant`; otherwise one that has ended is an error. `now` is this
-    worker's clock; only its differences are used.
+    No wait for a live worker lasts longer than `timeout_s` without progress. A `tolerant` averaging leaves
+    out workers that are not live; otherwise a worker that has ended is an error. `now` is this worker's
+    clock; only differences of it are used.
     """
 
     store: dist.Store
@@ -83,11 +83,11 @@ class Peers:
         return self.mailbox.rank
 
     def ended(self) -> set[int]:
-        """The workers that have ended and will not be back."""
+        """The workers that have ended."""
         return {peer for peer in self.mailbox.peers() if self.mailbox.is_gone(peer)}
 
     def living(self) -> set[int]:
-        """The workers that are there, this one among them."""
+        """The live workers, including this one."""
         ended = self.ended()
         for peer in ended:
             self.presence.forget(peer)
@@ -107,11 +107,11 @@ class Peers:
         return False
 
     def stopwatch(self, factor: float = 1.0) -> WaitTimer:
-        """A stopwatch that is over when nothing has happened for `factor` times `timeout_s`."""
+        """A timer that expires after `factor` times `timeout_s` without a restart."""
         return WaitTimer(self.now, factor * self.timeout_s)
 
     def timed_out(self, waited: WaitTimer, who: Collection[int], what: str) -> PeerError:
-        """The error of a wait for `who`, which did not do `what`, in words."""
+        """The error of a wait for `who`; `what` says in the message what they did not do."""
         names = ", ".join(map(str, sorted(who)))
         return PeerError(
             f"worker {self.rank} waited {waited.limit_s:g} s for worker {names} {what}; it hangs, or is "
@@ -121,9 +121,9 @@ class Peers:
         )
 
     def flush(self) -> None:
-        """Have what was sent leave this process: a slow link takes it only while somebody looks at it.
+        """Wait until sent messages have left this process: on a slow link they only do so while it polls.
 
-        Where some worker is absent, part of it may never leave, and is not waited for.
+        If some worker is not live, its messages may never leave, and are not waited for.
         """
         waited, started = self.stopwatch(), self.now()
         while not waited.is_over():
@@ -137,7 +137,7 @@ class Peers:
 
 
 class WaitTimer:
-    """Counts how long nothing has happened; time in which this process was itself stopped does not count."""
+    """Measures the time since the last restart, without time in which this process was stopped."""
 
     def __init__(self, now: Callable[[], float], limit_s: float) -> None:
         self._clock = RunningClock(LONGEST_LOOK_S, now)
@@ -145,16 +145,16 @@ class WaitTimer:
         self.limit_s = limit_s
 
     def restart(self) -> None:
-        """Something has happened."""
+        """Start again: there was progress."""
         self._since = self._clock.read()
 
     def is_over(self) -> bool:
-        """Whether nothing has happened for `limit_s`; asked many times a second."""
+        """Whether there was no progress for `limit_s`; called many times a second."""
         return self._clock.read() - self._since >= self.limit_s
 
 
 class SharedClock:
-    """Seconds on one time line for all workers, without comparing the clocks of their hosts.
+    """A clock that all workers share, without comparing the clocks of their hosts.
 
     Every message carries the sender's time, and a receiver that is behind advances to it (Lamport's rule). So
     the clocks of two workers that exchange messages differ by at most the time of a message.
@@ -168,12 +168,12 @@ class SharedClock:
         return self._now() + self._offset
 
     def observe(self, time: float) -> None:
-        """Someone's clock stood at `time`, just now or a moment ago."""
+        """Advance to `time`, which another worker's clock has reached."""
         self._offset = max(self._offset, time - self._now())
 
 
 class Inbox:
-    """The messages of one channel by sender and number, which rises; earlier ones are released unread."""
+    """The messages of one channel by sender and increasing number; older ones are released unread."""
 
     def __init__(self, mailbox: Mailbox, channel: int) -> None:
         self._mailbox = mailbox
@@ -181,7 +181,7 @@ class Inbox:
         self._kept: dict[int, deque[Message]] = defaultdict(deque)
 
     def find(self, peer: int, number: int) -> Message | None:
-        """Message `number` of `peer`, if it has come."""
+        """Message `number` of `peer`, or None if it has not arrived."""
         kept = self._kept[peer]
         while (message := self._mailbox.take(peer, self._channel)) is not None:
             kept.append(message)
@@ -190,12 +190,12 @@ class Inbox:
         return kept.popleft() if kept and kept[0].content.number == number else None
 
     def is_past(self, peer: int, number: int) -> bool:
-        """Whether `peer` has sent later messages than `number` already, as far as `find` saw."""
+        """Whether `find` has received later messages of `peer` than `number`."""
         kept = self._kept[peer]
         return bool(kept) and kept[0].content.number > number
 
     def drop_before(self, number: int) -> None:
-        """Release what came too late for earlier numbers: a sender may have few messages unread."""
+        """Release messages of earlier numbers: a sender may have only a few unread messages."""
         for peer in self._mailbox.peers():
             if (message := self.find(peer, number)) is not None:
                 self._kept[peer].appendleft(message)

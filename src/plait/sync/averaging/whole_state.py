@@ -1,4 +1,4 @@
-"""What workers average when they synchronize, besides weights and statistics: all then have one state."""
+"""What workers average when they synchronize in addition to weights and statistics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from plait.sync.averaging.base import WhenSynchronized
 
-# For each tensor of an optimizer's state its type, its shape, and whether it has an element for each of its
-# parameter's, on the same device.
+# For each tensor of an optimizer's state its type, its shape, and whether it is on its parameter's device.
 Layout = dict[str, list[Any]]
 
 
@@ -25,15 +24,15 @@ def rest_of_state(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> list[WhenSynchronized]:
-    """What a worker's state holds besides weights and statistics; workers that synchronize share `prefix`."""
+    """A worker's state without weights and statistics; workers that synchronize share `prefix`."""
     return [OptimizerState(store, f"{prefix}/optimizer", weights, optimizer), Counters(buffers, scaler)]
 
 
 class OptimizerState:
     """The floating tensors of an optimizer's state, the same on all workers that synchronize.
 
-    A worker has none before its first step, nor of a parameter that it never used. So workers note in the
-    store, under `key`, what they have; what only others have starts from zeros.
+    A worker has no state before its first step, nor for a parameter that it never used. So workers publish
+    the layout of their state in the store, under `key`; missing tensors start from zeros.
     """
 
     def __init__(
@@ -47,14 +46,14 @@ class OptimizerState:
         self._is_filled = False
 
     def prepare(self) -> None:
-        """Add what this worker has to what all have."""
+        """Add this worker's layout to the one in the store."""
         self._is_filled = False
-        own = self._layout()
-        if own.keys() <= self._known.keys():
+        local = self._layout()
+        if local.keys() <= self._known.keys():
             return
-        found = self._store.compare_set(self._key, "", _text(own)).decode()
-        while not own.keys() <= (known := json.loads(found)).keys():
-            found = self._store.compare_set(self._key, found, _text({**own, **known})).decode()
+        text = self._store.compare_set(self._key, "", _text(local)).decode()
+        while not local.keys() <= (known := json.loads(text)).keys():
+            text = self._store.compare_set(self._key, text, _text({**local, **known})).decode()
 
     def __call__(self) -> list[Tensor]:
         if not self._is_filled:
@@ -62,7 +61,7 @@ class OptimizerState:
         return list(self._held().values())
 
     def finish(self) -> None:
-        """The optimizer holds its tensors itself."""
+        """Do nothing: the tensors are the optimizer's."""
 
     def _held(self) -> dict[str, Tensor]:
         return {
@@ -92,7 +91,7 @@ class OptimizerState:
         for path, (dtype, shape, is_per_element) in self._known.items():
             number, _, name = path.partition("/")
             weight = self._weights[int(number)]
-            # Counters such as Adam's may lie on the CPU, whatever device the weights are on.
+            # Counters such as Adam's may be on the CPU, whatever device the weights are on.
             device = weight.device if is_per_element else torch.device("cpu")
             if path not in held:
                 zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -105,9 +104,9 @@ def _text(layout: Layout) -> str:
 
 
 class Counters:
-    """The numbers of a worker's state that are no floating tensors: counters of the model, the loss scale.
+    """The numbers of a worker's state that are no floating-point tensors: integer buffers, the loss scale.
 
-    Workers take their mean, rounded where a number is whole.
+    Workers take their mean; integers are rounded.
     """
 
     def __init__(self, buffers: Sequence[Tensor], scaler: torch.amp.GradScaler) -> None:

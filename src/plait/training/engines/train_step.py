@@ -119,9 +119,9 @@ class TrainStep:
             components.parameters,
             group.sums,
             members=group.members,
-            most_notes=notes,
+            max_scalars=notes,
             may_fail=self._may_fail,
-            own_memory=not components.is_optimizer_known,
+            copy_gradients=not components.is_optimizer_known,
         )
 
     def watch(self, monitor: StepMonitor | None) -> None:

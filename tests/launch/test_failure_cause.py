@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from plait.core.errors import DataError, LostPeer, PeerError
-from plait.launch.verdict import RankState, find_cause, is_conclusive
+from plait.launch.failure_cause import RankState, find_cause, is_conclusive
 from plait.launch.worker import describe_failure
 
 
 def states(**signs: Any) -> list[RankState]:
     """Four workers; `r1=...` gives the signs of worker 1, in the order of the arguments."""
     made = [RankState(rank, "here") for rank in range(4)]
-    for order, (name, sign) in enumerate(signs.items()):
+    for index, (name, sign) in enumerate(signs.items()):
         state = made[int(name[1])]
         if sign == "done":
             state.done = True
             continue
-        state.order = order
+        state.trouble_index = index
         if isinstance(sign, int):
             state.status = sign
         elif isinstance(sign, float):

@@ -1,4 +1,4 @@
-"""Who made a job fail, as a function of what its workers reported and how they ended."""
+"""Which worker made a job fail, as a pure function of the workers' reports and exit statuses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from plait.launch.messages import Failure
 
 @dataclass
 class RankState:
-    """What is known of one worker. `order` counts signs of trouble in the job, in which they came.
+    """What is known of one worker. `trouble_index` numbers the workers in the order of their first trouble.
 
-    `failure` is the worker's own report; `status` is set once its process has ended; `silent_s` is set where
-    its host's agent has had no sign of life from the process for that long.
+    `failure` is the worker's report; `status` is set once its process has ended; `silent_s` is set if the
+    host's agent has received no heartbeat from the process for that long.
     """
 
     rank: int
@@ -25,17 +25,17 @@ class RankState:
     failure: Failure | None = None
     status: int | None = None
     silent_s: float | None = None
-    order: int | None = None
-    ended_here: bool = False  # by the supervisor, for its own reasons
+    trouble_index: int | None = None
+    ended_here: bool = False  # killed by the supervisor
 
     @property
     def lost_peer(self) -> LostPeer | None:
-        """How it misses another worker, where it reports no more than that."""
+        """How it lost another worker, if that is all it reports."""
         return self.failure.lost if self.failure is not None else None
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it failed, or its process was ended from outside, for a reason of its own."""
+        """Whether it failed, or its process was killed, and not because it lost another worker."""
         if self.done or self.ended_here:
             return False
         if self.failure is not None:
@@ -44,13 +44,13 @@ class RankState:
 
     @property
     def is_answering(self) -> bool:
-        """Whether it is done or has reported, so that it does not hang."""
+        """Whether it is done or has reported a failure, so it does not hang."""
         return self.done or self.failure is not None
 
 
 @dataclass(frozen=True)
 class Cause:
-    """The worker that a job's failure comes from, in words."""
+    """The worker that made the job fail, and how."""
 
     rank: int
     host: str
@@ -60,12 +60,12 @@ class Cause:
 
 
 def describe_status(status: int) -> str:
-    """How a process ended, by its exit status."""
+    """A text for the exit status of a process."""
     return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def is_conclusive(states: Iterable[RankState]) -> bool:
-    """Whether the known states identify the cause, so that there is no need to wait for more reports."""
+    """Whether the states identify the cause, so there is no need to wait for more reports."""
     known = list(states)
     certain = any(state.silent_s is not None or _is_certain(state) for state in known)
     return certain or all(state.is_answering or state.status is not None for state in known)
@@ -74,9 +74,9 @@ def is_conclusive(states: Iterable[RankState]) -> bool:
 def find_cause(states: Iterable[RankState]) -> Cause:
     """The worker to name: one that failed by itself, else one that hangs, else the first to report a loss.
 
-    A process that aborts may have been aborted by torch because of another one, so it comes after the rest.
+    Torch may abort a process because of another one, so aborted processes are considered last.
     """
-    troubled = sorted((s for s in states if s.order is not None), key=lambda s: s.order or 0)
+    troubled = sorted((s for s in states if s.trouble_index is not None), key=lambda s: s.trouble_index or 0)
     by_itself = [state for state in troubled if state.failed_by_itself]
     certain = [state for state in by_itself if _is_certain(state)]
     if certain:
@@ -99,23 +99,23 @@ def _own_failure(state: RankState) -> Cause:
 
 
 def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Cause | None:
-    """A worker that others wait for, or that shows its host no sign of life, and that reports nothing."""
-    mute = {s.rank: s for s in states if not s.is_answering and s.status is None}
+    """A worker that reports nothing while others wait for it or its host receives no heartbeat."""
+    silent = {s.rank: s for s in states if not s.is_answering and s.status is None}
     for state in troubled:
-        if state.rank in mute and state.silent_s is not None:
-            words = f"hangs: its process has shown no sign of life for {state.silent_s:.0f} s"
-            return Cause(state.rank, state.host, words)
-    accusers = [s for s in troubled if s.lost_peer is not None]
-    for accuser in accusers:
-        peer = accuser.failure.peer if accuser.failure is not None else None
-        if peer in mute:
-            return _accused(mute[peer], accuser)
-    if accusers and mute:
-        return _accused(mute[min(mute)], accusers[0])
+        if state.rank in silent and state.silent_s is not None:
+            summary = f"hangs: its process has shown no sign of life for {state.silent_s:.0f} s"
+            return Cause(state.rank, state.host, summary)
+    reporters = [s for s in troubled if s.lost_peer is not None]
+    for reporter in reporters:
+        peer = reporter.failure.peer if reporter.failure is not None else None
+        if peer in silent:
+            return _hang_reported_by(silent[peer], reporter)
+    if reporters and silent:
+        return _hang_reported_by(silent[min(silent)], reporters[0])
     return None
 
 
-def _accused(state: RankState, accuser: RankState) -> Cause:
-    assert accuser.failure is not None
-    words = f"hangs: worker {accuser.rank} reports: {accuser.failure.summary}"
-    return Cause(state.rank, state.host, words)
+def _hang_reported_by(state: RankState, reporter: RankState) -> Cause:
+    assert reporter.failure is not None
+    summary = f"hangs: worker {reporter.rank} reports: {reporter.failure.summary}"
+    return Cause(state.rank, state.host, summary)
