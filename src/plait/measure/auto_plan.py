@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
-from plait.measure.plan_notes import describe_clipping, describe_memory, describe_updates, other_microbatch
+from plait.measure.plan_warnings import describe_clipping, describe_memory, describe_updates, other_microbatch
 from plait.planner import (
     Cluster,
     MemorySettings,
@@ -264,8 +264,8 @@ def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) ->
     for pipelines in range(2, cluster.count + 1):
         if cluster.count % pipelines == 0:
             with contextlib.suppress(PlanError):
-                pieces = max(asked.microbatches or 1, pipelines)
-                each = replace(asked, pipelines=pipelines, straight=True, microbatches=pieces)
+                microbatches = max(asked.microbatches or 1, pipelines)
+                each = replace(asked, pipelines=pipelines, straight=True, microbatches=microbatches)
                 found.append(fastest_plan(graph, cluster, each))
     if not found:
         raise JobError(

@@ -364,16 +364,16 @@ def time_data_parallel(
     The median of what the slowest worker took, over steps that go on for about `least_s`, reading included.
     All workers call it together, in a gloo group.
     """
-    parts = components.build(replace(settings, pipeline=None), device)
+    built = components.build(replace(settings, pipeline=None), device)
     size = settings.data.batch_size
     count = len(share(range(size), worker.rank, worker.world_size))
-    step = TrainStep(parts, settings, group_of_world(worker), rank=worker.rank)
+    step = TrainStep(built, settings, group_of_world(worker), rank=worker.rank)
     content, seconds = None, list[float]()
     while len(seconds) < _STEPS[0] or (sum(seconds[1:]) < least_s and len(seconds) < _STEPS[1]):
         dist.barrier()
         started = time.perf_counter()
-        if content is None or (settings.data.loaders == 0 and not parts.train_set.is_stream):
-            content = parts.train_set.first_batch(count, settings.seed)
+        if content is None or (settings.data.loaders == 0 and not built.train_set.is_stream):
+            content = built.train_set.first_batch(count, settings.seed)
         step.step([Batch(content, count, size, 0, Position())], [1.0])
         if device.type == "cuda":
             torch.cuda.synchronize(device)

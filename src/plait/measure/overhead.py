@@ -37,8 +37,10 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
     peers = pipeline_layout.workers if rank in pipeline_layout.workers else ()
     channels = connect(rendezvous, peers, deadline_s=DEADLINE_S)
     if peers:
-        parts = PipelineParts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous)
-        pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
+        options = PipelineParts(
+            F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous
+        )
+        pipeline = Pipeline(rank, pipeline_layout, traced, channels, options)
 
         def run(count: int) -> None:
             own = work(rank, count)

@@ -32,11 +32,11 @@ from plait.sweeping.reasons import (
 )
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import GroupClient
-from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import BatchStream
 from plait.training.components import DataPair, TrialInit
+from plait.training.components import build as build_components
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import StepAudit, WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
@@ -138,7 +138,7 @@ class ArrayBuilder:
             if self._settings.train.verify.start == "off":
                 return 1, str(failure)
         # Some module may have to run trial by trial.
-        entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
+        entries = [TrialInit(settings, build_components(settings, self._device, sets)) for _ in range(2)]
         try:
             return self._try_width(settings, sets, trials, self._verify(group, entries, ()))
         except NotFusedError as failure:
@@ -208,7 +208,7 @@ class ArrayBuilder:
         workers = self.workers
         check_replicated(entries[0], workers)
         if self.width(group) == 1:
-            return entries[0].parts
+            return entries[0].components
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
@@ -235,11 +235,11 @@ class ArrayBuilder:
 
     def first_model(self, first: TrainSettings, like: TrialInit) -> nn.Module:
         """A new model of a trial with the settings `first`, whose data are those of `like`."""
-        return self._new_entry(first, like).parts.model
+        return self._new_entry(first, like).components.model
 
     def _new_entry(self, settings: TrainSettings, like: TrialInit) -> TrialInit:
-        sets = (like.parts.train_set, like.parts.test_set)
-        return TrialInit(settings, components.build(settings, self._device, sets))
+        sets = (like.components.train_set, like.components.test_set)
+        return TrialInit(settings, build_components(settings, self._device, sets))
 
     def _verify_in_stages(
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
@@ -370,7 +370,7 @@ class ArrayBuilder:
 
 def check_replicated(entry: TrialInit, workers: WorkerGroup) -> None:
     """Refuse samples that continue those of the batch before, of which each worker would have a share."""
-    if not workers.is_alone and streams_of(entry.parts.train_set.dataset) is not None:
+    if not workers.is_alone and streams_of(entry.components.train_set.dataset) is not None:
         raise JobError(
             f"--replicas: the samples of {entry.settings.data.kind} continue those of the batch before, "
             f"whose state replicas of an array do not share; sweep without --replicas"

@@ -268,7 +268,7 @@ class ArrayEngine:
 
     def _split(self, joining: Sequence[Joining], first: nn.Module | None = None) -> Admission:
         """Those that can be fused with the first, or with the model `first`, apart from the others."""
-        models = [each.entry.parts.model for each in joining]
+        models = [each.entry.components.model for each in joining]
         if (len(models) < 2 and first is None) or self._builder.is_pipelined:
             return Admission(tuple(joining))
         given = models if first is None else [first, *models]

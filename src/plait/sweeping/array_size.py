@@ -162,7 +162,7 @@ class _Steps:
         """The most trials that the memory of the device holds, from steps on tensors without memory."""
         # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
         entries = self.entries(max(WIDTHS), torch.device("cpu"))
-        weights = sum(p.numel() * p.element_size() for p in entries[0].parts.model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in entries[0].components.model.parameters())
         try:
             need = measure_need(lambda width: self._step_of(entries[:width]), WIDTHS)
         except FusionError:

@@ -30,11 +30,11 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import GroupClient
 from plait.training import checkpoint as checkpoints
-from plait.training import components
 from plait.training.batch_streams import BatchStream, find_stream, open_stream
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.sanity import try_evaluation
-from plait.training.components import TrialInit
+from plait.training.components import DataPair, TrialInit
+from plait.training.components import build as build_components
 from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import IntervalResult
 from plait.training.loop import Loop
@@ -201,18 +201,18 @@ class SweepLoop(Loop):
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
 
-    def _try_evaluation(self, settings: TrainSettings, sets: components.DataPair) -> None:
+    def _try_evaluation(self, settings: TrainSettings, sets: DataPair) -> None:
         """Evaluate the first test batches once, with the first trial that can be made."""
         if self._has_tried:
             return
         try:
-            parts = components.build(settings, self._device, sets)
+            components = build_components(settings, self._device, sets)
         except Exception as failure:  # a user's model can fail in any way: one trial's, not the sweep's
             if why_failed(failure) is None:
                 raise
             return
         self._has_tried = True
-        if words := try_evaluation(parts, settings, *self._workers.share):
+        if words := try_evaluation(components, settings, *self._workers.share):
             self._builder.say_once(words)
 
     def _refill(self) -> None:
@@ -281,7 +281,7 @@ class SweepLoop(Loop):
             schedule=build_lr_factor(settings.lr_schedule, assignment["steps"]),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
-            weights=entry.parts.weights,
+            weights=entry.components.weights,
         )
         if state is not None:
             trial.load(state.step, state.progress)
@@ -488,13 +488,13 @@ def make_entry(
     settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
 ) -> TrialInit:
     """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
-    parts = components.build(settings, device, sets.of(settings))
+    components = build_components(settings, device, sets.of(settings))
     if state is None:
-        return TrialInit(settings, parts)
-    checkpoints.load_model_state(parts.model, state.model)
-    named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-    parts.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return TrialInit(settings, parts, state.progress.get("age", 0))
+        return TrialInit(settings, components)
+    checkpoints.load_model_state(components.model, state.model)
+    named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
+    components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
+    return TrialInit(settings, components, state.progress.get("age", 0))
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

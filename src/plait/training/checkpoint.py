@@ -353,7 +353,7 @@ def open_stored(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(state.step, model, optimizer, state.progress)
 
 
-def load_in_pieces(path: Path) -> Checkpoint:
+def load_lazily(path: Path) -> Checkpoint:
     """The checkpoint at `path` for a model that no worker holds as a whole; its tensors are read later."""
     stored = open_stored(path)
     return Checkpoint(stored.step, {}, {}, stored.progress, stored=stored)

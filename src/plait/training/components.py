@@ -28,7 +28,7 @@ from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.pipeline import named_state
-from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
+from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
@@ -61,7 +61,7 @@ DataPair = tuple[DataSource, DataSource | None]
 
 @dataclass(frozen=True)
 class Components:
-    """The pieces of one worker's run, ready to train."""
+    """Model, loss, optimizer and data of one worker's run, ready to train."""
 
     model: torch.nn.Module
     names: Mapping[Tensor, str]
@@ -77,9 +77,9 @@ class Components:
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
     # Where the model has no memory yet: what gives a worker's own tensors theirs.
-    pieces: OwnTensors | None = None
-    # What the user is told when the run begins.
-    notes: tuple[str, ...] = ()
+    local_tensors: LocalTensors | None = None
+    # Warnings for the user when the run begins.
+    warnings: tuple[str, ...] = ()
 
     # One trial, whose model has no trials axis: what it keeps in Python may change, and all of it is its own.
     trials = 1
@@ -90,7 +90,7 @@ class Components:
     @property
     def is_whole(self) -> bool:
         """Whether this worker holds the tensors of the whole model."""
-        return self.pieces is None
+        return self.local_tensors is None
 
     @property
     def weights(self) -> frozenset[str]:
@@ -121,7 +121,7 @@ class Components:
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> Components:
         """The components of the trial that takes this one's slot."""
         (entry,) = entering
-        return entry.parts
+        return entry.components
 
     def set_lr(self, factors: Sequence[float]) -> None:
         """Set the factor on the learning rate, for the steps to come."""
@@ -143,16 +143,16 @@ class Components:
         """
         (batch,) = batches
         whole = batch.total if alone else batch.count
-        pieces = cut(batch.content, batch.count, accumulate) if batch.count else ()
-        return [([piece], [piece[1] / whole]) for piece in pieces]
+        microbatches = cut(batch.content, batch.count, accumulate) if batch.count else ()
+        return [([microbatch], [microbatch[1] / whole]) for microbatch in microbatches]
 
     def share(self, batches: Sequence[Batch]) -> float:
         """What this worker's gradients count for in the sum."""
         return batches[0].count / batches[0].total
 
-    def to_device(self, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+    def to_device(self, microbatches: Sequence[Piece]) -> tuple[Any, Any]:
         """Inputs and target of a round."""
-        inputs, target = to_device(pieces[0][0], self.device, self.dtype)
+        inputs, target = to_device(microbatches[0][0], self.device, self.dtype)
         return inputs, target
 
     def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
@@ -217,10 +217,10 @@ class Components:
 
 @dataclass(frozen=True)
 class TrialInit:
-    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
+    """A trial that joins an array: its components as for a single run, and its forward passes so far."""
 
     settings: TrainSettings
-    parts: Components
+    components: Components
     age: int = 0
 
 
@@ -403,30 +403,34 @@ def check_test_split(settings: TrainSettings) -> None:
             )
 
 
-def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
-    """The model without memory, where a pipeline's worker could not hold all of it; else None."""
+def find_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors | None:
+    """The model on the meta device, where a pipeline's worker cannot hold all of it; else None."""
     if not settings.in_stages or settings.sync.kind != "all-reduce":
         return None
     try:
-        pieces = make_pieces(settings, device)
+        local_tensors = make_local_tensors(settings, device)
     except NotInPiecesError as failure:
         log.info("%s; every worker builds it whole and keeps its stages", failure)
         return None
-    return pieces if pieces.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
+    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
 
 
-def has_room_for_whole(parts: Components) -> bool:
-    """Whether this worker could hold the whole model once more, with what training it takes."""
-    whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
-    return whole * WHOLE_COPIES < _free_bytes(parts.device)
+def has_room_for_whole(components: Components) -> bool:
+    """Whether this worker has memory for training a second copy of the whole model."""
+    whole = sum(p.numel() * p.element_size() for p in components.model.parameters())
+    return whole * WHOLE_COPIES < _free_bytes(components.device)
 
 
-def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
-    """The model of the settings without memory."""
-    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype_of(settings), device)
-    if has_extra_state(pieces.model):
-        raise NotInPiecesError("the model has state of its own kind (get_extra_state), which has no pieces")
-    return pieces
+def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors:
+    """The model of the settings on the meta device."""
+    local_tensors = LocalTensors(
+        lambda: build_model(settings.model, settings.seed), dtype_of(settings), device
+    )
+    if has_extra_state(local_tensors.model):
+        raise NotInPiecesError(
+            "the model has extra state (get_extra_state), which cannot be split over workers"
+        )
+    return local_tensors
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -447,11 +451,11 @@ def build(
     settings: TrainSettings,
     device: torch.device,
     sets: DataPair | None = None,
-    pieces: OwnTensors | None = None,
+    local_tensors: LocalTensors | None = None,
 ) -> Components:
-    """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there.
+    """The components of a run on `device`, the same on every worker; `sets` are its data if already read.
 
-    With `pieces` the model is theirs, without memory.
+    With `local_tensors` the model is the one on the meta device that they belong to.
     """
     code = resolve_names(settings)
     train_set, test_set = sets or (build_train_data(settings), build_data(settings, "test"))
@@ -460,13 +464,13 @@ def build(
     if test_set is None:
         check_test_split(settings)
     total_steps(settings, train_set.length, 0, Position())
-    notes: tuple[str, ...] = ()
-    if pieces is not None:
-        model = pieces.model
+    warned: tuple[str, ...] = ()
+    if local_tensors is not None:
+        model = local_tensors.model
     else:
         model = _made(code.model, settings.model, settings.seed)
         if not model.training:
-            notes = (_IN_EVALUATION_MODE.format(settings.model.factory),)
+            warned = (_IN_EVALUATION_MODE.format(settings.model.factory),)
             model.train()
         model.to(device, dtype_of(settings))
     for source in (train_set, test_set):
@@ -475,11 +479,11 @@ def build(
             check_length(settings, code.model, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
     sets = train_set, test_set
-    return replace(_with_optimizer(settings, code, device, model, sets, pieces), notes=notes)
+    return replace(_with_optimizer(settings, code, device, model, sets, local_tensors), warnings=warned)
 
 
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
-    """The parts of a run that take steps on batches from elsewhere: no data are read."""
+    """The components of a run that gets its batches from the caller: no data are read."""
     code = resolve_names(settings)
     model = build_model(settings.model, settings.seed)
     model.to(device, dtype_of(settings))
@@ -492,9 +496,9 @@ def _with_optimizer(
     device: torch.device,
     model: torch.nn.Module,
     sets: DataPair,
-    pieces: OwnTensors | None,
+    local_tensors: LocalTensors | None,
 ) -> Components:
-    """All parts of a run around its model."""
+    """The components of a run with this model."""
     train_set, test_set = sets
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
@@ -505,8 +509,9 @@ def _with_optimizer(
     trained = [p for p in model.parameters() if p.requires_grad]
     check_groups(settings.optimizer.groups, [names[parameter] for parameter in trained])
     optimizer = build_optimizer(settings.optimizer, trained, names)
-    if pieces is not None:
-        # Some begin with a state for all parameters; a worker's own optimizer is that of its stages.
+    if local_tensors is not None:
+        # Some optimizers create state for all parameters at once; each worker's optimizer has only its
+        # stages.
         optimizer.state.clear()
     return Components(
         model=model,
@@ -516,21 +521,21 @@ def _with_optimizer(
         modes=code.modes,
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
-        # A loss scale keeps small gradients alive in fp16; the other types need none.
+        # A loss scale keeps small fp16 gradients from underflowing; other dtypes need none.
         scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
         train_set=train_set,
         test_set=test_set,
         device=device,
         dtype=dtype_of(settings),
         autocast=_autocast(settings.precision, device),
-        pieces=pieces,
+        local_tensors=local_tensors,
     )
 
 
-def with_fresh_model(parts: Components, settings: TrainSettings, keep_scale: bool = True) -> Components:
-    """The parts with the model and the optimizer as the job makes them, whatever was trained meanwhile."""
-    fresh = build(settings, parts.device, (parts.train_set, parts.test_set))
-    return replace(fresh, scaler=parts.scaler) if keep_scale else fresh
+def with_fresh_model(components: Components, settings: TrainSettings, keep_scale: bool = True) -> Components:
+    """The components with a newly built, untrained model and optimizer."""
+    fresh = build(settings, components.device, (components.train_set, components.test_set))
+    return replace(fresh, scaler=components.scaler) if keep_scale else fresh
 
 
 def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:
@@ -566,13 +571,13 @@ def emulated(precision: str, device: torch.device) -> str | None:
     """The warning for a user whose processor computes `precision` in software; None where it does not."""
     if precision != "bf16" or device.type != "cpu" or _has_bf16():
         return None
-    # Torch says so too, at length and in terms of its own.
+    # Torch warns too, but without saying what to do.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return "precision: this processor has no bf16 arithmetic, so it is emulated; float32 is faster here"
 
 
 def _has_bf16() -> bool:
-    """Whether the processor has instructions for bf16; taken to be so where the system does not say."""
+    """Whether the processor has bf16 instructions; True where the system does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

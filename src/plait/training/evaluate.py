@@ -53,16 +53,16 @@ def evaluated_weights(optimizer: object) -> Iterator[None]:
         set_mode(optimizer, training=True)
 
 
-def evaluate_parts(parts: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:
+def evaluate_parts(components: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:
     """Mean loss and metric over the test split, by this worker alone."""
-    return means(parts, sums_over_share(parts, settings, 0, 1))
+    return means(components, sums_over_share(components, settings, 0, 1))
 
 
 def evaluation_batches(
-    parts: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
+    components: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """What falls to `rank` of each batch of `size` of the test split."""
-    source, loaders, pin = parts.test_set, settings.data.loaders, parts.device.type == "cuda"
+    source, loaders, pin = components.test_set, settings.data.loaders, components.device.type == "cuda"
     assert source is not None
     if not source.is_stream:
         order = in_order(len(source), size)
@@ -79,45 +79,47 @@ def evaluation_batches(
 
 
 def sums_over_share(
-    parts: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
+    components: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
 ) -> Tensor:
     """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
-    with torch.no_grad(), evaluated_weights(parts.optimizer), evaluation_mode(parts.model):
-        for batch in evaluation_batches(parts, settings, size, rank, world_size):
+    with torch.no_grad(), evaluated_weights(components.optimizer), evaluation_mode(components.model):
+        for batch in evaluation_batches(components, settings, size, rank, world_size):
             if batch.count:
-                sums += measure(parts, batch.content, batch.count)
+                sums += measure(components, batch.content, batch.count)
     return sums
 
 
-def means(parts: EvaluatedComponents, sums: Tensor) -> dict[str, float]:
+def means(components: EvaluatedComponents, sums: Tensor) -> dict[str, float]:
     """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
-    if parts.metric is not None:
-        name, metric = parts.metric
+    if components.metric is not None:
+        name, metric = components.metric
         finish = getattr(metric, "finish", float)
         results[name] = finish((sums[2] / sums[3]).item())
     return results
 
 
-def measure(parts: EvaluatedComponents, content: Any, count: int) -> Tensor:
+def measure(components: EvaluatedComponents, content: Any, count: int) -> Tensor:
     """The sums (see `sums_of`) over a batch of `count` samples."""
-    return sums_of(parts, *output_of(parts, content), count)
+    return sums_of(components, *output_of(components, content), count)
 
 
-def output_of(parts: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
+def output_of(components: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
     """What the model makes of a batch, and the batch's target."""
-    inputs, target = to_device(content, parts.device, parts.dtype)
-    with parts.autocast():
-        return forward(parts.model, inputs), target
+    inputs, target = to_device(content, components.device, components.dtype)
+    with components.autocast():
+        return forward(components.model, inputs), target
 
 
-def sums_of(parts: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
+def sums_of(components: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
     """Loss times samples, samples, what the metric found good, and out of how many."""
-    with parts.autocast():
-        mean = parts.loss(output, target)
-    good, total = (0.0, 1.0) if parts.metric is None else _sum_and_count(*parts.metric, output, target)
+    with components.autocast():
+        mean = components.loss(output, target)
+    good, total = (
+        (0.0, 1.0) if components.metric is None else _sum_and_count(*components.metric, output, target)
+    )
     return torch.tensor([float(mean) * count, float(count), good, total], dtype=torch.float64)
 
 

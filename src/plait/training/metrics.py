@@ -36,7 +36,7 @@ class MetricsLogger:
         self,
         worker: Worker,
         settings: TrainSettings,
-        parts: Components,
+        components: Components,
         folder: RunDir,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -44,10 +44,10 @@ class MetricsLogger:
         self._active = worker.rank == 0
         self._worker = worker
         self._settings = settings
-        self._device = str(parts.device)
-        self._modes = parts.modes
-        self._parameters = sum(p.numel() for p in parts.model.parameters())
-        self._samples_of_epoch = parts.train_set.length
+        self._device = str(components.device)
+        self._modes = components.modes
+        self._parameters = sum(p.numel() for p in components.model.parameters())
+        self._samples_of_epoch = components.train_set.length
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
         self._board = open_board(folder.tensorboard) if self._active and settings.tensorboard else None
@@ -259,7 +259,7 @@ class MetricsLogger:
             self._signals_at = now
             self._record(signals)
 
-    def note(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Write an event of another kind down."""
         self._record(event)
 

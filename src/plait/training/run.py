@@ -28,13 +28,15 @@ from plait.training.trial import Trial
 class Run:
     """What a loop and its engine share; the loop alone moves the progress of its trial."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
+    def __init__(
+        self, worker: Worker, settings: TrainSettings, components: Components, folder: RunDir
+    ) -> None:
         self.worker = worker
         # One; its engine has the same list.
-        self.trials = [Trial(settings, EarlyStopping(settings.early_stop, parts.modes))]
-        self.parts = parts
+        self.trials = [Trial(settings, EarlyStopping(settings.early_stop, components.modes))]
+        self.components = components
         self.folder = folder
-        self.metrics = MetricsLogger(worker, settings, parts, folder)
+        self.metrics = MetricsLogger(worker, settings, components, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
         self.signals = SignalHistory(self.metrics.signals)
         # What is known of the gradients' noise, by whichever engine's monitor.
@@ -72,7 +74,7 @@ class Run:
 
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
-        return self.parts.base_lrs[0] * self.trial.lr_factor(step)
+        return self.components.base_lrs[0] * self.trial.lr_factor(step)
 
     def name_of_opening(self) -> str:
         """A name for the links of an engine that is opened now, the same on all members and used once."""
@@ -85,10 +87,10 @@ class Run:
         self.trial.begin_anew()
         self.noise = GradientAverages()
 
-    def note(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         """Record an event of this worker's, in the run's record or in a file of its own."""
         if self._keeps_record:
-            self.metrics.note(event)
+            self.metrics.record(event)
         else:
             self._events().record(event)
 
@@ -120,7 +122,7 @@ class Run:
 
     def order(self) -> Iterator[GlobalBatch]:
         """The batches to come, by their samples."""
-        data, source = self.settings.data, self.parts.train_set
+        data, source = self.settings.data, self.components.train_set
         return batches(
             self.trial.position,
             ENDLESS if source.length is None else len(source),
@@ -147,23 +149,23 @@ class Run:
             rank=share,
             world_size=shares,
             loaders=self.settings.data.loaders if loaders is None else loaders,
-            pin=self.parts.device.type == "cuda",
+            pin=self.components.device.type == "cuda",
         )
 
     def own_batches(self) -> Iterator[loader.Batch]:
         """This worker's share of each batch to come."""
-        if self.parts.train_set.is_stream:
+        if self.components.train_set.is_stream:
             return self._stream()
         worker = self.worker
-        return self.load(self.parts.train_set, self.order(), worker.rank, worker.world_size)
+        return self.load(self.components.train_set, self.order(), worker.rank, worker.world_size)
 
     def _stream(self) -> Iterator[loader.Batch]:
-        settings, data, parts = self.settings, self.settings.data, self.parts
-        source, worker = parts.train_set, self.worker
+        settings, data, components = self.settings, self.settings.data, self.components
+        source, worker = components.train_set, self.worker
         order = StreamOrder(
             self.trial.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
-        pin = parts.device.type == "cuda"
+        pin = components.device.type == "cuda"
         found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
         begin = self.trial.step
         for number, batch in enumerate(found):
@@ -183,7 +185,7 @@ class Run:
         """Give all workers the first one's parameters and buffers."""
         if self.worker.world_size == 1:
             return
-        model = self.parts.model
+        model = self.components.model
         with torch.no_grad():
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 dist.broadcast(tensor, src=0)

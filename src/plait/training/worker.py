@@ -21,13 +21,14 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training import components
 from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream
 from plait.training.change.members import join_members
 from plait.training.checks.data_reads import look_at_data
 from plait.training.checks.sanity import try_evaluation
-from plait.training.components import Components
+from plait.training.components import Components, find_local_tensors
+from plait.training.components import build as build_components
+from plait.training.components import check as check_settings
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
@@ -45,7 +46,7 @@ def check_order(order: Mapping[str, Any]) -> None:
     """Refuse settings that cannot run, before any worker starts; each host's agent calls it."""
     request = begin_process(TrainRequest, order)
     settings = request.settings.as_run()
-    components.check(settings)
+    check_settings(settings)
     if settings.in_stages:
         from plait.training.engines.pipeline import check_pipeline  # imports all that tracing needs
 
@@ -62,13 +63,13 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     elif worker.world_size > 1 or settings.in_stages:
         join_workers(worker, device)
     # Where layers may move, each worker makes the model whole, and keeps its own.
-    pieces = None if worker.memberships.can_change else components.find_pieces(settings, device)
-    parts = components.build(settings, device, pieces=pieces)
-    look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
+    local_tensors = None if worker.memberships.can_change else find_local_tensors(settings, device)
+    components = build_components(settings, device, local_tensors=local_tensors)
+    look_at_data(worker, (components.train_set, components.test_set), settings.seed)
     words = ""
     if worker.rank >= 0:  # those that join later go on with what works already
-        words = try_evaluation(parts, settings, worker.rank, worker.world_size)
-    loop = make_job_loop(worker, settings, parts, folder)
+        words = try_evaluation(components, settings, worker.rank, worker.world_size)
+    loop = make_job_loop(worker, settings, components, folder)
     if words:
         loop.run.metrics.warn(words)
     try:
@@ -97,22 +98,22 @@ class DivergedError(PlaitError):
         )
 
 
-def make_job_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
+def make_job_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
     """The loop of a job; where it leaves the sync open, all workers measure and choose one together."""
     if settings.sync.kind != "auto" or settings.in_stages or worker.world_size == 1:
-        return make_loop(worker, settings, parts, folder)
+        return make_loop(worker, settings, components, folder)
     from plait.training.engines.auto_sync import choose_sync  # imports the profiler
 
-    chosen = choose_sync(worker, settings, parts)
-    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), parts, folder)
-    loop.run.metrics.note(chosen)
+    chosen = choose_sync(worker, settings, components)
+    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
+    loop.run.metrics.record(chosen)
     return loop
 
 
-def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
+def make_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
     """The loop with the engine that the settings ask for; all workers make one together."""
-    check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships.can_change)
-    run = Run(worker, settings, parts, folder)
+    check_unchanged(settings, components.train_set.dataset, elastic=worker.memberships.can_change)
+    run = Run(worker, settings, components, folder)
     if settings.in_stages:
         return _with_stages(run)
     is_alone = worker.world_size == 1 and not worker.memberships.can_change
@@ -137,10 +138,10 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
     return WholeModelEngine(
         run.worker,
         run.trials,
-        run.parts,
+        run.components,
         feed=lambda trial: BatchStream(run.own_batches(), trial.position),
         on_step=on_step,
-        on_event=run.metrics.note,
+        on_event=run.metrics.record,
         audit=ReplicaAudit(run),
         make_monitor=lambda shared: StepMonitor(run, shared) if is_monitored(run.settings) else None,
     )

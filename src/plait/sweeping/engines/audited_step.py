@@ -49,18 +49,18 @@ class AuditedTrial:
         self._batch = replace(batch, content=content)
         with unchanged_random_numbers():
             self._entry = rebuild_trial(array, slot)
-        parts = self._entry.parts
+        components = self._entry.components
         self._before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
-        self._optimizer = copy.deepcopy(parts.optimizer.state_dict())
-        self._scaler = copy.deepcopy(parts.scaler.state_dict())
+        self._optimizer = copy.deepcopy(components.optimizer.state_dict())
+        self._scaler = copy.deepcopy(components.scaler.state_dict())
         fused = array.fused
         # What its random numbers follow, before the step.
         self._stream = int(fused.seeds[slot]), int(fused.ages[slot]), dict(fused.unfused)
-        self._python = state_of(parts.model)
+        self._python = state_of(components.model)
         self.seconds = time.perf_counter() - started
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        model = self._entry.parts.model
+        model = self._entry.components.model
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def compare(self, loss: Tensor) -> tuple[float, list[Difference]]:
@@ -70,7 +70,7 @@ class AuditedTrial:
         """
         started = time.perf_counter()
         found = self._observed(loss, self._array.state(self._slot))
-        with unchanged_random_numbers(), unchanged_state({"": self._entry.parts.model}):
+        with unchanged_random_numbers(), unchanged_state({"": self._entry.components.model}):
             expected = self._take()
             differences = list(find_differences(expected, found, Noise({})))
             if differences:
@@ -88,23 +88,23 @@ class AuditedTrial:
 
         What forward keeps in Python is as before the step, or as the last one has left it.
         """
-        entry, parts = self._entry, self._entry.parts
+        entry, components = self._entry, self._entry.components
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 tensor.copy_(self._before[name])
             if seed is not None:
-                weights = list(parts.model.parameters())
+                weights = list(components.model.parameters())
                 for weight, moved in zip(
                     weights, perturb([w.data for w in weights], seed, coarsest_rounding(entry))
                 ):
                     weight.copy_(moved)
-        parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
-        parts.scaler.load_state_dict(self._scaler)
+        components.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
+        components.scaler.load_state_dict(self._scaler)
         if not as_kept:  # else what a model draws or counts would pass for rounding
             self._python.restore()
-        with drawing_as(parts.model, *self._stream):
+        with drawing_as(components.model, *self._stream):
             loss = step_alone(entry, self._batch, self._factor)
-        return self._observed(loss, parts.state())
+        return self._observed(loss, components.state())
 
     def _observed(self, loss: Tensor, state: EngineState) -> Observation:
         # A model may compute its loss in a coarser type than its weights have.

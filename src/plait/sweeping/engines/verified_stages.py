@@ -52,9 +52,9 @@ def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify:
     """The stages of these trials in whole modules; with `verify` those of the first are compared with it."""
     first = entries[0]
     # Before its code runs, which may count or remember.
-    values = plain_values(first.parts.model)
+    values = plain_values(first.components.model)
     try:
-        checked, layout = prepare_pipeline(first.settings, first.parts, layout, verify)
+        checked, layout = prepare_pipeline(first.settings, first.components, layout, verify)
     except JobError:
         raise
     except InputError as failure:
@@ -98,7 +98,7 @@ class StagedCandidate(ArrayCandidate):
 
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> list[FusedModule]:
         for entry in self._entries:
-            check_values(self._traced, self._stages.values, plain_values(entry.parts.model))
+            check_values(self._traced, self._stages.values, plain_values(entry.components.model))
         fused, self._cut = [], []
         for layers in self._stages.layout.stages:
             own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
@@ -110,7 +110,7 @@ class StagedCandidate(ArrayCandidate):
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         contents, counts = self._contents(trials, batch)
-        inputs, target = stacked(self._entries[0].parts, contents, max(counts))
+        inputs, target = stacked(self._entries[0].components, contents, max(counts))
         training = fused[0].training
         traced = self._traced if training else self._evaluated
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
@@ -121,7 +121,7 @@ class StagedCandidate(ArrayCandidate):
             values |= self._run(number, one, values, counts)
             draws, one.draws_before = one.draws, 0
         outputs = traced.rebuild_output([values[name] for name in traced.outputs])
-        with padded_rows(fused[-1], counts), self._entries[0].parts.autocast():
+        with padded_rows(fused[-1], counts), self._entries[0].components.autocast():
             losses = self._losses(fused[-1], trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
@@ -137,7 +137,7 @@ class StagedCandidate(ArrayCandidate):
         for route in routes:
             if route.target == number:
                 received |= {name: _received(values[name], name, route) for name in route.names}
-        with padded_rows(fused, counts), self._entries[0].parts.autocast():
+        with padded_rows(fused, counts), self._entries[0].components.autocast():
             outcome = fused(*(received[value.name] for value in own))
         return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
 

@@ -65,7 +65,7 @@ class AuditRecord:
         self.largest = max([self.largest, *(largest for largest, _, _ in workers)])
         words = _by_worker([differences for _, differences, _ in workers])
         unseen = sorted({name for _, _, names in workers for name in names})
-        self.metrics.note(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
+        self.metrics.record(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
         if words and unseen:
             self.say(
                 f"audit: {_differs(step, words)}; but the step has {', '.join(unseen)}, which no audit can "

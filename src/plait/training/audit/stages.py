@@ -56,7 +56,7 @@ class AuditedStages:
         self,
         worker: Worker,
         trial: Trial,
-        parts: Components,
+        components: Components,
         pipeline: Pipeline,
         stages: Mapping[str, tuple[int, ...]],
         record: AuditRecord,
@@ -65,7 +65,7 @@ class AuditedStages:
         self._worker = worker
         self._rank = worker.rank
         self._trial = trial
-        self._parts = parts
+        self._components = components
         self._pipeline = pipeline
         self._layout = pipeline.pipeline_layout
         self._record = record
@@ -91,12 +91,12 @@ class AuditedStages:
 
     def _why_blind(self) -> str:
         """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
-        parts = self._parts
-        if not broadcast_value(has_room_for_whole(parts), FIRST):
+        components = self._components
+        if not broadcast_value(has_room_for_whole(components), FIRST):
             return "no worker has memory for the whole model"
         tied = any(
             len(self._stages[name]) > 1
-            for name in dict(parts.model.named_parameters())
+            for name in dict(components.model.named_parameters())
             if name in self._stages
         )
         if tied and not self._layout.schedule.synchronous:
@@ -116,7 +116,7 @@ class AuditedStages:
 
     def _gather_before(self) -> None:
         """Bring what all stages hold to the first worker."""
-        pipeline, parts = self._pipeline, self._parts
+        pipeline, components = self._pipeline, self._components
         weights = {n: p for n, p in pipeline.parameters.items() if self._is_first(n)}
         state = optimizer_state(pipeline.optimizer, self._names) if self._needs_optimizer else {}
         state = {path: t for path, t in state.items() if self._is_first(path.rpartition("/")[0])}
@@ -127,7 +127,8 @@ class AuditedStages:
         attributes = self._gather_attributes()
         if self._rank == FIRST:
             known = {
-                n: t.detach() for n, t in (*parts.model.named_parameters(), *parts.model.named_buffers())
+                n: t.detach()
+                for n, t in (*components.model.named_parameters(), *components.model.named_buffers())
             }
             known |= _below("weights", gathered)
             known |= {name: next(iter(own.values())) for name, own in self._buffers.items()}
@@ -139,7 +140,7 @@ class AuditedStages:
 
     def _gather_buffers(self) -> dict[str, dict[int, Tensor]]:
         """On the first worker the buffers that stages hold, by name and worker, in memory of their own."""
-        known = {name for name, _ in self._parts.model.named_buffers()}
+        known = {name for name, _ in self._components.model.named_buffers()}
         own = {
             f"{self._rank}/{name}": buffer
             for module in self._pipeline.modules.values()
@@ -171,13 +172,13 @@ class AuditedStages:
             for path, module in stage.named_modules()
             if modules.get(path) is module
         }
-        loss = self._parts.loss
+        loss = self._components.loss
         if self._layout.last in self._pipeline.modules and hasattr(loss, "__dict__"):
             found[LOSS] = loss
         return found
 
     def _modules(self) -> dict[str, Any]:
-        return dict(keeping_attributes(self._parts.model))
+        return dict(keeping_attributes(self._components.model))
 
     # After the step.
 
@@ -229,7 +230,7 @@ class AuditedStages:
         written |= {n: pipeline.parameters[n] for n in self._frozen if self._is_written(n)}
         gathered = gather_named(_prefixed("gradients", gradients) | _prefixed("written", written), FIRST)
         buffers, attributes = self._gather_buffers(), self._gather_attributes()
-        trained = [n for n, p in self._parts.model.named_parameters() if p.requires_grad]
+        trained = [n for n, p in self._components.model.named_parameters() if p.requires_grad]
         found = _below("gradients", gathered)
         return ObservedStep(
             torch.tensor(loss, dtype=torch.float64),
@@ -243,7 +244,7 @@ class AuditedStages:
         return self._is_first(name) and _checksum(self._pipeline.parameters[name]) != self._frozen[name]
 
     def _unused_buffers(self, held: Mapping[str, object]) -> Named:
-        return {n: b.detach() for n, b in self._parts.model.named_buffers() if n not in held}
+        return {n: b.detach() for n, b in self._components.model.named_buffers() if n not in held}
 
     def _gather_after(self) -> Named:
         """On the first worker the weights after the step, where it takes the update of all of them."""
@@ -264,7 +265,7 @@ class AuditedStages:
         gathered, found = gather_named(tensors, FIRST), Contents()
         for key, (note, count, weight, seed, samples) in _merged(all_gather_values(notes)).items():
             if self._rank == FIRST:
-                device, number = self._parts.device, int(key)
+                device, number = self._components.device, int(key)
                 leaves = [gathered.get(f"{number}/{i}") for i in range(count)]
                 moved = [None if leaf is None else leaf.to(device) for leaf in leaves]
                 inputs, target = unpack_tree(moved, note)
@@ -276,12 +277,12 @@ class AuditedStages:
     ) -> tuple[float, list[Difference]]:
         """The largest difference, and those beyond rounding, which the first worker finds."""
         layout, step, settings, record = self._layout, self._trial.step, self._trial.settings, self._record
-        kept = {**self._modules(), LOSS: self._parts.loss}
+        kept = {**self._modules(), LOSS: self._components.loss}
         parts = [part for _, (part, _) in sorted(contents.items())]
-        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(self._parts.device):
+        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(self._components.device):
             if step == 0:
                 load_attributes(kept, self._before.attributes.values)
-            fresh = take_reference(record, self._parts, settings, step)
+            fresh = take_reference(record, self._components, settings, step)
             replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
             scale = self._pipeline.loss_scale
             how: dict[str, Any] = {
@@ -321,7 +322,7 @@ class AuditedStages:
         optimizer = build_plain_optimizer(trial.settings.optimizer, trained, names)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
-        set_lr(optimizer, self._parts.base_lrs, trial.lr_factor(trial.step))
+        set_lr(optimizer, self._components.base_lrs, trial.lr_factor(trial.step))
         return optimizer
 
     def _update_differences(

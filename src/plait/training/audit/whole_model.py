@@ -63,7 +63,7 @@ class AuditedStep:
         self._step = step
         self._seed = seed
         self._together = together
-        parts = run.parts
+        parts = run.components
         self._live = PlainModel(parts.model, parts.loss)
         self._before = self._live.state().copied()
         self._scale = parts.scaler.get_scale() if parts.scaler.is_enabled() else 1.0
@@ -75,7 +75,7 @@ class AuditedStep:
         run.metrics.leave_out(self._seconds)
 
     def _make_twin(self) -> OptimizerTwin:
-        run, parts = self._run, self._run.parts
+        run, parts = self._run, self._run.components
         return OptimizerTwin(
             parts.optimizer,
             parts.names,
@@ -84,8 +84,8 @@ class AuditedStep:
         )
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
-        own = [p for group in self._run.parts.optimizer.param_groups for p in group["params"]]
-        return {twin: self._run.parts.names[p] for p, twin in zip(own, twins)}
+        own = [p for group in self._run.components.optimizer.param_groups for p in group["params"]]
+        return {twin: self._run.components.names[p] for p, twin in zip(own, twins)}
 
     @contextlib.contextmanager
     def averaging_before_update(self) -> Iterator[None]:
@@ -110,7 +110,7 @@ class AuditedStep:
                 # What a model made anew has in common with this one is as it was when this one was made.
                 load_attributes(self._live.objects, self._before.attributes.values)
             run = self._run
-            fresh = take_reference(record, run.parts, run.settings, self._step)
+            fresh = take_reference(record, run.components, run.settings, self._step)
             plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)

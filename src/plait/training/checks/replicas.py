@@ -75,20 +75,24 @@ def check_kept(run: Run) -> None:
 
     That is what forwards keep in Python, and of layers that move also what `get_extra_state` gives.
     """
-    parts, settings = run.parts, run.settings
+    components, settings = run.components, run.settings
     moves = settings.pipeline is not None and settings.pipeline.graph is not None
     if not run.worker.memberships.can_grow and not moves:
         return
     key = "parallel.elastic" if run.worker.memberships.can_grow else "adapt"
-    if settings.pipeline is not None and has_extra_state(parts.model):
+    if settings.pipeline is not None and has_extra_state(components.model):
         raise JobError(
             f"{key}: a module of {settings.model.factory} has get_extra_state, which does not move between "
             f"workers with its layer; leave {key} out, or keep that state in buffers"
         )
-    if parts.pieces is None and not parts.train_set.is_stream and settings.verify.start != "off":
-        (content,) = parts.train_set.example_batches((2,), settings.seed)
-        inputs, _ = loader.to_device(content, parts.device, parts.dtype)
-        if shown := find_kept(parts.model, inputs):
+    if (
+        components.local_tensors is None
+        and not components.train_set.is_stream
+        and settings.verify.start != "off"
+    ):
+        (content,) = components.train_set.example_batches((2,), settings.seed)
+        inputs, _ = loader.to_device(content, components.device, components.dtype)
+        if shown := find_kept(components.model, inputs):
             raise JobError(
                 f"{key}: forward of {settings.model.factory} changes {shown}, which a worker that joins, or "
                 f"takes a layer over, would not have; keep it in a buffer, or leave {key} out"

@@ -26,7 +26,7 @@ def check_data(run: Run) -> None:
     All workers call it together. A stream is read here only for a pipeline, whose model is traced with its
     first samples anyway; data-parallel workers compare it while they read it.
     """
-    source, settings = run.parts.train_set, run.settings
+    source, settings = run.components.train_set, run.settings
     if source.is_stream:
         if settings.in_stages and run.worker.world_size > 1:
             count = settings.data.batch_size * _BATCHES
@@ -57,7 +57,7 @@ def _check_map_style(run: Run) -> None:
             "each sample"
         )
     if run.worker.world_size > 1:
-        answers = all_gather_values([len(run.parts.train_set), found[0], is_same_twice])
+        answers = all_gather_values([len(run.components.train_set), found[0], is_same_twice])
         # Where samples are never the same, nothing can be said about workers.
         are_same = all(is_same for *_, is_same in answers)
         refuse_unlike([[length, number if are_same else 0] for length, number, _ in answers])
@@ -68,7 +68,7 @@ def look_again(run: Run, is_last: bool) -> None:
 
     That is done after some steps, after twice as many, and so on, and after the last.
     """
-    known, source = run.audits.samples, run.parts.train_set
+    known, source = run.audits.samples, run.components.train_set
     due = _LATER if is_last else max(_LATER, 2 * run.audits.looked)
     if known is None or run.trial.step < due:
         return
@@ -87,7 +87,7 @@ def look_again(run: Run, is_last: bool) -> None:
 
 def _keeps_draws(run: Run) -> bool:
     """Whether the last samples of the set are others in epoch 1 where they were read in epoch 0, too."""
-    source, count = run.parts.train_set, len(run.parts.train_set)
+    source, count = run.components.train_set, len(run.components.train_set)
     numbers = tuple(range(max(0, count - _SAMPLES), count))
 
     def read(*epochs: int) -> list[int] | None:
@@ -101,12 +101,12 @@ def _keeps_draws(run: Run) -> bool:
 
 
 def _first_samples(run: Run) -> tuple[int, ...]:
-    return tuple(range(min(_SAMPLES, len(run.parts.train_set))))
+    return tuple(range(min(_SAMPLES, len(run.components.train_set))))
 
 
 def _read_in_turn(run: Run) -> Iterator[int]:
     """Checksums of the same first samples, read twice by the process that reads the run's data."""
-    source, loaders = run.parts.train_set, run.settings.data.loaders
+    source, loaders = run.components.train_set, run.settings.data.loaders
     samples = _first_samples(run)
     # Loader processes take turns: the first is asked first and last.
     order = itertools.repeat(GlobalBatch(0, samples, Position()), max(loaders, 1) + 1)

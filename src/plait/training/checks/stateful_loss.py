@@ -23,15 +23,17 @@ def check_loss(run: Run) -> None:
 
     It is called on copies: the loss itself is as it was afterwards.
     """
-    parts, loss = run.parts, run.parts.loss
-    is_seen = parts.is_whole and not parts.train_set.is_stream and run.settings.verify.start != "off"
+    components, loss = run.components, run.components.loss
+    is_seen = (
+        components.is_whole and not components.train_set.is_stream and run.settings.verify.start != "off"
+    )
     if not isinstance(loss, OwnLoss) or not is_seen:
         return
     own = loss.loss
     buffers = list(own.buffers()) if isinstance(own, nn.Module) else []
     if not buffers and not any(True for _ in _state_of(own).roots()):
         return
-    with unchanged_state({"loss": own, "model": parts.model}), same_random_numbers(run.settings.seed):
+    with unchanged_state({"loss": own, "model": components.model}), same_random_numbers(run.settings.seed):
         try:
             tried = copy.deepcopy(own)
             before = _tensors(tried)
@@ -63,12 +65,12 @@ def _has_several(run: Run) -> bool:
 
 
 def _call(run: Run, loss: object) -> None:
-    parts, settings = run.parts, run.settings
-    count = min(_SAMPLES, len(parts.train_set), settings.data.batch_size)
-    (content,) = parts.train_set.example_batches((count,), settings.seed)
-    inputs, target = loader.to_device(content, parts.device, parts.dtype)
-    model = copy.deepcopy(parts.model)
-    with parts.autocast():  # with gradients, by which a loss may know that it trains
+    components, settings = run.components, run.settings
+    count = min(_SAMPLES, len(components.train_set), settings.data.batch_size)
+    (content,) = components.train_set.example_batches((count,), settings.seed)
+    inputs, target = loader.to_device(content, components.device, components.dtype)
+    model = copy.deepcopy(components.model)
+    with components.autocast():  # with gradients, by which a loss may know that it trains
         loss(forward(model, inputs), target)  # type: ignore[operator]
 
 

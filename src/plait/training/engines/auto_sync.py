@@ -37,25 +37,25 @@ def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
     )
 
 
-def choose_sync(worker: Worker, settings: TrainSettings, parts: Components) -> SyncChosen:
+def choose_sync(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
     """The choice that all workers make together, from steps whose gradients are dropped."""
-    step = TrainStep(parts, settings, rank=worker.rank)
-    kept = [buffer.clone() for buffer in parts.model.buffers()]
-    batch = _first_share(worker, settings, parts)
+    step = TrainStep(components, settings, rank=worker.rank)
+    kept = [buffer.clone() for buffer in components.model.buffers()]
+    batch = _first_share(worker, settings, components)
     # The first step warms up.
     own = [step.time_backward(batch) for _ in range(STEPS + 1)][1:]
     with torch.no_grad():
-        for buffer, before in zip(parts.model.buffers(), kept):
+        for buffer, before in zip(components.model.buffers(), kept):
             buffer.copy_(before)
     return choose(all_gather_values(own))
 
 
-def _first_share(worker: Worker, settings: TrainSettings, parts: Components) -> loader.Batch:
+def _first_share(worker: Worker, settings: TrainSettings, components: Components) -> loader.Batch:
     """This worker's share of the first batch."""
     data = settings.data
-    order = epoch_order(settings.seed, 0, len(parts.train_set), data.shuffle)
+    order = epoch_order(settings.seed, 0, len(components.train_set), data.shuffle)
     batches = loader.load(
-        parts.train_set,
+        components.train_set,
         iter([GlobalBatch(0, tuple(order[: data.batch_size]), Position())]),
         seed=settings.seed,
         rank=worker.rank,

@@ -30,7 +30,7 @@ from plait.sync.averaging.whole_state import rest_of_state
 from plait.training.audit.averages import is_mean
 from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import ADVICE, AuditedStep
-from plait.training.change.members import CannotGoOn, Mark, loss_of, most_advanced
+from plait.training.change.members import CannotGoOn, ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import with_fresh_model
@@ -117,7 +117,7 @@ class WholeModel:
         return find()
 
     def _open(self, prefix: str) -> None:
-        run, parts = self._run, self._run.parts
+        run, parts = self._run, self._run.components
         if names := list(own_buffers(parts.model)):
             (content,) = parts.train_set.example_batches((4,), run.settings.seed)
             inputs, _ = loader.to_device(content, parts.device, parts.dtype)
@@ -147,7 +147,7 @@ class WholeModel:
             if self._audit is not None:
                 around.enter_context(self._audit.averaging_before_update())
             if self.monitor is not None:
-                weights = list(self._run.parts.model.parameters())
+                weights = list(self._run.components.model.parameters())
                 around.enter_context(self.monitor.averaging_gradients(weights, self._samples, self.averaging))
             self.averaging.after_update()
 
@@ -176,20 +176,20 @@ class WholeModel:
         return loss
 
     def weight_sums(self) -> list[float]:
-        return [float(weight.detach().double().sum()) for weight in self._run.parts.model.parameters()]
+        return [float(weight.detach().double().sum()) for weight in self._run.components.model.parameters()]
 
     def synchronize(self) -> tuple[int, ...]:
         return self.averaging.synchronize()
 
     def sums_over(self, share: int, shares: int) -> torch.Tensor:
-        return sums_over_share(self._run.parts, self._run.settings, share, shares)
+        return sums_over_share(self._run.components, self._run.settings, share, shares)
 
     def state(self) -> EngineState:
-        return replace(self._run.parts.state(), sync=self.held_state().sync)
+        return replace(self._run.components.state(), sync=self.held_state().sync)
 
     def held_state(self) -> EngineState:
         """What the sync keeps besides the state of workers, by the names of the weights."""
-        parts = self._run.parts
+        parts = self._run.components
         own = {
             f"{parts.names[weight]}/{key}": tensor
             for key, tensors in self.averaging.state().items()
@@ -202,7 +202,7 @@ class WholeModel:
 
     def _by_weight(self, state: named_state.Tensors) -> dict[str, list[torch.Tensor]]:
         """What `state` wrote down of the sync: for each key a tensor for each weight, or none."""
-        parts = self._run.parts
+        parts = self._run.components
         names = [parts.names[weight] for weight in parts.model.parameters()]
         keys = {path.rpartition("/")[2] for path in state}
         return {
@@ -253,7 +253,7 @@ class DecentralizedEngine:
         self._used_keys: list[str] = []
 
     def load(self, state: Checkpoint) -> None:
-        self._run.parts.load(state)
+        self._run.components.load(state)
         self._held = EngineState({}, {}, sync=state.sync)
 
     def open(self) -> None:
@@ -443,7 +443,7 @@ class DecentralizedEngine:
                 taken.append(item)
                 yield item.batch
 
-        for batch in self._run.load(self._run.parts.train_set, order(), loaders=loaders):
+        for batch in self._run.load(self._run.components.train_set, order(), loaders=loaders):
             yield taken.popleft(), batch
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
@@ -451,8 +451,8 @@ class DecentralizedEngine:
         run, member = self._run, self._member
         sums = member.sums_over(member.place, len(member.workers))
         own = sums if member.is_first else torch.zeros_like(sums)
-        total = group_of_world(run.worker).total(own, run.parts.device)
-        return [means(run.parts, total)]
+        total = group_of_world(run.worker).total(own, run.components.device)
+        return [means(run.components, total)]
 
     def state(self, slot: int = 0) -> EngineState | None:
         state = self._member.state() if self._member.place == 0 else None
@@ -463,20 +463,20 @@ class DecentralizedEngine:
         if not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, f"sync {self._run.settings.sync.kind}")
 
-    def settle(self, staying: Sequence[int]) -> None:
+    def synchronize(self, staying: Sequence[int]) -> None:
         """Take the mean of all, unless they hold the same: some may have left an interval in its middle."""
         if not self._is_settled:
             self._synchronize()
             self._check_complete()
             self._is_settled = True
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
         if self._run.settings.pipeline is None:
-            return most_advanced(marks), replace(self._run.parts.state(), sync=self._held.sync)
+            return most_advanced(marks), replace(self._run.components.state(), sync=self._held.sync)
         if len(set(marks)) == 1:
             return 0, EngineState({}, {})
         # What a worker holds are stages: only those of a whole pipeline at one step make a state.
-        self._run.parts = with_fresh_model(self._run.parts, self._run.settings, keep_scale=False)
+        self._run.components = with_fresh_model(self._run.components, self._run.settings, keep_scale=False)
         self._held = EngineState({}, {})
         return None
 
@@ -495,11 +495,13 @@ class DecentralizedEngine:
             return
         averaging, workers = self._member.averaging, self._member.workers
         distance = averaging.stats.distances[-1] if averaging.stats.distances else 0.0
-        self._run.note(run_events.Settled(step, tuple(workers[place] for place in self._averaged), distance))
+        self._run.record(
+            run_events.Settled(step, tuple(workers[place] for place in self._averaged), distance)
+        )
 
     def _note_throughput(self, force: bool = False) -> None:
         if force or self._throughput.is_due():
-            self._run.note(self._throughput.event(self._member.averaging.stats))
+            self._run.record(self._throughput.event(self._member.averaging.stats))
 
 
 def _dedicated(options: Options, places: int) -> range:

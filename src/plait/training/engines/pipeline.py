@@ -31,7 +31,7 @@ from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training.audit.stages import AuditedStages
-from plait.training.change.members import Mark, loss_of
+from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
@@ -171,8 +171,8 @@ class TrialStages(Protocol):
     def with_plan(self, change: PlanChange) -> TrainSettings:
         """The settings with another plan; JobError where the stages cannot follow it."""
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
-        """See `Engine.hand_over`."""
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
+        """See `Engine.find_source`."""
 
     def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
         """Give those of the ranks `staying` what only others hold, which are to leave."""
@@ -443,10 +443,10 @@ class PipelineEngine:
         self.trials[0].settings = settings
         self.open()
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
-        return self.stages.hand_over(marks)
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
+        return self.stages.find_source(marks)
 
-    def settle(self, staying: Sequence[int]) -> None:
+    def synchronize(self, staying: Sequence[int]) -> None:
         self._pipe.average_buffers()
         self.stages.leave_to(staying, self._pipe)
 

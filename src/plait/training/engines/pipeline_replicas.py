@@ -14,7 +14,7 @@ from plait.data.sampler import share
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import tied_aliases
 from plait.pipeline.op_timings import operations_event
-from plait.training.change.layers import HeldLayers, put_beside
+from plait.training.change.layers import LayerState, merge_into
 from plait.training.change.members import CannotGoOn
 from plait.training.checkpoint import EngineState
 from plait.training.components import with_fresh_model
@@ -39,14 +39,14 @@ class PipelineMember:
         self._run = run
         if held.model:
             # A model that was cut into stages cannot be cut once more.
-            run.parts = with_fresh_model(run.parts, run.settings)
-            put_beside(run.parts, HeldLayers(held.model, held.optimizer))
+            run.components = with_fresh_model(run.components, run.settings)
+            merge_into(run.components, LayerState(held.model, held.optimizer))
         self._replica = PipelineReplica(
-            worker, run.settings, run.parts, layout, worker.hosts, f"{PREFIX}/{name}", run.folder
+            worker, run.settings, run.components, layout, worker.hosts, f"{PREFIX}/{name}", run.folder
         )
         self.place, self.averaging = self._replica.number, self._replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in self._replica.peers)
-        self._tied = tied_aliases(run.parts.model)
+        self._tied = tied_aliases(run.components.model)
         report_verification(run.metrics, self._replica.checked)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = ShareMonitor(run) if is_monitored(run.settings) else None
@@ -65,26 +65,26 @@ class PipelineMember:
             return torch.zeros((), dtype=torch.float64)
         replica, contents = self._replica, iter(())
         if self.is_first:
-            pieces = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
-            contents = self._on_device(content for content, _ in pieces)
+            microbatches = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
+            contents = self._on_device(content for content, _ in microbatches)
         loss = replica.update(step, share, batch.count, factor, contents)
         return torch.tensor(loss, dtype=torch.float64)
 
     def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
-        parts = self._run.parts
-        return (loader.to_device(content, parts.device, parts.dtype) for content in contents)
+        components = self._run.components
+        return (loader.to_device(content, components.device, components.dtype) for content in contents)
 
     def weight_sums(self) -> list[float]:
         return []
 
     def synchronize(self) -> tuple[int, ...]:
         step, pipeline = self._run.trial.step, self._replica.pipeline
-        self._run.note(operations_event(step, pipeline.timings))
+        self._run.record(operations_event(step, pipeline.timings))
         pipeline.timings.clear()
         return self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
-        settings, tests = self._run.settings, self._run.parts.test_set
+        settings, tests = self._run.settings, self._run.components.test_set
         assert tests is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
         batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
@@ -94,7 +94,7 @@ class PipelineMember:
         return self._replica.evaluate(counts, self._on_device(batch.content for batch in found))
 
     def state(self) -> EngineState:
-        return with_gathered(self._run.parts.state(), self._replica.gather_state(), self._tied)
+        return with_gathered(self._run.components.state(), self._replica.gather_state(), self._tied)
 
     def held_state(self) -> EngineState:
         """The stages of this worker: what has trained of its model and optimizer."""

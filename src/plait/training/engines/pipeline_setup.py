@@ -49,7 +49,7 @@ State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def trace_parts(
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     whole: Collection[str] = (),
     evaluation: bool = True,
     before: TracedModel | None = None,
@@ -59,11 +59,11 @@ def trace_parts(
     `before` is an earlier trace of it, which saves time.
     """
     with same_random_numbers(settings.seed):
-        (inputs, target), (others, _) = _examples(settings, parts, few=4)
+        (inputs, target), (others, _) = _examples(settings, components, few=4)
     check_target(target)
-    with parts.autocast(), explaining_type_errors(parts.model, inputs):
+    with components.autocast(), explaining_type_errors(components.model, inputs):
         return trace(
-            parts.model,
+            components.model,
             as_arguments(inputs),
             others=[as_arguments(others)],
             whole=whole,
@@ -72,40 +72,40 @@ def trace_parts(
         )
 
 
-def _examples(settings: TrainSettings, parts: Components, few: int) -> list[tuple[Any, Any]]:
+def _examples(settings: TrainSettings, components: Components, few: int) -> list[tuple[Any, Any]]:
     """Two batches of the training split that differ in their samples and, if there are several, in size."""
-    few = max(1, min(few, parts.train_set.length or few))
-    contents = parts.train_set.example_batches((few, max(1, few - 1)), settings.seed)
-    return [loader.to_device(content, parts.device, parts.dtype) for content in contents]
+    few = max(1, min(few, components.train_set.length or few))
+    contents = components.train_set.example_batches((few, max(1, few - 1)), settings.seed)
+    return [loader.to_device(content, components.device, components.dtype) for content in contents]
 
 
 def prepare_pipeline(
-    settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout, verify: bool
+    settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout, verify: bool
 ) -> tuple[VerifiedStages, PipelineLayout]:
     """The model in whole modules wherever the layout does not cut through them, verified if asked."""
-    traced = trace_parts(settings, parts, evaluation=False)
+    traced = trace_parts(settings, components, evaluation=False)
     _check_layers(settings, traced, pipeline_layout)
-    example = example_of(settings, parts, pipeline_layout) if verify else None
+    example = example_of(settings, components, pipeline_layout) if verify else None
     found = prepare_stages(
         traced,
         pipeline_layout.stages,
-        lambda whole: trace_parts(settings, parts, whole, before=traced),
+        lambda whole: trace_parts(settings, components, whole, before=traced),
         example,
     )
     pipeline_layout = replace(pipeline_layout, stages=found.stages)
     check_state(found.traced, pipeline_layout)
     if example is not None:
-        _check_values(settings, parts, found.traced)
+        _check_values(settings, components, found.traced)
         names = written_buffers_of_replicas(found.traced, pipeline_layout)
-        own = [name for name in own_buffers(parts.model) if name in names]
-        if own and (words := describe_rows(parts.model, example.batches[0][0], own)):
+        own = [name for name in own_buffers(components.model) if name in names]
+        if own and (words := describe_rows(components.model, example.batches[0][0], own)):
             raise StageError(words)
     return found, pipeline_layout
 
 
-def _check_values(settings: TrainSettings, parts: Components, traced: TracedModel) -> None:
+def _check_values(settings: TrainSettings, components: Components, traced: TracedModel) -> None:
     """See, on samples from all over the set, that the values which the trace has fixed do not change."""
-    source = parts.train_set
+    source = components.train_set
     if not traced.fixed_values or source.is_stream:
         return
     few, samples = min(4, settings.data.batch_size), len(source)
@@ -115,26 +115,26 @@ def _check_values(settings: TrainSettings, parts: Components, traced: TracedMode
             traced.order_inputs(as_arguments(source.batch(0, numbers, settings.seed)[0]))
 
 
-def example_of(settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout) -> Example:
+def example_of(settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout) -> Example:
     """Batches of the job on which its stages are compared with its model."""
     with same_random_numbers(settings.seed):
-        batches = _examples(settings, parts, few=min(4, settings.data.batch_size))
+        batches = _examples(settings, components, few=min(4, settings.data.batch_size))
     choices = Choices(
-        parts.autocast, pipeline_layout.recompute, pipeline_layout.schedule is Schedule.ZERO_BUBBLE
+        components.autocast, pipeline_layout.recompute, pipeline_layout.schedule is Schedule.ZERO_BUBBLE
     )
 
     def fresh() -> torch.nn.Module:
-        model = build_model(settings.model, settings.seed).to(parts.device, parts.dtype)
-        model.load_state_dict(parts.model.state_dict())
+        model = build_model(settings.model, settings.seed).to(components.device, components.dtype)
+        model.load_state_dict(components.model.state_dict())
         return model
 
-    return Example(batches, parts.loss, choices, fresh)
+    return Example(batches, components.loss, choices, fresh)
 
 
 def prepare_together(
     worker: Worker,
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> tuple[VerifiedStages, PipelineLayout]:
@@ -143,7 +143,7 @@ def prepare_together(
     A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
     that its first verification led to are kept in its folder.
     """
-    outcome = _prepare_here(worker, settings, parts, pipeline_layout, folder)
+    outcome = _prepare_here(worker, settings, components, pipeline_layout, folder)
     own = outcome.pop("checked")
     if worker.world_size > 1:
         outcome = broadcast_value(outcome, 0)
@@ -151,7 +151,7 @@ def prepare_together(
         raise JobError(outcome["failure"])
     stages = tuple(tuple(ids) for ids in outcome["stages"])
     if own is None or own.fine != stages:
-        own, _ = prepare_pipeline(settings, parts, replace(pipeline_layout, stages=stages), verify=False)
+        own, _ = prepare_pipeline(settings, components, replace(pipeline_layout, stages=stages), verify=False)
     found = replace(own, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
     return found, replace(pipeline_layout, stages=found.stages)
 
@@ -162,21 +162,21 @@ _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole mo
 def _prepare_here(
     worker: Worker,
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> dict[str, Any]:
     """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
     outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
     verify = settings.verify.start != "off" and worker.rank == 0
-    if verify and parts.pieces is not None:
+    if verify and components.local_tensors is not None:
         verify, outcome["notes"] = False, (_NOT_WHOLE,)
     if verify and settings.verify.start == "first":
         known = _known_stages(folder, settings, pipeline_layout)
         if known is not None:
             verify, pipeline_layout = False, replace(pipeline_layout, stages=known)
     try:
-        found, _ = prepare_pipeline(settings, parts, pipeline_layout, verify)
+        found, _ = prepare_pipeline(settings, components, pipeline_layout, verify)
     except (JobError, DataError) as failure:  # which name the key
         return outcome | {"failure": str(failure), "checked": None}
     except InputError as failure:
@@ -241,11 +241,11 @@ def _check_layers(settings: TrainSettings, traced: TracedModel, pipeline_layout:
 
 
 def check_optimizer(
-    settings: TrainSettings, parts: Components, traced: TracedModel, pipeline_layout: PipelineLayout
+    settings: TrainSettings, components: Components, traced: TracedModel, pipeline_layout: PipelineLayout
 ) -> None:
     """Refuse an optimizer of the user's own that would do something else in stages than on one worker."""
     kind = settings.optimizer.kind
-    traits = find_traits(settings.optimizer, dict(parts.model.named_parameters()))
+    traits = find_traits(settings.optimizer, dict(components.model.named_parameters()))
     check_gradients_left(kind, traits)
     if traits.couples and len(pipeline_layout.stages) > 1:
         raise JobError(
@@ -274,49 +274,49 @@ def check_optimizer(
 def open_pipeline(
     worker: Worker,
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     traced: TracedModel,
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
 ) -> tuple[Channels, pipelines.Pipeline]:
-    """This worker's part of a pipeline, with the state that `parts` have; all workers call it together.
+    """This worker's part of a pipeline, with the state that `components` have; all workers call it together.
 
-    The workers of the world may be in several pipelines. `parts` keep what this one holds.
+    The workers of the world may be in several pipelines. `components` keep what this one holds.
     """
-    check_optimizer(settings, parts, traced, pipeline_layout)
-    channels = link(worker, pipeline_layout, parts.device)
+    check_optimizer(settings, components, traced, pipeline_layout)
+    channels = link(worker, pipeline_layout, components.device)
     pipeline = pipelines.Pipeline(
         worker.rank,
         pipeline_layout,
         traced,
         channels,
         pipelines.PipelineParts(
-            parts.loss,
-            lambda parameters: build_optimizer(settings.optimizer, parameters, parts.names),
-            parts.device,
-            parts.autocast,
+            components.loss,
+            lambda parameters: build_optimizer(settings.optimizer, parameters, components.names),
+            components.device,
+            components.autocast,
             worker.rendezvous,
             settings.clip_norm,
             settings.topology,
             StragglerInjector(settings.slow, worker.rank, settings.seed).slowed,
-            loss_scale=LossScale(parts.scaler) if parts.scaler.is_enabled() else None,
+            loss_scale=LossScale(components.scaler) if components.scaler.is_enabled() else None,
         ),
     )
     pipeline.clock_offset_s = clock_offset(worker.rank, hosts)
-    pipeline.take_optimizer_state(parts.optimizer)
+    pipeline.take_optimizer_state(components.optimizer)
     held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
-    _let_go(parts, pipeline, held)
+    _free_other_stages(components, pipeline, held)
     return channels, pipeline
 
 
-def _let_go(parts: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
+def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
     """Free the memory of what only other workers hold; their names stay."""
     kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
-    named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
+    named = [*components.model.named_parameters(), *components.model.named_buffers()]
     for name, tensor in named:
         if id(tensor) not in kept and name in everywhere:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    parts.optimizer.state.clear()
+    components.optimizer.state.clear()
 
 
 def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) -> EngineState:

@@ -226,7 +226,7 @@ class TrainStep:
         if self._components.has_partial_gradients:
             self._note_gradients(notes[trials + 2 :])
         requests = self._flags.before()
-        self._flags.note(notes[trials : trials + 2])
+        self._flags.record(notes[trials : trials + 2])
         return notes[:trials], requests
 
     def _gradients_there(self) -> Tensor:
@@ -258,14 +258,14 @@ class TrainStep:
             # The other workers have one by now.
             components.begin_scaling(total)
         self._seen += sum(batch.count for batch in batches)
-        for number, (pieces, weights) in enumerate(rounds):
+        for number, (microbatches, weights) in enumerate(rounds):
             is_last = number == len(rounds) - 1
-            content = components.to_device(pieces)
+            content = components.to_device(microbatches)
             if self.recorded is not None:
                 inputs, target = content
                 self.recorded.append(Part(inputs, target, weights[0], share=share).copied())
             self._last_inputs = content[0] if self._is_first else None
-            losses = components.losses(content, [count for _, count in pieces], weights)
+            losses = components.losses(content, [count for _, count in microbatches], weights)
             weighted = losses if set(weights) == {1.0} else components.weighted(losses, weights)
             if self._sync is not None:
                 self._sync.before_backward(last=is_last, factor=share)
@@ -305,8 +305,8 @@ class TrainStep:
 
 def step_alone(entry: TrialInit, batch: Batch, factor: float) -> Tensor:
     """The loss of a step that a trial takes by itself."""
-    entry.parts.seed_step(entry.settings.seed, entry.age, 0)
-    return TrainStep(entry.parts, entry.settings).step([batch], [factor])[0][0]
+    entry.components.seed_step(entry.settings.seed, entry.age, 0)
+    return TrainStep(entry.components, entry.settings).step([batch], [factor])[0][0]
 
 
 class _Flags:
@@ -317,7 +317,7 @@ class _Flags:
         self._values = torch.zeros(2, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
-    def note(self, requests: Tensor) -> None:
+    def record(self, requests: Tensor) -> None:
         self._values.copy_(requests, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()

@@ -22,7 +22,7 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
 from plait.training.batch_streams import BatchStream, next_batches
-from plait.training.change.members import Mark, loss_of, most_advanced
+from plait.training.change.members import ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
@@ -203,14 +203,14 @@ class WholeModelEngine:
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         self._open_step.pause_monitor()
-        self.settle()
+        self.synchronize()
         components, settings = self.components, [trial.settings for trial in self.trials]
         total = self._group.total(components.sums(slots, settings, self._group.share), components.device)
         return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
 
     def state(self, slot: int = 0) -> EngineState | None:
         self._open_step.pause_monitor()
-        self.settle()
+        self.synchronize()
         return self.components.state(slot) if self._group.is_first else None
 
     def apply(self, change: Change) -> None:
@@ -241,11 +241,11 @@ class WholeModelEngine:
         self.trials = trials
         self.open()
 
-    def settle(self, staying: Sequence[int] = ()) -> None:
+    def synchronize(self, staying: Sequence[int] = ()) -> None:
         """Give all workers the same running statistics; everything else they hold alike."""
         self._open_step.average_buffers()
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
         return most_advanced(marks), self.components.state()
 
     def close(self) -> None:

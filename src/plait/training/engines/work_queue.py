@@ -60,7 +60,7 @@ class Speed:
         self._numbers: deque[int] = deque(maxlen=WINDOW + 1)
         self._before = 0
 
-    def note(self, number: int) -> None:
+    def record(self, number: int) -> None:
         """This worker begins the claim that is `number` of the segment in the order of all workers."""
         self._numbers.append(self._before + number)
 
@@ -216,7 +216,7 @@ class WorkQueue:
     def _note_begun(self, number: int) -> None:
         self._taken += 1
         self._left_at = None
-        self._speed.note(number)
+        self._speed.record(number)
 
     def _next(self) -> int | None:
         if self._fixed:

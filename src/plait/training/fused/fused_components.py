@@ -33,9 +33,9 @@ from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import OptimizerSettings, TrainSettings
-from plait.training import components
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import Components, TrialInit
+from plait.training.components import build as build_components
 from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
 from plait.training.fused.rounds import Piece, Round, most_rounds, rounds_of
 from plait.training.fused.trial_norms import TrialNorms
@@ -66,15 +66,15 @@ class FusedComponents:
         self.verdict = verdict or FusionReport()
         self._stream = stream
         self._entries = [_without_state(entry) for entry in entries]
-        self.device = first.parts.device
-        models = [entry.parts.model for entry in entries]
+        self.device = first.components.device
+        models = [entry.components.model for entry in entries]
         ages = [entry.age for entry in entries]
         # Compared with the trials alone by whoever makes arrays, where that was asked for.
         self.fused = fuse(models, self._seeds(entries), ages, self.verdict.unfused, verify=False)
         if self.device.type == "cuda" and not is_summed:
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
-        optimizers = [entry.parts.optimizer for entry in entries]
+        optimizers = [entry.components.optimizer for entry in entries]
         # Always with a vector, as trials that come later may clip; what nobody clips costs one pass.
         self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, models, clip_norm=clips)
         self._notice_clips()
@@ -113,7 +113,7 @@ class FusedComponents:
     @property
     def train_set(self) -> DataSource:
         """That of the first trial."""
-        return self._entries[0].parts.train_set
+        return self._entries[0].components.train_set
 
     def check_summed(self, settings: OptimizerSettings) -> None:
         """Optimizers that can be fused begin each step without gradients."""
@@ -121,12 +121,12 @@ class FusedComponents:
     def load(self, state: Checkpoint) -> None:
         """Let the first trial go on from the tensors of a checkpoint."""
         entry = rebuild_trial(self, 0)
-        entry.parts.load(state)
+        entry.components.load(state)
         self.change([0], [entry])
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse, before anything changes, trials that cannot join those that are there."""
-        check_joining(self.fused, [entry.parts.model for entry in entering])
+        check_joining(self.fused, [entry.components.model for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> FusedComponents:
         """Let trials leave and enter: newcomers take the leavers' slots, then new ones at the end."""
@@ -134,14 +134,14 @@ class FusedComponents:
         # A vector for all, also where nobody clipped before.
         self.optimizer.clip_norm = self._clip_vector()
         for slot, entry in zip(leaving, entering):
-            replace_trial(self.fused, self.optimizer, slot, entry.parts.model, 0)
+            replace_trial(self.fused, self.optimizer, slot, entry.components.model, 0)
             self._entries[slot] = entry
         stay = [slot for slot in range(self.trials) if slot not in leaving[pairs:]]
         if len(stay) < self.trials:
             keep_trials(self.fused, self.optimizer, stay)
             self._reorder(stay)
         for entry in entering[pairs:]:
-            add_trials(self.fused, self.optimizer, [entry.parts.model], [0])
+            add_trials(self.fused, self.optimizer, [entry.components.model], [0])
             self._reorder([*range(len(self._entries)), 0])
             self._entries[-1] = entry
         for slot, entry in enumerate(self._entries):
@@ -162,7 +162,7 @@ class FusedComponents:
 
     def _load_entry(self, slot: int, entry: TrialInit) -> None:
         """The hyperparameters and the state that a newcomer brings beside its weights."""
-        load_trial(self.optimizer, entry.parts.optimizer, slot, entry.parts.model)
+        load_trial(self.optimizer, entry.components.optimizer, slot, entry.components.model)
         self.fused.seeds[slot], self.fused.ages[slot] = self._seeds([entry])[0], entry.age
         self._load_scale(slot, entry)
         self._entries[slot] = _without_state(entry)
@@ -175,7 +175,7 @@ class FusedComponents:
         return [mix(entry.settings.seed, *stream) for entry in entries]
 
     def _load_scale(self, slot: int, entry: TrialInit) -> None:
-        if state := entry.parts.scaler.state_dict():
+        if state := entry.components.scaler.state_dict():
             self._scales.scales[slot] = state["scale"]
             self._scales.good_steps[slot] = state["_growth_tracker"]
 
@@ -193,7 +193,7 @@ class FusedComponents:
     def set_lr(self, factors: Sequence[float]) -> None:
         """Set the factors on the trials' learning rates, for the steps to come."""
         for number, group in enumerate(self.optimizer.groups):
-            rates = [e.parts.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
+            rates = [e.components.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
             if rates != group.numbers["lr"]:
                 group["lr"] = rates
 
@@ -211,14 +211,14 @@ class FusedComponents:
         """What this worker's gradients count for in the sum; each round has the trials' own weights."""
         return 1.0
 
-    def to_device(self, pieces: Sequence[Piece]) -> Any:
+    def to_device(self, microbatches: Sequence[Piece]) -> Any:
         """Inputs and target of all trials: the same for all, or stacked and padded."""
-        length = max(count for _, count in pieces)
-        return together(self._entries[0].parts, [content for content, _ in pieces], length)
+        length = max(count for _, count in microbatches)
+        return together(self._entries[0].components, [content for content, _ in microbatches], length)
 
     def stacked(self, contents: Sequence[Any], length: int) -> Any:
         """What each trial gets, stacked, padded to `length` rows and on the device."""
-        return stacked(self._entries[0].parts, contents, length)
+        return stacked(self._entries[0].components, contents, length)
 
     def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
         """The loss of each trial's own rows, `counts` of them (all without counts), of a round."""
@@ -227,7 +227,7 @@ class FusedComponents:
         inputs, target = content
         if without:
             self.fused.freeze(without)
-        with padding, self._entries[0].parts.autocast():
+        with padding, self._entries[0].components.autocast():
             losses = self.losses_of(forward(self.fused, inputs), target, counts)
         if without:
             self.fused.freeze([])
@@ -260,7 +260,7 @@ class FusedComponents:
     def drawing_alike(self, batches: Sequence[Batch], accumulate: int, workers: int) -> Iterator[None]:
         """Around a step of several workers: their trials draw on from the same place of their streams.
 
-        A worker's share may have been cut into fewer pieces.
+        A worker's share may have been cut into fewer microbatches.
         """
         rounds = most_rounds(batches, accumulate, workers)
         ages = self.fused.ages + torch.tensor(rounds, device=self.fused.ages.device)
@@ -297,26 +297,28 @@ class FusedComponents:
     def _sums_together(self, slots: Sequence[int], size: int, share: tuple[int, int]) -> Tensor:
         sums = torch.zeros(len(slots), 4, dtype=torch.float64)
         first = self._entries[slots[0]]
-        parts, settings = first.parts, first.settings
+        components, settings = first.components, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in evaluation_batches(parts, settings, size, *share):
+            for batch in evaluation_batches(components, settings, size, *share):
                 if not batch.count:
                     continue
-                inputs, target = to_device(batch.content, parts.device, parts.dtype)
-                with parts.autocast():
+                inputs, target = to_device(batch.content, components.device, components.dtype)
+                with components.autocast():
                     output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
                 for row, slot in enumerate(slots):
-                    sums[row] += sums_of(self._entries[slot].parts, at(output, slot), target, batch.count)
+                    sums[row] += sums_of(
+                        self._entries[slot].components, at(output, slot), target, batch.count
+                    )
         return sums
 
     def _sums_alone(self, slot: int, share: tuple[int, int]) -> Tensor:
         entry = self._entries[slot]
-        parts = replace(entry.parts, model=self.fused.trial(slot))
-        return sums_over_share(parts, entry.settings, *share)
+        components = replace(entry.components, model=self.fused.trial(slot))
+        return sums_over_share(components, entry.settings, *share)
 
     def of_trial(self, slot: int) -> Components:
         """What the trial in `slot` is evaluated with; its weights are not in it."""
-        return self._entries[slot].parts
+        return self._entries[slot].components
 
     def settings_of(self, slot: int) -> TrainSettings:
         return self._entries[slot].settings
@@ -335,7 +337,7 @@ class FusedComponents:
 
     def loss_scale(self, slot: int) -> dict[str, Any]:
         """The state of the scaler that the trial in `slot` would have alone; empty where none is in use."""
-        state: dict[str, Any] = self._entries[slot].parts.scaler.state_dict()
+        state: dict[str, Any] = self._entries[slot].components.scaler.state_dict()
         if state:
             state["scale"] = self._scales.scales[slot].item()
             state["_growth_tracker"] = int(self._scales.good_steps[slot])
@@ -352,29 +354,31 @@ def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
     next.
     """
     settings, known = array.settings_of(slot), array.of_trial(slot)
-    parts = components.build(settings, known.device, (known.train_set, known.test_set))
+    components = build_components(settings, known.device, (known.train_set, known.test_set))
     trial = array.fused.trial(slot)
     own = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
     with torch.no_grad():
-        for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
+        for name, tensor in (*components.model.named_parameters(), *components.model.named_buffers()):
             tensor.data = own[name].detach().clone()
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
     state = named_state.optimizer_state(trial_optimizer(array.optimizer, trial, slot), names)
-    named_state.load_optimizer_state(parts.optimizer, parts.names, state)
-    parts.scaler.load_state_dict(array.loss_scale(slot))
-    return TrialInit(settings, parts, int(array.fused.ages[slot]))
+    named_state.load_optimizer_state(components.optimizer, components.names, state)
+    components.scaler.load_state_dict(array.loss_scale(slot))
+    return TrialInit(settings, components, int(array.fused.ages[slot]))
 
 
-def together(parts: Components, contents: Sequence[Any], length: int) -> Any:
+def together(components: Components, contents: Sequence[Any], length: int) -> Any:
     """Inputs and target of all trials: the same for all, or stacked and padded."""
     if all(content is contents[0] for content in contents):
-        return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
-    return stacked(parts, contents, length)
+        return pytree.tree_map_only(
+            Tensor, Shared, to_device(contents[0], components.device, components.dtype)
+        )
+    return stacked(components, contents, length)
 
 
-def stacked(parts: Components, contents: Sequence[Any], length: int) -> Any:
+def stacked(components: Components, contents: Sequence[Any], length: int) -> Any:
     """What each trial gets, stacked, padded to `length` rows and on the device."""
-    moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
+    moved = {id(content): to_device(content, components.device, components.dtype) for content in contents}
     flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
     leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
     return pytree.tree_unflatten(leaves, specs[0])
@@ -417,7 +421,7 @@ def losses_alone(entries: Sequence[TrialInit], output: Any, target: Any, counts:
 
     return torch.stack(
         [
-            entry.parts.loss(*pytree.tree_map(lambda x, p=place: own(x, p), (output, target)))
+            entry.components.loss(*pytree.tree_map(lambda x, p=place: own(x, p), (output, target)))
             for place, entry in enumerate(entries)
         ]
     )
@@ -431,8 +435,8 @@ def at(output: Any, place: int) -> Any:
 def _without_state(entry: TrialInit) -> TrialInit:
     """`entry` without the weights that the array now holds."""
     empty = nn.Parameter(torch.zeros(0))
-    parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
-    return replace(entry, parts=parts)
+    components = replace(entry.components, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
+    return replace(entry, components=components)
 
 
 def _clip(entry: TrialInit) -> float:

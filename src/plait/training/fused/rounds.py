@@ -26,11 +26,11 @@ def rounds_of(batches: Sequence[Batch], accumulate: int) -> list[Round]:
     cuts = {id(batch): list(cut(batch.content, batch.count, accumulate)) for batch in batches}
     own = [cuts[id(batch)] for batch in batches]
     rounds = []
-    for number in range(max(len(pieces) for pieces in own)):
-        present = [pieces[number] if number < len(pieces) else None for pieces in own]
+    for number in range(max(len(microbatches) for microbatches in own)):
+        present = [microbatches[number] if number < len(microbatches) else None for microbatches in own]
         there = next(piece for piece in present if piece is not None)
         weights = [0.0 if piece is None else piece[1] / batch.total for piece, batch in zip(present, batches)]
-        spares = [pieces[0] if pieces else _finite(there) for pieces in own]
+        spares = [microbatches[0] if microbatches else _finite(there) for microbatches in own]
         rounds.append(([piece or spare for piece, spare in zip(present, spares)], weights))
     return rounds
 

@@ -93,7 +93,7 @@ class ShareMonitor:
             self._add(GradientNorms(own / size, 1 / size, 1.0, whole, samples * size))
 
     def _add(self, norms: GradientNorms) -> None:
-        scale, found = self._run.parts.scaler.get_scale() ** 2, estimate(norms)
+        scale, found = self._run.components.scaler.get_scale() ** 2, estimate(norms)
         if found is not None:
             self._sums.measured += 1
             self._sums.variance += found.variance / scale

@@ -58,7 +58,7 @@ class StepMonitor:
         self.topology = run.settings.topology.name
         self._gradient_bytes = 0
         self._timer = StepTimer()
-        self._device = run.parts.device
+        self._device = run.components.device
         self._own_part: tuple[Tensor, float] | None = None
         self._share_of_norm = torch.zeros((), dtype=torch.float64, device=self._device)
         self._before: _Step | None = None
@@ -121,7 +121,7 @@ class StepMonitor:
         self._take(numbers, self._now(samples))
 
     def _now(self, samples: int) -> _Step:
-        run, scale = self._run, self._run.parts.scaler.get_scale()
+        run, scale = self._run, self._run.components.scaler.get_scale()
         return _Step(self.step, samples, run.batch_size, run.trial.batch.lr_factor, self.topology, scale)
 
     def _take(self, numbers: Tensor, step: _Step) -> None:
