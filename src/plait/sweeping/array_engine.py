@@ -204,7 +204,7 @@ class ArrayEngine:
         if array is None or not isinstance(self._engine, WholeModelEngine):
             return
         reasons = {}
-        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.under_way)):
+        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.in_progress)):
             try:
                 step_alone(rebuild_trial(array, slot), batch, factor)
             except Exception as own:  # a user's model can fail in any way

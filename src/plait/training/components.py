@@ -76,15 +76,15 @@ class Components:
     device: torch.device
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
-    # Where the model has no memory yet: what gives a worker's own tensors theirs.
+    # For a model on the meta device: allocates the tensors that this worker holds.
     local_tensors: LocalTensors | None = None
     # Warnings for the user when the run begins.
     warnings: tuple[str, ...] = ()
 
-    # One trial, whose model has no trials axis: what it keeps in Python may change, and all of it is its own.
+    # One trial without a trials axis: nothing is shared with other trials, and Python state may change.
     trials = 1
     can_be_captured = has_partial_gradients = False
-    # Whether the loss of a microbatch in stages has its weight in the batch already.
+    # Whether losses of microbatches in stages are already weighted by their share of the batch.
     weights_losses = False
 
     @property
@@ -107,11 +107,11 @@ class Components:
         return is_known(self.optimizer)
 
     def check_summed(self, settings: OptimizerSettings) -> None:
-        """Refuse an optimizer that does not do with the sum of several workers' gradients as with its own."""
+        """Refuse an optimizer that treats summed gradients of several workers differently from local ones."""
         check_gradients_left(settings.kind, find_traits(settings, dict(self.model.named_parameters())))
 
     def load(self, state: Checkpoint) -> None:
-        """Go on from the tensors of a checkpoint on a worker that holds the whole model."""
+        """Load the tensors of a checkpoint on a worker that holds the whole model."""
         checkpoints.load_model_state(self.model, state.model)
         named_state.load_optimizer_state(self.optimizer, self.names, state.optimizer)
 
@@ -124,14 +124,14 @@ class Components:
         return entry.components
 
     def set_lr(self, factors: Sequence[float]) -> None:
-        """Set the factor on the learning rate, for the steps to come."""
+        """Set the factor on the learning rate for the next steps."""
         set_lr(self.optimizer, self.base_lrs, factors[0])
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def seed_step(self, seed: int, step: int, rank: int) -> int:
-        """Let a step's random numbers depend on these alone; returns the seed of its update on all ranks."""
+        """Seed a step by these numbers only; returns the seed of its update, the same on all ranks."""
         seed_all(mix(seed, step, rank))
         return mix(seed, step)
 
@@ -147,7 +147,7 @@ class Components:
         return [([microbatch], [microbatch[1] / whole]) for microbatch in microbatches]
 
     def share(self, batches: Sequence[Batch]) -> float:
-        """What this worker's gradients count for in the sum."""
+        """The weight of this worker's gradients in the sum."""
         return batches[0].count / batches[0].total
 
     def to_device(self, microbatches: Sequence[Piece]) -> tuple[Any, Any]:
@@ -164,7 +164,7 @@ class Components:
         return losses * weights[0]
 
     def begin_scaling(self, losses: Tensor) -> None:
-        """Have the scaler make its scale, which it does on first use, where no sample fell to this worker."""
+        """Initialize the loss scale, which happens on first use, if this worker has no samples."""
         self.scaler.scale(losses)
 
     def backward(self, losses: Tensor) -> None:
@@ -184,7 +184,7 @@ class Components:
     def drawing_alike(
         self, batches: Sequence[Batch], accumulate: int, workers: int
     ) -> AbstractContextManager[None]:
-        """Around a step of several workers, which all draw from generators that are seeded for each step."""
+        """Does nothing: generators are seeded for each step."""
         return contextlib.nullcontext()
 
     def measure_part(self, weights: Sequence[float]) -> None:
@@ -211,7 +211,7 @@ class Components:
         )
 
     def of_trial(self, slot: int) -> Components:
-        """What the trial is evaluated with."""
+        """The components for evaluating the trial."""
         return self
 
 
@@ -225,7 +225,7 @@ class TrialInit:
 
 
 def check(settings: TrainSettings) -> None:
-    """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
+    """Refuse settings with unknown names or wrong arguments; builds and reads nothing."""
     code = resolve_names(settings)
     if makes_stream(settings.data):
         check_stream(settings)
@@ -239,7 +239,7 @@ def check(settings: TrainSettings) -> None:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
         if name is not None and name not in code.modes:
             raise JobError(f"{key}: {unknown_mode(name)}")
-    # On a parameter that is not used, so that the optimizer checks its options.
+    # On a dummy parameter, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     choose_device(settings.device, 0)
     check_lr_schedule(settings.lr_schedule)
@@ -275,7 +275,7 @@ class JobCode:
 
 
 def resolve_names(settings: TrainSettings) -> JobCode:
-    """What the names of a job refer to; names that do not exist or take other arguments are refused."""
+    """The objects that the names of a job refer to; JobError for unknown names or wrong arguments."""
     seed_factory(settings.seed)
     return JobCode(
         model=find_model(settings.model),
@@ -286,7 +286,7 @@ def resolve_names(settings: TrainSettings) -> JobCode:
 
 
 def seed_factory(seed: int) -> None:
-    """Let what a factory draws at random depend on `seed` alone.
+    """Seed the random numbers that a factory draws by `seed` only.
 
     So it draws the same on every worker, and for both splits: parts of `random_split` have nothing in common.
     """
@@ -296,12 +296,12 @@ def seed_factory(seed: int) -> None:
 
 
 def dtype_of(settings: TrainSettings) -> torch.dtype | None:
-    """What weights and batches are converted to; None where they stay as they are made."""
+    """The dtype of weights and batches; None if they are not converted."""
     return torch.float64 if settings.precision == "float64" else None
 
 
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    """The model with its initial weights, which depend on `seed` alone, in training mode."""
+    """The model in training mode, with initial weights that depend only on `seed`."""
     # Modules may draw while they are imported, too.
     seed_factory(seed)
     model = _made(find_model(settings), settings, seed)
@@ -356,13 +356,13 @@ def find_collate_fn(settings: DataSettings) -> Collate | None:
 
 
 def makes_stream(settings: DataSettings) -> bool:
-    """Whether the job names a class of streams; of a function this is known only from what it returns."""
+    """Whether the job names a stream class; for a function it is only known after calling it."""
     factory: Any = data.check(settings.kind, settings.options)[0]
     return isinstance(factory, type) and issubclass(factory, IterableDataset)
 
 
 def check_stream(settings: TrainSettings, source: DataSource | None = None) -> None:
-    """Refuse what a stream of samples cannot do; `source` is the stream, once there is one."""
+    """Refuse settings that a stream of samples does not support; `source` is the stream, if already built."""
     kind = settings.data.kind
     if settings.sync.kind != "all-reduce":
         raise JobError(
@@ -390,7 +390,7 @@ def check_stream(settings: TrainSettings, source: DataSource | None = None) -> N
 
 
 def check_test_split(settings: TrainSettings) -> None:
-    """Refuse what needs a test split where the data has none."""
+    """Refuse settings that need a test split, for data without one."""
     for key, wanted in (
         ("evaluate.every_steps", settings.evaluate.every_steps),
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
@@ -503,7 +503,7 @@ def _with_optimizer(
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
     if has_extra_state(model):
-        # Refused now rather than at the first checkpoint.
+        # Fails now rather than at the first checkpoint.
         model_state(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -41,22 +41,22 @@ from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.verification import same_random_numbers
 
-# Batches that are looked at for values which change.
+# How many batches are checked for values that change.
 _LOOKS = 8
 # The model's and the optimizer's state, by name.
 State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def trace_parts(
+def trace_components(
     settings: TrainSettings,
     components: Components,
     whole: Collection[str] = (),
     evaluation: bool = True,
     before: TracedModel | None = None,
 ) -> TracedModel:
-    """The model as layers, found with the first few samples; the modules of `whole` are one layer each.
+    """The layers of the model, traced with the first few samples; modules in `whole` are one layer each.
 
-    `before` is an earlier trace of it, which saves time.
+    `before` is an earlier trace of the model, which saves time.
     """
     with same_random_numbers(settings.seed):
         (inputs, target), (others, _) = _examples(settings, components, few=4)
@@ -82,29 +82,29 @@ def _examples(settings: TrainSettings, components: Components, few: int) -> list
 def prepare_pipeline(
     settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout, verify: bool
 ) -> tuple[VerifiedStages, PipelineLayout]:
-    """The model in whole modules wherever the layout does not cut through them, verified if asked."""
-    traced = trace_parts(settings, components, evaluation=False)
+    """The model traced in whole modules where the layout allows it; its stages are verified if `verify`."""
+    traced = trace_components(settings, components, evaluation=False)
     _check_layers(settings, traced, pipeline_layout)
     example = example_of(settings, components, pipeline_layout) if verify else None
-    found = prepare_stages(
+    verified = prepare_stages(
         traced,
         pipeline_layout.stages,
-        lambda whole: trace_parts(settings, components, whole, before=traced),
+        lambda whole: trace_components(settings, components, whole, before=traced),
         example,
     )
-    pipeline_layout = replace(pipeline_layout, stages=found.stages)
-    check_state(found.traced, pipeline_layout)
+    pipeline_layout = replace(pipeline_layout, stages=verified.stages)
+    check_state(verified.traced, pipeline_layout)
     if example is not None:
-        _check_values(settings, components, found.traced)
-        names = written_buffers_of_replicas(found.traced, pipeline_layout)
-        own = [name for name in own_buffers(components.model) if name in names]
-        if own and (words := describe_rows(components.model, example.batches[0][0], own)):
-            raise StageError(words)
-    return found, pipeline_layout
+        _check_values(settings, components, verified.traced)
+        names = written_buffers_of_replicas(verified.traced, pipeline_layout)
+        local = [name for name in own_buffers(components.model) if name in names]
+        if local and (message := describe_rows(components.model, example.batches[0][0], local)):
+            raise StageError(message)
+    return verified, pipeline_layout
 
 
 def _check_values(settings: TrainSettings, components: Components, traced: TracedModel) -> None:
-    """See, on samples from all over the set, that the values which the trace has fixed do not change."""
+    """Check on samples from the whole data set that values which the trace took as constant do not change."""
     source = components.train_set
     if not traced.fixed_values or source.is_stream:
         return
@@ -116,7 +116,7 @@ def _check_values(settings: TrainSettings, components: Components, traced: Trace
 
 
 def example_of(settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout) -> Example:
-    """Batches of the job on which its stages are compared with its model."""
+    """Batches of the job for comparing its stages with its whole model."""
     with same_random_numbers(settings.seed):
         batches = _examples(settings, components, few=min(4, settings.data.batch_size))
     choices = Choices(
@@ -140,20 +140,22 @@ def prepare_together(
 ) -> tuple[VerifiedStages, PipelineLayout]:
     """As `prepare_pipeline`, verified by rank 0 for all; all workers call it together.
 
-    A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
-    that its first verification led to are kept in its folder.
+    A run that resumes under the same plan is not verified again, unless the job says `every_run`; the
+    verified stages are saved in its folder.
     """
     outcome = _prepare_here(worker, settings, components, pipeline_layout, folder)
-    own = outcome.pop("checked")
+    local = outcome.pop("checked")
     if worker.world_size > 1:
         outcome = broadcast_value(outcome, 0)
     if outcome["failure"] is not None:
         raise JobError(outcome["failure"])
     stages = tuple(tuple(ids) for ids in outcome["stages"])
-    if own is None or own.fine != stages:
-        own, _ = prepare_pipeline(settings, components, replace(pipeline_layout, stages=stages), verify=False)
-    found = replace(own, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
-    return found, replace(pipeline_layout, stages=found.stages)
+    if local is None or local.fine != stages:
+        local, _ = prepare_pipeline(
+            settings, components, replace(pipeline_layout, stages=stages), verify=False
+        )
+    verified = replace(local, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
+    return verified, replace(pipeline_layout, stages=verified.stages)
 
 
 _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole model"
@@ -166,7 +168,7 @@ def _prepare_here(
     pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> dict[str, Any]:
-    """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
+    """The outcome on this worker; all workers use that of rank 0, which verifies and has the run's folder."""
     outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
     verify = settings.verify.start != "off" and worker.rank == 0
     if verify and components.local_tensors is not None:
@@ -176,21 +178,22 @@ def _prepare_here(
         if known is not None:
             verify, pipeline_layout = False, replace(pipeline_layout, stages=known)
     try:
-        found, _ = prepare_pipeline(settings, components, pipeline_layout, verify)
+        verified, _ = prepare_pipeline(settings, components, pipeline_layout, verify)
     except (JobError, DataError) as failure:  # which name the key
         return outcome | {"failure": str(failure), "checked": None}
     except InputError as failure:
         return outcome | {"failure": f"parallel.plan: {failure}", "checked": None}
     if verify and folder is not None:
-        _keep_stages(folder, settings, pipeline_layout, found.fine)
-    outcome |= {"stages": found.fine, "notes": (*outcome["notes"], *found.notes), "seconds": found.seconds}
-    return outcome | {"checked": found}
+        _keep_stages(folder, settings, pipeline_layout, verified.fine)
+    notes = (*outcome["notes"], *verified.notes)
+    outcome |= {"stages": verified.fine, "notes": notes, "seconds": verified.seconds}
+    return outcome | {"checked": verified}
 
 
 def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> Any:
-    """What a verification was made for."""
+    """What identifies a verification: it holds for these settings only."""
     model = {"factory": settings.model.factory, "args": dict(settings.model.args)}
-    found = {
+    values = {
         "model": model,
         "stages": pipeline_layout.stages,
         "recompute": sorted(pipeline_layout.recompute),
@@ -198,13 +201,13 @@ def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> An
         "precision": settings.precision,
         "torch": torch.__version__,
     }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(values, default=str))
 
 
 def _known_stages(
     folder: RunDir | None, settings: TrainSettings, pipeline_layout: PipelineLayout
 ) -> tuple[tuple[str, ...], ...] | None:
-    """The stages that this run was verified with before, for the same plan; None where it was not."""
+    """The stages of an earlier verification of this run for the same plan; None if there is none."""
     if folder is None or not folder.verified.exists():
         return None
     try:
@@ -243,19 +246,19 @@ def _check_layers(settings: TrainSettings, traced: TracedModel, pipeline_layout:
 def check_optimizer(
     settings: TrainSettings, components: Components, traced: TracedModel, pipeline_layout: PipelineLayout
 ) -> None:
-    """Refuse an optimizer of the user's own that would do something else in stages than on one worker."""
+    """Refuse a custom optimizer whose updates in stages would differ from those on one worker."""
     kind = settings.optimizer.kind
     traits = find_traits(settings.optimizer, dict(components.model.named_parameters()))
     check_gradients_left(kind, traits)
     if traits.couples and len(pipeline_layout.stages) > 1:
         raise JobError(
             f"optimizer.kind: {kind} computes an update from all parameters together (a norm over all, say), "
-            f"and a stage has its own only; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
+            f"and a stage has only some; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
             f"which is that of all stages under the schedules that drain"
         )
     holders = find_holders(traced, pipeline_layout)
-    held = {w: [n for n, own in holders.items() if w in own] for w in pipeline_layout.workers}
-    unlike = [n for n, own in holders.items() if any(held[w] != held[own[0]] for w in own)]
+    held = {w: [n for n, ranks in holders.items() if w in ranks] for w in pipeline_layout.workers}
+    unlike = [n for n, ranks in holders.items() if any(held[w] != held[ranks[0]] for w in ranks)]
     if traits.draws and unlike:
         raise JobError(
             f"optimizer.kind: {kind} draws random numbers, and parameter {unlike[0]!r} is held by workers "
@@ -279,9 +282,9 @@ def open_pipeline(
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
 ) -> tuple[Channels, pipelines.Pipeline]:
-    """This worker's part of a pipeline, with the state that `components` have; all workers call it together.
+    """This worker's part of a pipeline, with the state of `components`; all workers call it together.
 
-    The workers of the world may be in several pipelines. `components` keep what this one holds.
+    The workers may be in several pipelines. Tensors that this worker does not need are freed in `components`.
     """
     check_optimizer(settings, components, traced, pipeline_layout)
     channels = link(worker, pipeline_layout, components.device)
@@ -310,7 +313,7 @@ def open_pipeline(
 
 
 def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
-    """Free the memory of what only other workers hold; their names stay."""
+    """Free the memory of tensors that only other workers hold; their names stay."""
     kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
     named = [*components.model.named_parameters(), *components.model.named_buffers()]
     for name, tensor in named:
@@ -327,9 +330,9 @@ def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) 
     return replace(state, model=whole, optimizer=optimizer)
 
 
-def report_verification(recorder: MetricsLogger, found: VerifiedStages) -> None:
-    """Write down what the verification of a pipeline came to."""
-    for note in found.notes:
-        recorder.warn(f"verify: {note}")
-    if found.seconds:
-        recorder.verified(Verified(round(found.seconds, 3), found.notes))
+def report_verification(recorder: MetricsLogger, verified: VerifiedStages) -> None:
+    """Record the result of the verification of a pipeline."""
+    for warning in verified.notes:
+        recorder.warn(f"verify: {warning}")
+    if verified.seconds:
+        recorder.verified(Verified(round(verified.seconds, 3), verified.notes))

@@ -1,4 +1,4 @@
-"""The rounds of a step: a microbatch of each trial, which all of them work on together."""
+"""The rounds of a step: in each, all trials process one microbatch together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from plait.data.loader import Batch, cut
 
 # A trial's part of a round: a microbatch and how many samples it has.
 Piece = tuple[Any, int]
-# A piece for each trial, and each one's share of its trial's batch.
+# A microbatch for each trial, and each one's share of its trial's batch.
 Round = tuple[list[Piece], list[float]]
 
 
 def rounds_of(batches: Sequence[Batch], accumulate: int) -> list[Round]:
-    """The rounds of a step on this worker; none where no sample fell to it.
+    """The rounds of a step on this worker; none if it has no samples.
 
     A trial that has nothing to do in a round, as it has fewer samples than others have microbatches, gets its
     own first piece again with a share of zero, or, where it has none, another's without what is not finite:

@@ -12,27 +12,27 @@ from plait.adapt.monitors.squared_norms import gradients, trial_squared_norms
 
 
 class TrialNorms:
-    """Compares each trial's first microbatch with its batch; places are those of the array."""
+    """Compares gradient norms of the first microbatch and the batch of each trial, by slot."""
 
     def __init__(self, trials: int) -> None:
         self.averages = [GradientAverages() for _ in range(trials)]
         self._part: tuple[Tensor, Sequence[float]] | None = None
 
     def reorder(self, places: Sequence[int]) -> None:
-        """Trials have moved: each place has what was at that of `places`."""
+        """Trials have moved: slot i now has the trial that was in slot `places[i]`."""
         self.averages = [self.averages[place] for place in places]
 
     def begin(self, place: int) -> None:
-        """Another trial begins at `place`."""
+        """Another trial begins in slot `place`."""
         self.averages[place] = GradientAverages()
 
     def after_microbatch(self, parameters: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Note the gradients after the first microbatch, `weights` of each trial's batch."""
+        """Record the norms after the first microbatch, which has `weights` of each trial's batch."""
         if self._part is None:
             self._part = trial_squared_norms(gradients(parameters), len(self.averages)), weights
 
     def before_update(self, parameters: Sequence[Tensor], samples: Sequence[int], scales: Tensor) -> None:
-        """Take the gradients of whole batches, times the trials' loss `scales`."""
+        """Record the norms of whole batches; gradients are multiplied by the trials' loss `scales`."""
         if self._part is None:
             return
         parts, weights = self._part
