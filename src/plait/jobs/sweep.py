@@ -217,7 +217,7 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
         key = "a plan with stages" if in_stages else f"--replicas {settings.replicas}"
         raise InputError(
             f"parallel.elastic: found true with {key}; a worker that leaves would break its group, and in an "
-            f"elastic sweep each worker trains arrays of its own: leave one of the two out"
+            f"elastic sweep each worker trains separate arrays: leave one of the two out"
         )
     if in_stages and job.parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))

@@ -127,19 +127,19 @@ def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
 
 
 def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
-    """Refuse numbers of workers that the job may come to and no plan can be made for."""
+    """Refuse a range of workers for which some number has no plan."""
     for workers in range(rules.min_workers, rules.max_allowed + 1):
         try:
             plan_for(plan, graph, [1.0] * workers)
         except PlanError as failure:
             raise JobError(
-                f"parallel.elastic: the job may come to {workers} workers (parallel.min_workers "
+                f"parallel.elastic: the job may have {workers} workers (parallel.min_workers "
                 f"{rules.min_workers}, parallel.max_workers {rules.max_allowed}), but {failure}"
             ) from None
 
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:
-    """What the layers of a job cost whose plan was made elsewhere."""
+    """The costed graph of a job whose plan has none."""
     from plait.measure.job import ProfileRequest, profile_together  # imports torch
 
     size = max(1, round(settings.data.batch_size / plan.microbatches))
@@ -148,7 +148,7 @@ def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, m
 
 
 def settings_before(path: Path) -> TrainSettings | None:
-    """What the settings file of a run that goes on holds; None where there is none to read."""
+    """The settings of the run to resume; None if its file cannot be read."""
     try:
         return decode(TrainSettings, json.loads(path.read_text()), str(path))
     except (OSError, ValueError, ArtefactError):
@@ -158,7 +158,7 @@ def settings_before(path: Path) -> TrainSettings | None:
 def _kept(
     settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None
 ) -> Plan | None:
-    """The plan that the run had, if the job asks for the same now on as many workers."""
+    """The plan of the resumed run, if the job and its number of workers have not changed."""
     if before is None or not before.in_stages:
         return None
     plan = before.stages.plan
@@ -168,9 +168,7 @@ def _kept(
         and request.schedule in (None, plan.schedule)
         and request.microbatches in (None, plan.microbatches)
     )
-    log.info(
-        "the run %s", "goes on under the plan it has" if same else "is planned anew: the job has changed"
-    )
+    log.info("the run %s", "continues under its plan" if same else "is planned again: the job has changed")
     return plan if same else None
 
 

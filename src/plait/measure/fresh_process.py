@@ -1,7 +1,7 @@
-"""Calls in processes of their own: nothing of what they do stays in the process that trains.
+"""Calls in separate processes, so that measurements leave no state in the process that trains.
 
-A step on tensors without memory, and models that are built and timed, leave tensors in caches of the user's
-code and of ours, and state in modules. The process that trains must not meet them.
+Steps on meta tensors, and models that are built only to be timed, leave tensors in caches of user code and of
+Plait, and state in modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Profiling a job: its model on batches of its own data, and the links between its workers."""
+"""Profiling a job: its model on batches of its data, and the links between its workers."""
 
 from __future__ import annotations
 
@@ -166,11 +166,11 @@ class UpdateTimes:
 def time_updates(
     model: nn.Module, traced: TracedModel, optimizer: OptimizerSettings, repeats: int
 ) -> dict[str, UpdateTimes]:
-    """What the optimizer takes to write the next version of each layer's weights.
+    """The time of the optimizer to write the next version of each layer's weights.
 
-    The whole model's update is shared out by what each layer's takes alone, since an optimizer has costs of
-    its own whatever it holds. A parameter that several layers use counts for the first. The model is
-    trained by it, with gradients of zero.
+    The time of the whole model's update is divided in proportion to the times of single layers, since an
+    optimizer has fixed costs. A parameter that several layers use counts for the first. The updates change
+    the model, with zero gradients.
     """
     named = dict(model.named_parameters())
     alone: dict[str, UpdateTimes] = {}

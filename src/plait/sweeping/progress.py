@@ -19,7 +19,7 @@ from plait.training.metrics import open_board
 ROWS = 12
 # The most arrays in one progress report.
 LINES = 32
-# The time left is not told before steps were counted for so long.
+# The time left is reported only after steps were counted for this long.
 SETTLED_S = 2.0
 # The most boards for TensorBoard that are open at once: each has a file and a thread.
 MOST_OPEN = 32

@@ -86,7 +86,7 @@ class RunningTrial(Trial):
         self.train_loss = progress["train_loss"]
 
     def saved(self, state: EngineState) -> dict[str, Any]:
-        """What a checkpoint says besides tensors: as for a run of its own, and the loss not reported yet."""
+        """What a checkpoint stores besides tensors: as for a single run, and the unreported loss."""
         return {
             **self.progress(state.loss_scale, workers=1),
             # Trials that are not fused draw random numbers by their step.

@@ -67,7 +67,7 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
-    """Whether this worker tries out how trials are fused: a width that nobody gave, or for its group."""
+    """Whether this worker measures widths: if none is given, or for its group."""
     if settings.train.in_stages or settings.width == 1:
         return False
     leads = worker.rank % settings.workers_per_array == 0
@@ -75,7 +75,7 @@ def _measures(settings: SweepSettings, worker: Worker) -> bool:
 
 
 def _take_part_while_needed(training: SweepLoop) -> None:
-    """Train until the end of the sweep or until the others go on without this worker."""
+    """Train until the end of the sweep or until this worker leaves it."""
     training.members.join()
     while training.run() == "left":
         if training.members.leave():

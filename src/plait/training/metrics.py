@@ -65,7 +65,7 @@ class MetricsLogger:
         self._progress: dict[str, Any] = {}
         self._last_loss: torch.Tensor | None = None
         self._verified_s: float | None = None
-        # Told the step, the mean loss since the last event, and the last one, whenever losses are read.
+        # Called when losses are read, with the step, the mean loss since the last event, and the last loss.
         self.on_loss: Callable[[int, float, float], None] = lambda step, mean, last: None
 
     def set_steps(self, steps: int) -> None:
@@ -112,7 +112,7 @@ class MetricsLogger:
         samples: int,
         ended: float | None = None,
     ) -> None:
-        """Note one step that `ended` at that moment, or now; `loss` may still be on its way on the device."""
+        """Record one step that `ended` at that time (default: now); `loss` may not be computed yet."""
         if not self._active:
             return
         self._loss = self._loss + loss

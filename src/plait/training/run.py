@@ -82,13 +82,13 @@ class Run:
         self._openings = (version, count if self._openings[0] == version else 0)
         return "{}.{}".format(*self._openings)
 
-    def begin_anew(self) -> None:
-        """Go back to where the run began, before a checkpoint is read."""
-        self.trial.begin_anew()
+    def reset(self) -> None:
+        """Reset the progress of the run, before a checkpoint is loaded."""
+        self.trial.reset()
         self.noise = GradientAverages()
 
     def record(self, event: Event) -> None:
-        """Record an event of this worker's, in the run's record or in a file of its own."""
+        """Record an event of this worker, in the run's record or in the events file of this worker."""
         if self._keeps_record:
             self.metrics.record(event)
         else:
@@ -99,14 +99,14 @@ class Run:
             self._own_events.flush()
 
     def flush_record(self) -> None:
-        """Write down what there is to record so far, steps that are in no event yet included."""
+        """Write all pending records, including steps that are in no event yet."""
         with contextlib.suppress(Exception):  # a loss may be on a device that has failed
             self.metrics.log_rest()
         self.metrics.flush()
         self.flush_events()
 
     def take_over_record(self) -> None:
-        """Keep the run's record from now on: the worker that kept it is gone."""
+        """Write the run's record from now on: the worker that wrote it is gone."""
         if not self._keeps_record:
             self.metrics.take_over(self._events())
             self._keeps_record, self._own_events = True, None

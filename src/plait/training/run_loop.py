@@ -322,7 +322,7 @@ class RunLoop(Loop):
     def _go_back_to_checkpoint(self) -> None:
         """Continue from the newest checkpoint; all workers call it together."""
         self.run.metrics.log_rest()
-        self.run.begin_anew()
+        self.run.reset()
         for source in self._sources:
             if isinstance(source, SavedSource):
                 source.load({})

@@ -1,4 +1,4 @@
-"""What a worker process runs: build the parts of the run and train them."""
+"""The entry point of a worker process: build the components of the run and train."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from plait.training.process import TrainRequest, begin_process, join_workers, us
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 
-# How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
+# Steps between two requests to policies where workers must stop for them: in pipelines, and in decentralized
+# training.
 APART_STEPS = 25
 
 
@@ -54,7 +55,7 @@ def check_order(order: Mapping[str, Any]) -> None:
 
 
 def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Be one worker of a training run; rank 0's answer is the run's result."""
+    """Run one worker of a training run; rank 0 returns the result of the run."""
     request = begin_process(TrainRequest, order)
     settings, folder = request.settings.as_run(), RunDir(request.folder)
     device = use_device(settings.device, worker)

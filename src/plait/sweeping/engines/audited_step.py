@@ -37,13 +37,13 @@ def most_at_once(array: FusedComponents) -> int:
 
 
 class AuditedTrial:
-    """The trial in a slot of an array, as it is before a step, which it then takes alone, too."""
+    """A copy of a trial of an array before a step, which repeats the step without the array."""
 
     def __init__(self, array: FusedComponents, slot: int, batch: Batch, factor: float) -> None:
         started = time.perf_counter()
         self._array, self._slot, self._factor = array, slot, factor
-        # Whether forward goes by what it keeps in Python, which is not known of a trial after its first step.
-        self.goes_by_python = False
+        # Whether forward depends on Python attributes, whose values are unknown after the first step.
+        self.uses_python_state = False
         # A forward may write into what it is given.
         content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
         self._batch = replace(batch, content=content)
@@ -66,7 +66,7 @@ class AuditedTrial:
     def compare(self, loss: Tensor) -> tuple[float, list[Difference]]:
         """The largest difference of the step that the array took, and those beyond rounding.
 
-        They mean nothing where it `goes_by_python`.
+        They mean nothing where it `uses_python_state`.
         """
         started = time.perf_counter()
         found = self._observed(loss, self._array.state(self._slot))
@@ -79,7 +79,7 @@ class AuditedTrial:
                 if differences and self._entry.age:
                     self._take()
                     again = self._take(as_kept=True)
-                    self.goes_by_python = bool(find_differences(expected, again, noise))
+                    self.uses_python_state = bool(find_differences(expected, again, noise))
         self.seconds += time.perf_counter() - started
         return largest_difference(expected, found), differences
 

@@ -1,7 +1,7 @@
 """The stages of fused trials: each worker of a group holds one stage of all of them.
 
-Batches go through in microbatches under a schedule that drains before the update, so a trial comes to what
-one worker makes of it with as many microbatches. Trials join and leave between two steps.
+The schedule drains before each update, so a trial computes the same as on one worker with the same number of
+microbatches. Trials join and leave between two steps.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class FusedStages:
         self._losses = self._no_losses()
 
     def load(self, state: Checkpoint) -> None:
-        """Trials bring their state along as they enter."""
+        """Does nothing: trials bring their state when they join."""
 
     def with_plan(self, change: PlanChange) -> TrainSettings:
         raise cannot_apply(change, "an array of trials")
@@ -207,11 +207,11 @@ class FusedStages:
         return most_advanced(marks), EngineState({}, {})
 
     def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
-        """Nobody leaves the group."""
+        """Does nothing: the group of an array is fixed."""
 
 
 class FusedStage(nn.Module):
-    """A fused stage that knows the microbatch which passes: the rows that are each trial's own."""
+    """A fused stage that knows the current microbatch: how many rows each trial has in it."""
 
     def __init__(self, fused: FusedModule) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def check_in_stages(settings: SweepSettings) -> None:
     """Refuse what arrays in stages cannot do, whatever the plan."""
     if settings.replicas > 1:
         raise InputError(
-            f"--replicas: found {settings.replicas} beside a plan; an array is replicated or in stages"
+            f"--replicas: found {settings.replicas} with a plan; an array is replicated or in stages"
         )
     if settings.width is None:
         raise InputError("--width: found none; how many trials pay in stages is not measured: say it")

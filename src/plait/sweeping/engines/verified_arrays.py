@@ -120,5 +120,5 @@ def coarsest_rounding(entry: TrialInit) -> float:
 
 
 def padded_rows(fused: FusedModule, counts: Sequence[int]) -> AbstractContextManager[None]:
-    """Within, each trial has so many rows of its own; padding after them where they differ."""
+    """A context in which trial i has `counts[i]` rows, followed by padding if the counts differ."""
     return fused.padded(counts) if len(set(counts)) > 1 else nullcontext()

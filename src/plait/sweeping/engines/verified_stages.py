@@ -34,9 +34,9 @@ from plait.training.fused.fused_components import stacked
 
 @dataclass(frozen=True)
 class StagesOfTrials:
-    """How the trials of an array are cut: as the first of them, whose values the code between modules has.
+    """The stages of the trials of an array: those of the first trial, whose constants the traced code has.
 
-    `checked.fine` are the stages in the layers of the plan, from which other workers come to the same.
+    `checked.fine` are the stages as layers of the plan, from which other workers build the same stages.
     """
 
     checked: VerifiedStages
@@ -79,8 +79,8 @@ def of_stage(verdict: FusionReport, module: nn.Module) -> FusionReport:
 class StagedCandidate(ArrayCandidate):
     """The trials of an array in stages, all of them in this process, on the first microbatches of two steps.
 
-    Later stages go on with the draws of those before, as a model alone does; in training each has streams of
-    its own.
+    Later stages continue the random stream of earlier ones, as in a single model; in training each stage has
+    separate streams.
     """
 
     in_stages = True

@@ -17,7 +17,7 @@ from plait.fusion.errors import FusionError
 
 # Values of one key, and trials of a grid, at most.
 MOST_VALUES = 10_000
-# Of values of one key that are no numbers each is checked, and of numbers so many.
+# Values of one key that are checked: of those that are not numbers, and of numbers.
 MOST_OTHERS = 2000
 FEW_VALUES = 100
 _FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear, int or logint in place of log"
@@ -42,7 +42,7 @@ class Dimension:
         return not self.values
 
     def at(self, share: float) -> Any:
-        """The value that lies at `share`, from 0 to 1, of the way through."""
+        """The value at `share`, from 0 to 1, of the range or of the listed values."""
         if not self.is_range:
             return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
         if self.whole and self.log:

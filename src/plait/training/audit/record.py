@@ -19,15 +19,15 @@ _NAMED = 3
 
 
 class DifferenceError(PlaitError):
-    """A step of the run was not what plain PyTorch does."""
+    """A step of the run differs from the same step in plain PyTorch."""
 
 
 @dataclass(frozen=True)
 class Findings:
     """What one worker found in an audit.
 
-    `largest` is the largest difference, relative to the largest value of its kind. `unseen` names what
-    forward may go by and no audit can read.
+    `largest` is the largest difference, relative to the largest value of its kind. `unseen` names
+    state that forward may depend on and no audit can read.
     """
 
     largest: float = 0.0

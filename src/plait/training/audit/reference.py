@@ -15,7 +15,7 @@ _CLOSE_STEPS = 16
 def take_reference(
     record: AuditRecord, components: Components, settings: TrainSettings, step: int
 ) -> FreshModel:
-    """Model and loss made anew, or those of the audit before, to be given the state of now."""
+    """A newly built model and loss, or those of the last audit; the caller loads the present state."""
     found = record.reference
     if found is None:
         model = build_model(settings.model, settings.seed).to(components.device, components.dtype)

@@ -15,7 +15,7 @@ from plait.verification.replay import Part, PlainModel, State
 
 @dataclass
 class ReplicatedModel(PlainModel):
-    """A model whose stages have replicas, each with buffers of its own, which see its microbatches alone.
+    """A model whose stages have replicas; each has separate buffers, which see only its microbatches.
 
     `stages` are the stages that use each parameter and buffer, and `copies` each worker's buffers by name.
     """

@@ -1,7 +1,7 @@
-"""The audit of a pipeline: the first worker takes the step of all stages again, with the whole model.
+"""The audit of a pipeline: the first worker repeats a step with the whole model.
 
-Weights come to it before the step, gradients and what forward left behind after it. Each worker repeats the
-updates of its own stages itself.
+It receives the weights before the step, and the gradients and buffers after it. Each worker repeats the
+updates of its stages.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from plait.verification.twin import OptimizerTwin, is_torchs
 
 FIRST = 0
 _ADVICE = (
-    "what forward, a hook or the optimizer goes by besides weights, buffers and the batch belongs into "
-    "one of these; cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
+    "state that forward, a hook or the optimizer uses must be in weights, buffers or the batch; "
+    " cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
     "piece; verify: {on_difference: warn} goes on regardless"
 )
 # Microbatches by their numbers, each with its samples.
@@ -47,7 +47,7 @@ Contents = dict[int, tuple[Part, int]]
 
 
 class AuditedStages:
-    """One step of a trial in stages that is taken a second time: made before it, and ended after it, by all.
+    """One audited step of a trial in stages: all workers create it before the step and end it afterwards.
 
     `stages` are the stages that use each parameter and buffer of the model.
     """
@@ -74,7 +74,7 @@ class AuditedStages:
         self._contents: Contents = {}
         self._frozen = {n: _checksum(p) for n, p in pipeline.parameters.items() if not p.requires_grad}
         self._blind = self._why_blind()
-        # Updates of stages apart do not show what an optimizer of the whole model does.
+        # Separate updates of stages do not show what an optimizer of the whole model does.
         self._needs_optimizer = not self._layout.schedule.synchronous or not is_torchs(pipeline.optimizer)
         if not self._blind:
             self._gather_before()
@@ -139,7 +139,7 @@ class AuditedStages:
         return self._layout.holders(*self._stages[name])[0] == self._rank
 
     def _gather_buffers(self) -> dict[str, dict[int, Tensor]]:
-        """On the first worker the buffers that stages hold, by name and worker, in memory of their own."""
+        """Copies of the buffers of all stages on the first worker, by name and worker."""
         known = {name for name, _ in self._components.model.named_buffers()}
         own = {
             f"{self._rank}/{name}": buffer

@@ -72,7 +72,7 @@ def _difference(mine: Fingerprint | None, other: Fingerprint | None) -> tuple[st
         return _length(mine), _length(other)
     both = sorted(set(mine.samples) & set(other.samples))
     unlike = [number for number in both if mine.samples[number] != other.samples[number]]
-    # A few that differ may be drawn anew each time they are read.
+    # A few differences may be random augmentation.
     if 2 * len(unlike) <= len(both):
         return None
     return f"other samples ({len(unlike)} of {len(both)} looked at, such as number {unlike[0]})", "its own"

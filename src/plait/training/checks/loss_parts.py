@@ -1,4 +1,4 @@
-"""Whether the loss of a batch is the mean of its parts' losses, as training in parts takes it to be."""
+"""Checks that the loss of a batch is the mean of the losses of its parts, as microbatches assume."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SAMPLES, _AT_A_TIME, _SETS = 16, 2, 3
 # Beyond these, relative to the loss, it is no rounding.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _LOWER_PRECISION = 3e-2
-# What torch's cross entropy leaves out, where nobody says otherwise.
+# The default ignore_index of torch's cross entropy.
 _IGNORED = -100
 
 
 def parts_of_a_batch(settings: TrainSettings, workers: int) -> int:
-    """In how many parts, each with a loss of its own, a batch is trained."""
+    """The number of parts of a batch for which a separate loss is computed."""
     return settings.stages.plan.microbatches if settings.in_stages else workers * settings.accumulate
 
 
 def describe_parts(settings: TrainSettings, components: Components, workers: int) -> str:
-    """What to say where the loss of a batch is not the mean of its parts', weighted by samples; else nothing.
+    """A warning if the loss of a batch is not the weighted mean of the losses of its parts; else empty.
 
-    Looks at some samples of the job, with a copy of the model in evaluation mode. Where that cannot be done
-    (a stream, whose samples come once; a model that takes other batches than these), it says nothing.
+    Tries some samples of the job, with a copy of the model in evaluation mode. Empty if that is not possible:
+    for a stream, whose samples come once, or a model that needs other batches.
     """
     if not components.is_whole or components.train_set.is_stream or settings.loss == "mse":
         return ""

@@ -26,30 +26,30 @@ from plait.verification.python_state import changed, state_of, unchanged_state
 from plait.workloads.language.carried_state import CarriedState
 
 _TOLERANCE = 1e-6
-# Samples that a forward must have for two of them to be changed apart.
+# The fewest samples of a forward for changing two of them separately.
 _FEWEST = 3
 
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers of modules that are not torch's own; those that carry rows over by themselves aside."""
-    found: dict[str, Tensor] = {}
+    """Buffers of custom modules, except those that carry rows between batches (`CarriedState`)."""
+    buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CarriedState):
-            found |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
-    return found
+            buffers |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
+    return buffers
 
 
 class FirstStep:
-    """Looks at the first step of data-parallel workers, before its update; made before its forward."""
+    """Checks the first step of data-parallel workers before its update; created before its forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._buffers = {name: buffer.detach().clone() for name, buffer in own_buffers(model).items()}
 
     def check(self, inputs: Any) -> None:
-        """Refuse a model whose forward writes what is not the same on all workers, which call it together.
+        """Refuse a model whose forward writes different values on each worker; all workers call it together.
 
-        `inputs` are those of this worker's forward, None where it had none.
+        `inputs` are those of this worker's forward, or None.
         """
         now = own_buffers(self._model)
         written = [n for n, b in self._buffers.items() if n in now and not _equal(b, now[n])]
@@ -58,7 +58,7 @@ class FirstStep:
         for (name, _), *values in zip(self._model.named_parameters(), *(answer[0] for answer in answers)):
             if any(not _close(value, values[0]) for value in values):
                 raise JobError(
-                    f"model: forward writes parameter {name!r} by the samples of its own worker, as data-"
+                    f"model: forward writes parameter {name!r} by the samples of each worker, as data-"
                     f"dependent initialisation does, so workers would train unlike weights; run one batch "
                     f"through the model in its factory, or use one worker"
                 )
@@ -153,7 +153,7 @@ def describe_rows(
         if one.any() and other.any() and not (one & other).any() and is_part:
             return (
                 f"forward writes buffer {name!r} for single samples (what each row carries over, or a memory "
-                f"of samples), and each worker would have those of its own samples only; use one worker, or "
+                f"of samples), and each worker would only have those of its share; use one worker, or "
                 f"gather what all workers write in forward"
             )
     return ""

@@ -46,7 +46,7 @@ def check_loss(run: Run) -> None:
             return
     if written:
         raise JobError(
-            f"loss: {loss.kind} changes tensors of its own when it is called, which no checkpoint holds and "
+            f"loss: {loss.kind} changes its tensors when it is called, which no checkpoint holds and "
             f"workers do not share; {IN_THE_MODEL}"
         )
     if not kept:

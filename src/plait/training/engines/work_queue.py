@@ -271,7 +271,7 @@ class WorkQueue:
         return {place: _numbers(self._read_held(place)) for place in places}
 
     def _read_held(self, place: int) -> str:
-        return self._store.compare_set(f"{self._key}/held/{place}", "", "nobody").decode()
+        return self._store.compare_set(f"{self._key}/held/{place}", "", "none").decode()
 
     def _write_held(self, place: int, expected: str, numbers: Sequence[int]) -> bool:
         """Replace the reservations of a worker, if they are still as `expected`."""

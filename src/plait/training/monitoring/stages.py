@@ -38,10 +38,10 @@ def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
 
 
 class StageMonitor:
-    """Measures what one worker does of each step of a trial's pipeline.
+    """Measures the part of one worker in each step of a trial's pipeline.
 
-    What is known of the noise of gradients is in `averages`; `on_signals` is told of each step's signals, and
-    `warn` of what cannot be measured.
+    The gradient noise is added to `averages`. `on_signals` is called with the signals of each step, `warn`
+    with a message if something cannot be measured.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StageMonitor:
         self._counted = pipeline.counted_parameters() if self._norms else {}
         if self._norms:
             pipeline.on_backward, pipeline.on_gradients = self._after_backward, self._before_update
-        # Of the batch under way: the microbatch to measure in each stage, and what was measured.
+        # In the current batch: the microbatch to measure in each stage, and the measurements.
         self._first: dict[int, int] = {}
         self._parts: dict[int, tuple[torch.Tensor, float]] = {}
         self._work: MicrobatchSource | None = None

@@ -40,12 +40,12 @@ class _Step:
 
 
 def notes_of(workers: int) -> int:
-    """How many numbers of a monitor travel with the sums of that many workers."""
+    """How many extra scalars of a monitor are summed with the gradients of `workers` workers."""
     return 2 * workers + 4
 
 
 class StepMonitor:
-    """Measures one worker's steps together with the other workers; `shared` where they sum gradients."""
+    """Measures steps together with the other workers; `shared` if gradients are summed over workers."""
 
     def __init__(self, run: Run, shared: bool) -> None:
         self._run = run
@@ -53,7 +53,7 @@ class StepMonitor:
         self._workers = run.worker.world_size if shared else 1
         self._shared = shared
         self.norms = wants_norms(run.settings)
-        # The step under way, and the topology that it goes over.
+        # The current step, and the topology of its all-reduce.
         self.step = 0
         self.topology = run.settings.topology.name
         self._gradient_bytes = 0
