@@ -15,8 +15,8 @@ import plait
 SOURCE = Path(plait.__file__).parent
 # The packages whose prose was rewritten; add one here after doing the same for it.
 PACKAGES = (
-    "adapt", "comm", "data", "fusion", "graph", "jobs", "measure", "pipeline", "planner", "profiler", "report",
-    "sweeping", "training", "verification", "workloads",
+    "adapt", "comm", "data", "fusion", "graph", "jobs", "measure", "pipeline", "planner", "profiler",
+    "report", "sweeping", "training", "verification", "workloads",
 )  # fmt: skip
 NOT_YET = {
     "pipeline/executor.py",

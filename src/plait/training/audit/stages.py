@@ -39,7 +39,7 @@ from plait.verification.twin import OptimizerTwin, is_torchs
 FIRST = 0
 _ADVICE = (
     "state that forward, a hook or the optimizer uses must be in weights, buffers or the batch; "
-    " cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
+    "cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
     "piece; verify: {on_difference: warn} goes on regardless"
 )
 # Microbatches by their numbers, each with its samples.
