@@ -92,14 +92,14 @@ def sweep(
         files = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
         job_text = "" if resume is not None else job.text()
         run = LaunchedRun(RunKind.SWEEP, folder, display or Silent(), resume is not None, files, job_text)
-        found = run.supervise(
+        answer = run.supervise(
             "plait.sweeping.worker",
             content,
             placement,
             tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
         )
-    result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
+    result = replace(decode(SweepResult, answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
     return result
 
@@ -239,18 +239,18 @@ def _dimensions(over: Over) -> tuple[Dimension, ...]:
     if not isinstance(over, Mapping):
         texts = [over] if isinstance(over, str) else over
         return tuple(parse_dimension(text) for text in texts)
-    found = []
+    dimensions = []
     for key, values in over.items():
         if isinstance(values, str):
-            found.append(parse_dimension(f"{key}={values}"))
+            dimensions.append(parse_dimension(f"{key}={values}"))
         elif isinstance(values, Sequence) and values:
-            found.append(Dimension(key, tuple(values)))
+            dimensions.append(Dimension(key, tuple(values)))
         else:
             raise InputError(
                 f"over[{shown(key)}]: found {shown(values)}, expected a list of values or a range, such as "
                 f"'log:1e-4:1e-1'"
             )
-    return tuple(found)
+    return tuple(dimensions)
 
 
 def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> None:

@@ -38,13 +38,13 @@ def measure_sums(
     """
     hosts = rendezvous.hosts
     probes = [[Parameter(torch.zeros(FEW_BYTES // 4))], _like(model)]
-    found: list[Sum] = []
+    costs: list[Sum] = []
     for groups in groups_of(hosts):
         times = _time(groups, rendezvous, probes, topology, repeats, device or torch.device("cpu"))
         few, many = (sum(p.numel() * p.element_size() for p in probe) for probe in probes)
         same_host = len({hosts[rank] for rank in groups[0]}) == 1
-        found.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
-    return tuple(found)
+        costs.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
+    return tuple(costs)
 
 
 def groups_of(hosts: Sequence[str]) -> list[list[list[int]]]:

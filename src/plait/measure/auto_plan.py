@@ -69,19 +69,19 @@ def plan_job(
     settings, plan = planned(settings, placement, parallel, before, MEASURE_S)
     if parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
-    notes = []
+    warnings = []
     if parallel.needs_planning and plan.devices_used < placement.workers:
         used, workers = plan.devices_used, placement.workers
-        notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
+        warnings.append(f"{used} of {workers} workers run it: the plan has no use for the others")
         plan, placement = on_fewer_workers(plan, placement)
         settings = settings.with_stages(plan=plan)
     check_slow(settings.slow.factors, placement.workers)
     if _is_data_parallel(plan, parallel) and not may_plan_again(settings, placement):
         settings = settings.with_stages(as_data_parallel=True)
-    notes += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
+    warnings += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
     if not parallel.needs_planning:
-        notes.append(other_microbatch(plan, settings))
-    return settings, placement, plan, list(filter(None, notes))
+        warnings.append(other_microbatch(plan, settings))
+    return settings, placement, plan, list(filter(None, warnings))
 
 
 def _is_data_parallel(plan: Plan, request: PlanRequest) -> bool:
@@ -143,8 +143,8 @@ def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, m
     from plait.measure.job import ProfileRequest, profile_together  # imports torch
 
     size = max(1, round(settings.data.batch_size / plan.microbatches))
-    (found,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
-    return found.loaded_graph()
+    (profile,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
+    return profile.loaded_graph()
 
 
 def settings_before(path: Path) -> TrainSettings | None:
@@ -231,8 +231,8 @@ def measure_and_plan(
     tries_data_parallel = is_open and workers > 1
     asked_for = ProfileRequest(settings, sizes, least_s=measure_s, data_parallel=tries_data_parallel)
     profiles = dict(zip(sizes, profile_together(asked_for, placement)))
-    if words := profiles[small].doubts():
-        log.warning("parallel.plan: %s", words)
+    if message := profiles[small].doubts():
+        log.warning("parallel.plan: %s", message)
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     asked = Settings(schedule, microbatches, memory=memory)
@@ -258,20 +258,20 @@ def measure_and_plan(
 
 def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) -> Plan:
     """The fastest plan of pipelines side by side, which agree by averaging: equal workers in every stage."""
-    found = []
+    plans = []
     for pipelines in range(2, cluster.count + 1):
         if cluster.count % pipelines == 0:
             with contextlib.suppress(PlanError):
                 microbatches = max(asked.microbatches or 1, pipelines)
                 each = replace(asked, pipelines=pipelines, straight=True, microbatches=microbatches)
-                found.append(fastest_plan(graph, cluster, each))
-    if not found:
+                plans.append(fastest_plan(graph, cluster, each))
+    if not plans:
         raise JobError(
             f"parallel.plan: found auto with sync {kind}, which needs pipelines side by side with as many "
             f"workers in every stage, and {cluster.count} workers make none; use plan: data-parallel, or "
             f"sync: all-reduce"
         )
-    return min(found, key=lambda plan: plan.step_s / plan.microbatches)
+    return min(plans, key=lambda plan: plan.step_s / plan.microbatches)
 
 
 def _schedule(request: PlanRequest) -> Schedule:

@@ -90,15 +90,15 @@ def _call_forked(task: dict[str, Any]) -> dict[str, Any]:
     try:
         if not ours.poll(DEADLINE_S):
             raise TimeoutError
-        found: dict[str, Any] = transport.receive(ours)
+        answer: dict[str, Any] = transport.receive(ours)
     except (EOFError, OSError):  # it has ended, or takes too long
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        found = {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
+        answer = {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
     finally:
         ours.close()
         os.waitpid(pid, 0)
-    return found
+    return answer
 
 
 def _call_spawned(function: str, argument: Any) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _call_spawned(function: str, argument: Any) -> dict[str, Any]:
         ready = wait([ours, process.sentinel], DEADLINE_S)
         if ours in ready:
             with contextlib.suppress(EOFError):
-                found: dict[str, Any] = ours.recv()
-                return found
+                answer: dict[str, Any] = ours.recv()
+                return answer
         return {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
     finally:
         process.kill()

@@ -97,8 +97,8 @@ def profile_job(
     components.check(settings)
     device = choose_device(settings.device, 0)
     verified = verify_layers(settings, device) if verify else Verification()
-    (found,) = _profile_sizes(request, device, threads, on_progress)
-    return verified.noted_in(found)
+    (profile,) = _profile_sizes(request, device, threads, on_progress)
+    return verified.noted_in(profile)
 
 
 def _profile_sizes(
@@ -116,7 +116,7 @@ def _profile_sizes(
         for size in request.batch_sizes:
             model, inputs, target = _example(settings, size, device)
             with explaining_type_errors(model, inputs), _autocast(settings, device):
-                found = profile_model(
+                profile = profile_model(
                     model,
                     inputs,
                     _loss_of(settings, target),
@@ -127,10 +127,10 @@ def _profile_sizes(
                     on_progress=on_progress,
                 )
             if settings.precision in components.AUTOCAST:
-                found = replace(
-                    found, dtype=str(components.AUTOCAST[settings.precision]).removeprefix("torch.")
+                profile = replace(
+                    profile, dtype=str(components.AUTOCAST[settings.precision]).removeprefix("torch.")
                 )
-            profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
+            profiles.append(replace(profile, loading_s=_loading_s(settings, profile.batch, device)))
         if device.type == "cpu":
             # Weights of a stage lie as its products want them, which updates feel.
             plain_forwards(use_fast_layers(model, add=False))
@@ -332,7 +332,7 @@ def profile_together(request: ProfileRequest, placement: Placement) -> tuple[Pro
         saves=False,
     )
     results = Supervisor(launch, Silent()).run()
-    return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
+    return tuple(decode(Profile, values, "profile") for values in results[0]["profiles"])
 
 
 def check_profile(order: Mapping[str, Any]) -> None:
@@ -349,11 +349,11 @@ def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     verified = Verification()
     if request.verify and worker.rank == 0:
         verified = verify_layers(settings, device)
-    found = profile_here(worker, request)
+    profiles = profile_here(worker, request)
     if request.data_parallel:
         seconds = time_data_parallel(worker, settings, device)
-        found = tuple(replace(each, data_parallel_s=seconds) for each in found)
-    return {"profiles": [encode(verified.noted_in(each)) for each in found]}
+        profiles = tuple(replace(each, data_parallel_s=seconds) for each in profiles)
+    return {"profiles": [encode(verified.noted_in(each)) for each in profiles]}
 
 
 def time_data_parallel(

@@ -26,18 +26,20 @@ def describe_updates(plan: Plan, settings: TrainSettings) -> str:
     """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
     if plan.schedule.synchronous:
         return ""
-    batch, pieces = settings.data.batch_size, plan.microbatches
+    batch, microbatches = settings.data.batch_size, plan.microbatches
     pipeline_layout = arrange(plan)
     counts = [microbatches_per_update(pipeline_layout, s) * plan.pipelines for s in range(len(plan.stages))]
-    if set(counts) == {pieces}:
+    if set(counts) == {microbatches}:
         return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
     if plan.schedule is Schedule.STASH:
-        each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
+        several = f"a batch makes {microbatches} microbatches"
+        each = "a batch enters the pipeline whole" if microbatches == 1 else several
         rule = f"{each}, and an update takes one for each replica of its stage"
     else:
-        rule = f"an update takes {counts[0]} microbatches, and a batch makes {pieces}"
+        rule = f"an update takes {counts[0]} microbatches, and a batch makes {microbatches}"
+    shares = _shares([batch * n / microbatches for n in counts])
     return (
-        f"schedule {plan.schedule.value}: {rule}: {_shares([batch * n / pieces for n in counts])} samples, "
+        f"schedule {plan.schedule.value}: {rule}: {shares} samples, "
         f"with the learning rate of the job, where data.batch_size is {batch}"
     )
 
@@ -63,10 +65,10 @@ def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
 
 def describe_memory(plan: Plan) -> str:
     """What to say where a device that the plan knows the memory of would need more; nothing where it fits."""
-    found = misfit(plan.stages, plan.machines)
-    if found is None:
+    too_large = misfit(plan.stages, plan.machines)
+    if too_large is None:
         return ""
-    device, needed, limit = found
+    device, needed, limit = too_large
     return (
         f"parallel.plan: with what the job sets over the plan, device {device} would need "
         f"{show_bytes(needed)}, but was planned to have {show_bytes(limit)}; plan for the job's own "

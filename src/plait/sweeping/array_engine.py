@@ -98,12 +98,12 @@ class TrialAudits:
         for slot, alone in self._under_way.items():
             trial = self.trials[slot]
             self._last[trial.number] = self._steps
-            largest, found = alone.compare(losses[slot])
+            largest, differences = alone.compare(losses[slot])
             if alone.uses_python_state:
                 self._say_kept_in_python()
             else:
                 number = trial.step + self._done + 1
-                self._builder.record_audit(trial.number, number, alone.seconds, largest, found)
+                self._builder.record_audit(trial.number, number, alone.seconds, largest, differences)
         self._steps += 1
         return False
 

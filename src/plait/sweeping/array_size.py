@@ -76,12 +76,12 @@ def choose_width(fresh: FreshProcesses, asked: ArrayRequest, sets: DataPair) -> 
     batch = open_stream(sets[0], asked.settings, Position(), share).next()
     argument = {"asked": encode(asked), "batch": batch}
     try:
-        found = fresh.call(f"{__name__}:measure", argument, on_gpu=asked.device.startswith("cuda"))
+        answer = fresh.call(f"{__name__}:measure", argument, on_gpu=asked.device.startswith("cuda"))
     except FreshProcessError as failure:
         raise NotFusedError(short(str(failure))) from None
-    if "fails alone" in found:
-        raise FailsAloneError(found["fails alone"])
-    return found["width"], found["why"]
+    if "fails alone" in answer:
+        raise FailsAloneError(answer["fails alone"])
+    return answer["width"], answer["why"]
 
 
 def import_fake_tensors() -> None:

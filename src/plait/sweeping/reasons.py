@@ -50,8 +50,8 @@ def fused_work() -> Iterator[None]:
             raise
         raise NotFusedError(short(str(failure))) from failure
     except Exception as failure:
-        words = short(f"a fused step failed with {type(failure).__name__}: {failure}")
-        raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(words) from failure
+        message = short(f"a fused step failed with {type(failure).__name__}: {failure}")
+        raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(message) from failure
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
@@ -68,8 +68,8 @@ def why_failed(failure: Exception) -> str | None:
     """Why a trial that was by itself cannot go on; None where that is not the trial's own failure."""
     if isinstance(failure, _NOT_OF_A_TRIAL):
         return None
-    words = str(failure) if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {failure}"
-    return short(words)
+    message = str(failure) if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {failure}"
+    return short(message)
 
 
 def short(text: str) -> str:

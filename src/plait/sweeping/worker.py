@@ -85,10 +85,10 @@ def _take_part_while_needed(training: SweepLoop) -> None:
 def check_shared(host: str, folder: RunDir, run: str | None) -> None:
     """Refuse a host that does not see the folder of `run`: trials move between groups as files in it."""
     try:
-        found = None if run is None else folder.read_record().id
+        recorded = None if run is None else folder.read_record().id
     except InputError:
-        found = ""
-    if found != run:
+        recorded = ""
+    if recorded != run:
         raise InputError(
             f"run_dir: {host} does not see {folder.path} as the host does that the sweep was started on; a "
             f"sweep over several hosts needs its run folder on a disk they share: set run_dir to one"

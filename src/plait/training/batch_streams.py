@@ -69,8 +69,8 @@ def find_stream(
     settings: TrainSettings, position: Position, used: Sequence[BatchStream | None]
 ) -> BatchStream | None:
     """A stream for a trial at `position` among those `used`, which another trial reads at the same place."""
-    found = (stream for stream in used if stream is not None)
-    return next((s for s in found if s.order == order_of(settings) and s.position == position), None)
+    streams = (stream for stream in used if stream is not None)
+    return next((s for s in streams if s.order == order_of(settings) and s.position == position), None)
 
 
 def next_batches(streams: Sequence[BatchStream]) -> list[Batch]:
@@ -79,8 +79,8 @@ def next_batches(streams: Sequence[BatchStream]) -> list[Batch]:
     for stream in streams:
         if id(stream) not in taken:
             taken[id(stream)] = stream.next()
-    found = [batch for stream in streams if (batch := taken[id(stream)]) is not None]
-    return found if len(found) == len(streams) else []
+    batches = [batch for stream in streams if (batch := taken[id(stream)]) is not None]
+    return batches if len(batches) == len(streams) else []
 
 
 def with_replacements(present: Sequence[T], leaving: Sequence[int], joining: Sequence[T]) -> list[T]:

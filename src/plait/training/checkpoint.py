@@ -136,8 +136,8 @@ def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
         if name not in state:
             raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
         if state[name].shape != value.shape and not is_packed(state[name]):
-            found, expected = tuple(state[name].shape), tuple(value.shape)
-            raise CheckpointError(f"{name!r} has shape {found} there and {expected} in the model")
+            shape, expected = tuple(state[name].shape), tuple(value.shape)
+            raise CheckpointError(f"{name!r} has shape {shape} there and {expected} in the model")
     if extra := sorted(state.keys() - expected_state.keys()):
         raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
     model.load_state_dict(unpacked(state))
@@ -366,8 +366,8 @@ def check_names(model: torch.nn.Module, stored: StoredTensors) -> None:
         if name not in stored:
             raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
         if stored.shape(name) != value.shape:
-            found, expected = stored.shape(name), tuple(value.shape)
-            raise CheckpointError(f"{name!r} has shape {found} there and {expected} in the model")
+            shape, expected = stored.shape(name), tuple(value.shape)
+            raise CheckpointError(f"{name!r} has shape {shape} there and {expected} in the model")
     if extra := sorted(set(stored) - expected_state.keys()):
         raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
 

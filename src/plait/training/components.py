@@ -346,13 +346,13 @@ def find_collate_fn(settings: DataSettings) -> Collate | None:
     """The function that the job names to make batches of lists of samples."""
     if settings.collate_fn is None:
         return None
-    found: Collate = resolve(settings.collate_fn, "data.collate_fn", DataError)
-    if not callable(found):
+    collate: Collate = resolve(settings.collate_fn, "data.collate_fn", DataError)
+    if not callable(collate):
         raise DataError(
-            f"data.collate_fn: {settings.collate_fn} is {found!r}, expected a function that takes a list of "
-            f"samples and returns a batch"
+            f"data.collate_fn: {settings.collate_fn} is {collate!r}, expected a function that takes a list "
+            f"of samples and returns a batch"
         )
-    return found
+    return collate
 
 
 def makes_stream(settings: DataSettings) -> bool:

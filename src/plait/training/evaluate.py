@@ -124,14 +124,14 @@ def sums_of(components: EvaluatedComponents, output: Any, target: Any, count: in
 
 
 def _sum_and_count(name: str, metric: Metric, output: Any, target: Any) -> tuple[float, float]:
-    found: Any = metric(output, target)
+    result: Any = metric(output, target)
     try:
         # A tensor of two numbers may be those of two samples.
-        good, total = found if isinstance(found, (tuple, list)) else ()
+        good, total = result if isinstance(result, (tuple, list)) else ()
         return float(good), float(total)
     except (TypeError, ValueError, RuntimeError):
         raise JobError(
-            f"evaluate.metric: {name} returned {shown(found)} for a batch, expected (sum, count), two "
+            f"evaluate.metric: {name} returned {shown(result)} for a batch, expected (sum, count), two "
             f"numbers: batches may differ in size, and the sums of all are divided by their counts; of a "
             f"mean over samples return (mean * len(target), len(target))"
         ) from None

@@ -86,15 +86,15 @@ def _build(folder: RunDir, settings: TrainSettings) -> Components:
 
 def _kept(folder: RunDir) -> list[checkpoints.Checkpoint]:
     """All checkpoints that are whole, oldest first."""
-    found = []
+    loaded = []
     for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
         try:
-            found.append(checkpoints.load(path))
+            loaded.append(checkpoints.load(path))
         except CheckpointError as failure:
             log.warning("checkpoint refused: %s", failure)
-    if not found:
+    if not loaded:
         raise CheckpointError(f"{folder.path}: no usable checkpoint in it")
-    return found
+    return loaded
 
 
 def _newest(folder: RunDir) -> checkpoints.Checkpoint:
@@ -104,10 +104,10 @@ def _newest(folder: RunDir) -> checkpoints.Checkpoint:
         log.warning("checkpoint refused, trying the one before it: %s", why)
         refused.append(f"; the newest was refused: {why}")
 
-    found = checkpoints.newest(folder.checkpoints, checkpoints.load, refuse)
-    if found is None:
+    checkpoint = checkpoints.newest(folder.checkpoints, checkpoints.load, refuse)
+    if checkpoint is None:
         raise CheckpointError(f"{folder.path}: no usable checkpoint in it{refused[0] if refused else ''}")
-    return found
+    return checkpoint
 
 
 def _best(folder: RunDir) -> checkpoints.Checkpoint:

@@ -187,10 +187,10 @@ class MetricsLogger:
         self._record(run_events.CheckpointRefused(str(path), reason))
         self.warn(f"checkpoint refused, trying the one before it: {reason}")
 
-    def warn(self, words: str) -> None:
+    def warn(self, message: str) -> None:
         """Warn the user, once for all workers."""
         if self._active:
-            log.warning("%s", words)
+            log.warning("%s", message)
 
     def end(
         self,

@@ -166,9 +166,9 @@ class Run:
             self.trial.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
         pin = components.device.type == "cuda"
-        found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
+        batches = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
         begin = self.trial.step
-        for number, batch in enumerate(found):
+        for number, batch in enumerate(batches):
             # After 1, 2, 4, 8, ... batches, and after the last.
             is_last = batch.last or begin + number + 1 == settings.steps
             if (number & (number + 1) == 0 or is_last) and worker.world_size > 1:

@@ -67,12 +67,12 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     local_tensors = None if worker.memberships.can_change else find_local_tensors(settings, device)
     components = build_components(settings, device, local_tensors=local_tensors)
     look_at_data(worker, (components.train_set, components.test_set), settings.seed)
-    words = ""
+    message = ""
     if worker.rank >= 0:  # those that join later go on with what works already
-        words = try_evaluation(components, settings, worker.rank, worker.world_size)
+        message = try_evaluation(components, settings, worker.rank, worker.world_size)
     loop = make_job_loop(worker, settings, components, folder)
-    if words:
-        loop.run.metrics.warn(words)
+    if message:
+        loop.run.metrics.warn(message)
     try:
         result = loop.train(resume=request.resume)
     except BaseException:
@@ -91,10 +91,10 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
 class DivergedError(PlaitError):
     """The loss or the weights are no numbers any more."""
 
-    def __init__(self, words: str, kept: Sequence[Path]) -> None:
+    def __init__(self, message: str, kept: Sequence[Path]) -> None:
         where = f"the newest checkpoint is {kept[0]}" if kept else "there is no checkpoint from before"
         super().__init__(
-            f"the run has diverged: {words}; {where}. Try a smaller learning rate, warm-up or clip_norm; "
+            f"the run has diverged: {message}; {where}. Try a smaller learning rate, warm-up or clip_norm; "
             f"stop_on_nan: false lets such a run go on, without checkpoints until its state is finite again"
         )
 

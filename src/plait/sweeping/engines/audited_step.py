@@ -69,19 +69,19 @@ class AuditedTrial:
         They mean nothing where it `uses_python_state`.
         """
         started = time.perf_counter()
-        found = self._observed(loss, self._array.state(self._slot))
+        observed = self._observed(loss, self._array.state(self._slot))
         with unchanged_random_numbers(), unchanged_state({"": self._entry.components.model}):
             expected = self._take()
-            differences = list(find_differences(expected, found, Noise({})))
+            differences = list(find_differences(expected, observed, Noise({})))
             if differences:
                 noise = measure_noise(expected, self._take)
-                differences = list(find_differences(expected, found, noise))
+                differences = list(find_differences(expected, observed, noise))
                 if differences and self._entry.age:
                     self._take()
                     again = self._take(as_kept=True)
                     self.uses_python_state = bool(find_differences(expected, again, noise))
         self.seconds += time.perf_counter() - started
-        return largest_difference(expected, found), differences
+        return largest_difference(expected, observed), differences
 
     def _take(self, seed: int | None = None, as_kept: bool = False) -> Observation:
         """Take the step alone; with a `seed` from weights that are rounded otherwise.
@@ -108,6 +108,8 @@ class AuditedTrial:
 
     def _observed(self, loss: Tensor, state: EngineState) -> Observation:
         # A model may compute its loss in a coarser type than its weights have.
-        found: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
-        found |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
-        return found | {f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()}
+        tensors: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
+        tensors |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
+        return tensors | {
+            f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()
+        }

@@ -119,23 +119,23 @@ def parse_over(text: str) -> tuple[str, list[Any]]:
 
 
 def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
-    found = f"--over: found {shown(text)}, expected"
+    prefix = f"--over: found {shown(text)}, expected"
     try:
         low, high, *more = (float(part) for part in rest.split(":"))
         (count,) = more or (None,)
     except ValueError:
-        raise FusionError(f"{found} {_FORM}") from None
+        raise FusionError(f"{prefix} {_FORM}") from None
     if not low < high or not math.isfinite(high - low) or (kind.startswith("log") and low <= 0):
         limit = "0 < low < high" if kind.startswith("log") else "low < high"
-        raise FusionError(f"{found} {limit}, and finite numbers")
+        raise FusionError(f"{prefix} {limit}, and finite numbers")
     whole = kind in ("int", "logint")
     if whole and not (low.is_integer() and high.is_integer() and max(-low, high) <= 2**53):
-        raise FusionError(f"{found} whole numbers after {kind}:, 2**53 at most")
+        raise FusionError(f"{prefix} whole numbers after {kind}:, 2**53 at most")
     dimension = Dimension(key, low=low, high=high, log=kind.startswith("log"), whole=whole)
     if count is None:
         return dimension
     if not (count.is_integer() and 2 <= count <= MOST_VALUES):
-        raise FusionError(f"{found} a count of 2 to {MOST_VALUES:,}")
+        raise FusionError(f"{prefix} a count of 2 to {MOST_VALUES:,}")
     spaced_evenly = replace(dimension, whole=False) if kind == "logint" else dimension
     inner = [spaced_evenly.at(i / (count - 1)) for i in range(1, int(count) - 1)]
     inner = [round(value) for value in inner] if whole else inner

@@ -16,9 +16,9 @@ def take_reference(
     record: AuditRecord, components: Components, settings: TrainSettings, step: int
 ) -> FreshModel:
     """A newly built model and loss, or those of the last audit; the caller loads the present state."""
-    found = record.reference
-    if found is None:
+    reference = record.reference
+    if reference is None:
         model = build_model(settings.model, settings.seed).to(components.device, components.dtype)
-        found = FreshModel(model, build_loss(settings.loss, settings.loss_args), components.autocast)
-    record.reference = found if step < _CLOSE_STEPS else None
-    return found
+        reference = FreshModel(model, build_loss(settings.loss, settings.loss_args), components.autocast)
+    record.reference = reference if step < _CLOSE_STEPS else None
+    return reference

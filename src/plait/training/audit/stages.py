@@ -147,11 +147,11 @@ class AuditedStages:
             for name, buffer in module.named_buffers()
             if name in known and name in self._stages
         }
-        found: dict[str, dict[int, Tensor]] = {}
+        copies: dict[str, dict[int, Tensor]] = {}
         for path, buffer in gather_named(own, FIRST).items():
             rank, _, name = path.partition("/")
-            found.setdefault(name, {})[int(rank)] = buffer.clone()
-        return found
+            copies.setdefault(name, {})[int(rank)] = buffer.clone()
+        return copies
 
     def _gather_attributes(self) -> Attributes:
         """What modules keep in Python, each where it runs; of those in no stage what the first worker has."""
@@ -166,7 +166,7 @@ class AuditedStages:
     def _held_objects(self) -> dict[str, Any]:
         """The modules of the model that this worker's stages call, and the loss of the last stage."""
         modules = self._modules()
-        found = {
+        objects = {
             path: module
             for stage in self._pipeline.modules.values()
             for path, module in stage.named_modules()
@@ -174,8 +174,8 @@ class AuditedStages:
         }
         loss = self._components.loss
         if self._layout.last in self._pipeline.modules and hasattr(loss, "__dict__"):
-            found[LOSS] = loss
-        return found
+            objects[LOSS] = loss
+        return objects
 
     def _modules(self) -> dict[str, Any]:
         return dict(keeping_attributes(self._components.model))
@@ -196,9 +196,9 @@ class AuditedStages:
                 "only updates are audited; make it longer"
             )
         elif all_gather_values(self._twin.updates) != [0] * self._worker.world_size:
-            found, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
+            observed, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
             if self._rank == FIRST:
-                largest, differences = self._replay(found, contents, after)
+                largest, differences = self._replay(observed, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
         # The state of one that is inside of another is in no name of the whole model's.
@@ -231,10 +231,10 @@ class AuditedStages:
         gathered = gather_named(_prefixed("gradients", gradients) | _prefixed("written", written), FIRST)
         buffers, attributes = self._gather_buffers(), self._gather_attributes()
         trained = [n for n, p in self._components.model.named_parameters() if p.requires_grad]
-        found = _below("gradients", gathered)
+        gradients = _below("gradients", gathered)
         return ObservedStep(
             torch.tensor(loss, dtype=torch.float64),
-            {name: found.get(name) for name in trained},
+            {name: gradients.get(name) for name in trained},
             {**self._unused_buffers(buffers), **_by_worker(buffers)},
             _below("written", gathered),
             attributes.values,
@@ -257,23 +257,23 @@ class AuditedStages:
         """On the first worker the microbatches of all pipelines."""
         if self._layout.holders(0) == (FIRST,):
             return self._contents
-        tensors, notes = Named(), dict[str, Any]()
+        tensors, specs = Named(), dict[str, Any]()
         for number, (part, samples) in self._contents.items():
-            leaves, note = pack_tree((part.inputs, part.target))
+            leaves, spec = pack_tree((part.inputs, part.target))
             tensors |= {f"{number}/{i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
-            notes[str(number)] = [note, len(leaves), part.weight, part.seed, samples]
-        gathered, found = gather_named(tensors, FIRST), Contents()
-        for key, (note, count, weight, seed, samples) in _merged(all_gather_values(notes)).items():
+            specs[str(number)] = [spec, len(leaves), part.weight, part.seed, samples]
+        gathered, merged = gather_named(tensors, FIRST), Contents()
+        for key, (spec, count, weight, seed, samples) in _merged(all_gather_values(specs)).items():
             if self._rank == FIRST:
                 device, number = self._components.device, int(key)
                 leaves = [gathered.get(f"{number}/{i}") for i in range(count)]
                 moved = [None if leaf is None else leaf.to(device) for leaf in leaves]
-                inputs, target = unpack_tree(moved, note)
-                found[number] = Part(inputs, target, weight, seed, number), samples
-        return found
+                inputs, target = unpack_tree(moved, spec)
+                merged[number] = Part(inputs, target, weight, seed, number), samples
+        return merged
 
     def _replay(
-        self, found: ObservedStep, contents: Contents, after: Named
+        self, observed: ObservedStep, contents: Contents, after: Named
     ) -> tuple[float, list[Difference]]:
         """The largest difference, and those beyond rounding, which the first worker finds."""
         layout, step, settings, record = self._layout, self._trial.step, self._trial.settings, self._record
@@ -299,8 +299,8 @@ class AuditedStages:
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=settings.clip_norm)
             replay = Replay(plain, self._before, parts, self._finish, is_first=step == 0)
-            largest, differences = replay.compare(found, record.rounding, record.harmless)
-            differences += self._update_differences(plain, found, after)
+            largest, differences = replay.compare(observed, record.rounding, record.harmless)
+            differences += self._update_differences(plain, observed, after)
         return largest, differences
 
     def _finish(self, loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -326,14 +326,14 @@ class AuditedStages:
         return optimizer
 
     def _update_differences(
-        self, plain: ReplicatedModel, found: ObservedStep, after: Named
+        self, plain: ReplicatedModel, observed: ObservedStep, after: Named
     ) -> list[Difference]:
         """Where an optimizer of the whole model writes something else than those of the stages."""
         if not after:
             return []
         plain.load(self._before)
         parameters = plain.parameters()
-        for name, grad in found.gradients.items():
+        for name, grad in observed.gradients.items():
             parameters[name].grad = None if grad is None else grad.to(parameters[name].device)
         self._make_optimizer(parameters).step()
         expected = {f"the parameter {name}": parameters[name].detach() for name in after}

@@ -52,14 +52,14 @@ def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -
 
 def _compare(worker: Worker, seen: Sequence[Fingerprint | None], name: str) -> None:
     own = _WorkerData(worker.id, worker.host, dict(zip(SPLITS, seen)))
-    found = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(own)))
-    other = decode(_WorkerData, json.loads(found), "data")
+    stored = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(own)))
+    other = decode(_WorkerData, json.loads(stored), "data")
     for split, mine in own.splits.items():
-        if (words := _difference(mine, other.splits[split])) is not None:
+        if (difference := _difference(mine, other.splits[split])) is not None:
             raise UnlikeDataError(
-                f"data: worker {own.worker} on {own.host} has {words[0]} in the {split} split, worker "
-                f"{other.worker} on {other.host} has {words[1]}; every worker must have the same data: is a "
-                f"copy of its files incomplete or listed in another order? What is drawn at random must "
+                f"data: worker {own.worker} on {own.host} has {difference[0]} in the {split} split, worker "
+                f"{other.worker} on {other.host} has {difference[1]}; every worker must have the same data: "
+                f"is a copy of its files incomplete or listed in another order? What is drawn at random must "
                 f"follow torch's, numpy's or Python's own generator, which are seeded alike"
             )
 
@@ -78,10 +78,10 @@ def _difference(mine: Fingerprint | None, other: Fingerprint | None) -> tuple[st
     return f"other samples ({len(unlike)} of {len(both)} looked at, such as number {unlike[0]})", "its own"
 
 
-def _length(found: Fingerprint | None) -> str:
-    if found is None:
+def _length(fingerprint: Fingerprint | None) -> str:
+    if fingerprint is None:
         return "no data"
-    return "a stream without length" if found.length is None else count_of(found.length, "sample")
+    return "a stream without length" if fingerprint.length is None else count_of(fingerprint.length, "sample")
 
 
 def _warn_of_repeats(train: Fingerprint, test: Fingerprint) -> None:

@@ -66,8 +66,8 @@ class FirstStep:
         if names and all(count >= _FEWEST for *_, count in answers):
             # All workers look, since a forward may itself gather from all of them.
             own = describe_rows(self._model, inputs, names, self._buffers)
-            if words := next(filter(None, all_gather_values(own)), ""):
-                raise JobError(f"model: {words}")
+            if message := next(filter(None, all_gather_values(own)), ""):
+                raise JobError(f"model: {message}")
 
 
 def check_kept(run: Run) -> None:
@@ -103,11 +103,11 @@ def find_kept(model: nn.Module, inputs: Any) -> str:
     """What two forwards in a row change in Python, one after the other, as people know it; else nothing."""
     try:
         with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
-            found = copy.deepcopy(model)
-            state = state_of(found)
-            forward(found, inputs)
+            copied = copy.deepcopy(model)
+            state = state_of(copied)
+            forward(copied, inputs)
             after_one = state.tokens()
-            forward(found, inputs)
+            forward(copied, inputs)
             names = changed(after_one, state.tokens())
     except Exception:  # a model that cannot be copied, or takes no such batch
         return ""
@@ -164,12 +164,12 @@ def _after(
 ) -> dict[str, Tensor]:
     """Buffers of a copy of the model after a forward on `inputs`, or before one (None)."""
     with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
-        found = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         for name, value in (before or {}).items():
-            own_buffers(found)[name].copy_(value)
+            own_buffers(copied)[name].copy_(value)
         if inputs is not None:
-            forward(found, inputs)
-    return {name: own_buffers(found)[name].detach() for name in names}
+            forward(copied, inputs)
+    return {name: own_buffers(copied)[name].detach() for name in names}
 
 
 def _samples(inputs: Any) -> int | None:
@@ -183,8 +183,8 @@ def _replaced(inputs: Any, row: int, by: int) -> Any:
     """The inputs with one sample in the place of another."""
 
     def replace(tensor: Tensor) -> Tensor:
-        found = tensor.clone()
-        found[row] = tensor[by]
-        return found
+        changed_tensor = tensor.clone()
+        changed_tensor[row] = tensor[by]
+        return changed_tensor
 
     return pytree.tree_map_only(Tensor, replace, inputs)

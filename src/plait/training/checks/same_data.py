@@ -38,10 +38,10 @@ def check_data(run: Run) -> None:
 
 
 def _check_map_style(run: Run) -> None:
-    found = list(_read_in_turn(run))
-    is_same_twice = found[0] == found[-1]
+    checksums = list(_read_in_turn(run))
+    is_same_twice = checksums[0] == checksums[-1]
     if is_same_twice:
-        run.audits.samples = found[0]
+        run.audits.samples = checksums[0]
         if run.worker.rank == 0 and _keeps_draws(run):
             run.metrics.warn(
                 "data.kind: samples were others where they had been read for an epoch before: the data set "
@@ -57,7 +57,7 @@ def _check_map_style(run: Run) -> None:
             "each sample"
         )
     if run.worker.world_size > 1:
-        answers = all_gather_values([len(run.components.train_set), found[0], is_same_twice])
+        answers = all_gather_values([len(run.components.train_set), checksums[0], is_same_twice])
         # Where samples are never the same, nothing can be said about workers.
         are_same = all(is_same for *_, is_same in answers)
         refuse_unlike([[length, number if are_same else 0] for length, number, _ in answers])

@@ -82,29 +82,29 @@ def _read(
         spread = [i * len(source) // size for i in range(min(size, len(source)))]
         yield source.batch(0, spread, settings.seed), len(spread)
 
-    found = load_aside(shares(), LONGEST_S)
-    if found is None and components.test_set.is_stream:
+    batches = load_aside(shares(), LONGEST_S)
+    if batches is None and components.test_set.is_stream:
         # Read here, it might have no samples left for the evaluations to come.
         log.info("the test split is a stream that cannot be read in another process; it is not tried")
         return []
-    if found is None:
+    if batches is None:
         with unchanged_random_numbers():
-            found = list(shares())
-    return found
+            batches = list(shares())
+    return batches
 
 
 def _evaluate(components: Components, batches: list[tuple[Any, int]]) -> str:
-    words = ""
+    message = ""
     with torch.no_grad(), evaluation_mode(components.model):
         for content, count in batches:
             output, target = output_of(components, content)
             own = _own(components)
             state = PythonState({} if own.metric is None else {"": own.metric[1]})
             before = state.tokens()
-            found = sums_of(own, output, target, count)
-            words = words or _describe_state(components, state, before)
-            words = words or _describe_metric(components, output, target, count, found[2:])
-    return words
+            sums = sums_of(own, output, target, count)
+            message = message or _describe_state(components, state, before)
+            message = message or _describe_metric(components, output, target, count, sums[2:])
+    return message
 
 
 def _own(components: Components) -> Components:
@@ -113,7 +113,7 @@ def _own(components: Components) -> Components:
     return replace(components, loss=_copied(components.loss), metric=metric)
 
 
-def _describe_metric(components: Components, output: Any, target: Any, count: int, found: Tensor) -> str:
+def _describe_metric(components: Components, output: Any, target: Any, count: int, whole_sums: Tensor) -> str:
     """What to say where the sum and count of samples are not those of their parts together; else nothing."""
     if components.metric is None or count < 2:
         return ""
@@ -128,7 +128,7 @@ def _describe_metric(components: Components, output: Any, target: Any, count: in
 
     few = min(count, _SINGLY)
     try:
-        tried = [(count, found, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
+        tried = [(count, whole_sums, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
     except JobError:
         raise
     except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it

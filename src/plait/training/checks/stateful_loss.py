@@ -51,10 +51,10 @@ def check_loss(run: Run) -> None:
         )
     if not kept:
         return
-    words = f"loss: {loss.kind} changes {kept[0]} when it is called"
+    message = f"loss: {loss.kind} changes {kept[0]} when it is called"
     if _has_several(run):
-        raise JobError(f"{words}, and some workers would not call it as often as others; {IN_THE_MODEL}")
-    run.metrics.warn(f"{words}, which no checkpoint holds: a resumed run begins without it; {IN_THE_MODEL}")
+        raise JobError(f"{message}, and some workers would not call it as often as others; {IN_THE_MODEL}")
+    run.metrics.warn(f"{message}, which no checkpoint holds: a resumed run begins without it; {IN_THE_MODEL}")
 
 
 def _has_several(run: Run) -> bool:

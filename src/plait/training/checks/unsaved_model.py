@@ -31,11 +31,11 @@ class UnsavedState:
             for path, module in keeping_attributes(self._model).items()
             if type(module).get_extra_state is nn.Module.get_extra_state
         }
-        found: dict[str, Any] = dict(read_attributes(own).values)
+        values: dict[str, Any] = dict(read_attributes(own).values)
         for path, module in self._model.named_modules():
             for name in getattr(module, "_non_persistent_buffers_set", ()):
                 buffer = module._buffers.get(name)
                 kept = None if buffer is None else (buffer.shape, float(buffer.detach().double().sum()))
-                found[f"{path}.{name}".lstrip(".")] = kept
+                values[f"{path}.{name}".lstrip(".")] = kept
         # As text: what is no number is equal to itself.
-        return {name: repr(value) for name, value in found.items()}
+        return {name: repr(value) for name, value in values.items()}

@@ -41,8 +41,8 @@ class StepGraph:
         tensors = [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in leaves]
         key = (str(spec), shared, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
         if key in self._graphs:
-            found: Tensor = self._graphs[key](*tensors).clone()
-            return found
+            losses: Tensor = self._graphs[key](*tensors).clone()
+            return losses
         self._seen[key] += 1
         if self._seen[key] <= WARM_UP or not self._capture(key, tensors, shared, spec):
             return self._step(content)

@@ -38,7 +38,7 @@ class TrialNorms:
         parts, weights = self._part
         self._part = None
         whole = trial_squared_norms(gradients(parameters), len(self.averages))
-        found = torch.stack([parts, whole]).cpu() / scales.cpu().double().square()
-        for average, own, weight, part, all_ in zip(self.averages, samples, weights, *found.tolist()):
+        norms = torch.stack([parts, whole]).cpu() / scales.cpu().double().square()
+        for average, count, weight, part, all_ in zip(self.averages, samples, weights, *norms.tolist()):
             if weight > 0:
-                average.update(GradientNorms(part / weight, weight, 1.0, all_, own))
+                average.update(GradientNorms(part / weight, weight, 1.0, all_, count))

@@ -32,8 +32,8 @@ def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
     """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
     assert settings.pipeline is not None
     plan = settings.pipeline.plan
-    found = enumerate(seconds_of_devices(plan))
-    seconds = tuple(each / plan.machines.device(device).speed for device, each in found)
+    times = enumerate(seconds_of_devices(plan))
+    seconds = tuple(each / plan.machines.device(device).speed for device, each in times)
     return seconds if all(seconds) else ()
 
 
@@ -106,11 +106,11 @@ class StageMonitor:
         samples = self._work.samples_of(self._work.microbatch(0).step)
         for stage, (square, weight) in self._parts.items():
             own = float(squared_norm(gradients(self._counted[stage])))
-            found = estimate(GradientNorms(float(square) / weight, weight, 1.0, own, samples))
-            if found is None:
+            noise = estimate(GradientNorms(float(square) / weight, weight, 1.0, own, samples))
+            if noise is None:
                 missing += 1.0
             else:
-                variance, whole = variance + found.variance, whole + own
+                variance, whole = variance + noise.variance, whole + own
         scale = self._pipeline.loss_scale
         self._moments = variance / scale**2, whole / scale**2, missing
 

@@ -84,9 +84,9 @@ def group_of(groups: Sequence[GroupSettings], name: str) -> int:
 def check_groups(groups: Sequence[GroupSettings], names: Iterable[str]) -> None:
     """Refuse a group that no parameter is in: its patterns are misspelt, or those before take them all."""
     names = list(names)
-    found = {group_of(groups, name) for name in names}
+    used = {group_of(groups, name) for name in names}
     for place, group in enumerate(groups, 1):
-        if place in found:
+        if place in used:
             continue
         where = f"optimizer.groups[{place - 1}].match: found {shown(group.match)}"
         taken = [name for name in names if group_of([group], name)]
@@ -112,11 +112,11 @@ def _grouped(
 
     So all stages of a pipeline have the same groups.
     """
-    found: list[dict[str, Any]] = [{"params": []}]
-    found += [{"params": [], **_as_tuples(group.options)} for group in groups]
+    param_groups: list[dict[str, Any]] = [{"params": []}]
+    param_groups += [{"params": [], **_as_tuples(group.options)} for group in groups]
     for parameter in parameters:
-        found[group_of(groups, names.get(parameter, ""))]["params"].append(parameter)
-    return found
+        param_groups[group_of(groups, names.get(parameter, ""))]["params"].append(parameter)
+    return param_groups
 
 
 def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def check_lr_schedule(settings: LrScheduleSettings) -> None:
             factor(settings.warmup_steps)
             kept = [shown for _, shown in changed(once, state.tokens())]
     except Exception as failure:  # a user's own schedule may fail in any way
-        words = f"{type(failure).__name__}: {failure}"
-        raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {words}") from None
+        message = f"{type(failure).__name__}: {failure}"
+        raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {message}") from None
     if kept:
         raise JobError(
             f"lr_schedule.kind: {settings.kind} changes {kept[0]} whenever it is called, which is more "

@@ -88,10 +88,10 @@ def _take_steps(
 
 def _few(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """The two smallest parameters of each number of dimensions."""
-    found: dict[int, list[str]] = {}
+    by_dim: dict[int, list[str]] = {}
     for name, parameter in sorted(named.items(), key=lambda item: item[1].numel()):
-        found.setdefault(parameter.dim(), []).append(name)
-    return {name: named[name] for names in found.values() for name in names[:2]}
+        by_dim.setdefault(parameter.dim(), []).append(name)
+    return {name: named[name] for names in by_dim.values() for name in names[:2]}
 
 
 def _like(parameter: Parameter) -> Parameter:
