@@ -53,9 +53,9 @@ def groups_of(hosts: Sequence[str]) -> list[list[list[int]]]:
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
     inside = list(ranks.values())
-    if len(inside) == 1 or len({len(own) for own in inside}) > 1:
+    if len(inside) == 1 or len({len(group) for group in inside}) > 1:
         return [[list(range(len(hosts)))]]
-    between = [[own[0] for own in inside]]
+    between = [[group[0] for group in inside]]
     return [inside, between] if len(inside[0]) > 1 else [between]
 
 

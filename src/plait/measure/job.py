@@ -175,10 +175,10 @@ def time_updates(
     named = dict(model.named_parameters())
     alone: dict[str, UpdateTimes] = {}
     for layer in traced.layers:
-        own = [p for name in layer.parameters if (p := named.pop(name, None)) is not None]
-        own = [p for p in own if p.requires_grad]
-        if own:
-            alone[layer.id] = _update_times(model, own, optimizer, repeats)
+        parameters = [p for name in layer.parameters if (p := named.pop(name, None)) is not None]
+        parameters = [p for p in parameters if p.requires_grad]
+        if parameters:
+            alone[layer.id] = _update_times(model, parameters, optimizer, repeats)
     whole = _update_times(model, [p for p in model.parameters() if p.requires_grad], optimizer, repeats)
     in_place = whole.in_place_s / sum(times.in_place_s for times in alone.values())
     kept = whole.kept_s / sum(times.kept_s for times in alone.values())

@@ -43,8 +43,8 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
         pipeline = Pipeline(rank, pipeline_layout, traced, channels, options)
 
         def run(count: int) -> None:
-            own = work(rank, count)
-            pipeline.run(stream(pipeline_layout, rank, own), own)
+            source = work(rank, count)
+            pipeline.run(stream(pipeline_layout, rank, source), source)
             pipeline.losses.clear()
             pipeline.timings.clear()
 

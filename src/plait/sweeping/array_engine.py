@@ -69,7 +69,7 @@ class TrialAudits:
         # Steps of this worker so far, and the step at which each trial was last audited.
         self._steps = 0
         self._last: dict[int, int] = {}
-        self._under_way: dict[int, AuditedTrial] = {}
+        self._audited: dict[int, AuditedTrial] = {}
         self._done = 0
 
     def forget(self, number: int) -> None:
@@ -78,7 +78,7 @@ class TrialAudits:
 
     def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
         """Copy the trials whose next step is audited."""
-        self._under_way, self._done = {}, done
+        self._audited, self._done = {}, done
         array, known = self.array, self._last
         newcomers = [slot for slot, trial in enumerate(self.trials) if trial.number not in known]
         is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
@@ -92,10 +92,10 @@ class TrialAudits:
             return
         in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
         slots = newcomers[: most_at_once(array)] or in_turn[:1]
-        self._under_way = {slot: AuditedTrial(array, slot, batches[slot], factors[slot]) for slot in slots}
+        self._audited = {slot: AuditedTrial(array, slot, batches[slot], factors[slot]) for slot in slots}
 
     def end(self, step: TrainStep, losses: Tensor) -> bool:
-        for slot, alone in self._under_way.items():
+        for slot, alone in self._audited.items():
             trial = self.trials[slot]
             self._last[trial.number] = self._steps
             largest, differences = alone.compare(losses[slot])

@@ -110,8 +110,8 @@ def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
             raise
         try:
             step_alone(steps.entries(1)[0], batch, 1.0)
-        except Exception as own:  # a user's model can fail in any way
-            if (why_alone := why_failed(own)) is not None:
+        except Exception as error:  # a user's model can fail in any way
+            if (why_alone := why_failed(error)) is not None:
                 return {"fails alone": why_alone}
         raise
 

@@ -86,7 +86,7 @@ def next_batches(streams: Sequence[BatchStream]) -> list[Batch]:
 def with_replacements(present: Sequence[T], leaving: Sequence[int], joining: Sequence[T]) -> list[T]:
     """What belongs to each trial after a change; newcomers take the leavers' places, then new ones."""
     kept = dict(enumerate(present))
-    for place in leaving:
-        del kept[place]
+    for slot in leaving:
+        del kept[slot]
     kept |= dict(zip(leaving, joining))
-    return [kept[place] for place in sorted(kept)] + list(joining[len(leaving) :])
+    return [kept[slot] for slot in sorted(kept)] + list(joining[len(leaving) :])

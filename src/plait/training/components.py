@@ -34,7 +34,7 @@ from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSe
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import sums_of, sums_over_share
-from plait.training.fused.rounds import Piece, Round
+from plait.training.fused.rounds import Round, TrialMicrobatch
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_gradients_left, find_traits
@@ -150,7 +150,7 @@ class Components:
         """The weight of this worker's gradients in the sum."""
         return batches[0].count / batches[0].total
 
-    def to_device(self, microbatches: Sequence[Piece]) -> tuple[Any, Any]:
+    def to_device(self, microbatches: Sequence[TrialMicrobatch]) -> tuple[Any, Any]:
         """Inputs and target of a round."""
         inputs, target = to_device(microbatches[0][0], self.device, self.dtype)
         return inputs, target

@@ -74,10 +74,10 @@ class WorkerGroup:
 
     def checkpoint_of_first(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         """The checkpoint that `find` returns on the first member, on all of them."""
-        own = find() if self.is_first else None
-        if self.is_alone or not self.from_first(lambda: own is not None):
-            return own
-        return checkpoints.broadcast(own, self.first_rank, self._answers)
+        local = find() if self.is_first else None
+        if self.is_alone or not self.from_first(lambda: local is not None):
+            return local
+        return checkpoints.broadcast(local, self.first_rank, self._answers)
 
     def total(self, numbers: Tensor, device: torch.device) -> Tensor:
         """The sum of all members' numbers."""

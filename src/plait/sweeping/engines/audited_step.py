@@ -32,8 +32,8 @@ _AT_ONCE = 1 << 26
 
 def most_at_once(array: FusedComponents) -> int:
     """How many of the array's trials may be audited at one step, by the memory that it takes."""
-    own = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
-    return max(1, _AT_ONCE // max(1, own))
+    trial_bytes = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
+    return max(1, _AT_ONCE // max(1, trial_bytes))
 
 
 class AuditedTrial:

@@ -69,9 +69,9 @@ class FusedStages:
         # The models' weights are the array's own from now on.
         self._traced = replace(stages.traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
-        own = [self._stage_of(entry) for entry in entries]
-        kept = of_stage(verdict or FusionReport(), own[0].components.model)
-        self.components = FusedComponents(own, stream=workers.place, verdict=kept)
+        staged = [self._stage_of(entry) for entry in entries]
+        kept = of_stage(verdict or FusionReport(), staged[0].components.model)
+        self.components = FusedComponents(staged, stream=workers.place, verdict=kept)
         self.components.optimizer.sum_squares = lambda squares: workers.total(squares, squares.device)
         self._stage = FusedStage(self.components.fused)
         # As the pipeline holds it: its module is that of all trials.
@@ -174,15 +174,15 @@ class FusedStages:
         return train()
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
-        own = self.components.state(slot)
-        named = {self._aliases.get(name, name): value for name, value in own.model.items()}
-        model, optimizer = group.gather(named), group.gather(self._by_first_names(own.optimizer))
+        local = self.components.state(slot)
+        named = {self._aliases.get(name, name): value for name, value in local.model.items()}
+        model, optimizer = group.gather(named), group.gather(self._by_first_names(local.optimizer))
         if not group.is_first:
             return None
         model = {**self._rest[slot], **model}
         # Aliases of tied weights that no stage uses keep their initial value.
         model |= {name: model[first] for name, first in self._aliases.items()}
-        return EngineState(model, optimizer, age=own.age)
+        return EngineState(model, optimizer, age=local.age)
 
     def _by_first_names(self, state: Tensors) -> Tensors:
         paths = {path: path.rpartition("/") for path in state}
@@ -241,7 +241,7 @@ class FusedStage(nn.Module):
         if not self.training:
             return self.fused(*inputs)
         self._passed += 1
-        without = [place for place, weight in enumerate(self.weights) if weight == 0.0]
+        without = [slot for slot, weight in enumerate(self.weights) if weight == 0.0]
         if without:
             self.fused.freeze(without)
         with self.padded():

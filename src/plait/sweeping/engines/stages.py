@@ -59,10 +59,10 @@ def check_in_stages(settings: SweepSettings) -> None:
             )
 
 
-def _values(settings: SweepSettings, key: str, own: Any) -> Sequence[Any]:
+def _values(settings: SweepSettings, key: str, default: Any) -> Sequence[Any]:
     """The values that trials have of `key`: those swept, or the job's own."""
     swept = [dimension.ends() for dimension in settings.over if dimension.key == key]
-    return swept[0] if swept else (own,)
+    return swept[0] if swept else (default,)
 
 
 def check_schedule(schedule: Schedule) -> None:

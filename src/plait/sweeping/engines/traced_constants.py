@@ -22,12 +22,12 @@ Values = Mapping[tuple[str, str], Any]
 
 def plain_values(model: nn.Module) -> Values:
     """The tensors, numbers and words that code of the model may use, but for parameters and buffers."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     constants = {}
     for path, part in model.named_modules():
         for name, value in vars(part).items():
             leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _PLAIN)]
-            leaves = [leaf for leaf in leaves if id(leaf) not in own]
+            leaves = [leaf for leaf in leaves if id(leaf) not in tensors]
             if name not in _OWN and leaves:
                 # One that is a list is another object, lest the model change it.
                 constants[path, name] = leaves[0] if leaves[0] is value else tuple(leaves)

@@ -101,11 +101,11 @@ class StagedCandidate(ArrayCandidate):
             check_values(self._traced, self._stages.values, plain_values(entry.components.model))
         fused, self._cut = [], []
         for layers in self._stages.layout.stages:
-            own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
-            kept = of_stage(FusionReport(unfused), own[0].module).unfused
+            stages = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
+            kept = of_stage(FusionReport(unfused), stages[0].module).unfused
             seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-            fused.append(fuse([stage.module for stage in own], seeds, steps, kept, verify=False))
-            self._cut.append(own[0])
+            fused.append(fuse([stage.module for stage in stages], seeds, steps, kept, verify=False))
+            self._cut.append(stages[0])
         return fused
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
@@ -130,7 +130,7 @@ class StagedCandidate(ArrayCandidate):
     ) -> dict[str, Tensor]:
         """The values that one stage gives."""
         stage = self._cut[number]
-        own = stage.inputs if fused.training else stage.evaluation_inputs
+        inputs = stage.inputs if fused.training else stage.evaluation_inputs
         given = stage.outputs if fused.training else stage.evaluation_outputs
         routes = self._routes if fused.training else self._evaluated_routes
         received = dict(values)
@@ -138,7 +138,7 @@ class StagedCandidate(ArrayCandidate):
             if route.target == number:
                 received |= {name: _received(values[name], name, route) for name in route.names}
         with padded_rows(fused, counts), self._entries[0].components.autocast():
-            outcome = fused(*(received[value.name] for value in own))
+            outcome = fused(*(received[value.name] for value in inputs))
         return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:

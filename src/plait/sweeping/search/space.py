@@ -146,11 +146,11 @@ def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
 def _parts(text: str) -> list[str]:
     """`text` cut at commas that stand outside of brackets."""
     parts, start, depth = [], 0, 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
+            parts.append(text[start:index])
+            start = index + 1
     return [*parts, text[start:]]
 
 

@@ -57,7 +57,7 @@ class AuditRecord:
     # the step after which they were last read again.
     samples: int | None = None
     looked: int = 0
-    _said: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:
         """Take down what all workers found in step `step`, in the order of their ranks."""
@@ -86,8 +86,8 @@ class AuditRecord:
 
     def say(self, message: str) -> None:
         """Warn the user, of the same thing once."""
-        if message not in self._said:
-            self._said.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
             self.metrics.warn(message)
 
 
@@ -104,5 +104,6 @@ def _by_worker(differences: Sequence[Sequence[str]]) -> list[str]:
             ranks.setdefault(each, []).append(str(rank))
     workers = len(differences)
     return [
-        each if len(own) == workers else f"{each} (worker {', '.join(own)})" for each, own in ranks.items()
+        each if len(seen_by) == workers else f"{each} (worker {', '.join(seen_by)})"
+        for each, seen_by in ranks.items()
     ]

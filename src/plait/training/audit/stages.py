@@ -104,8 +104,8 @@ class AuditedStages:
         return ""
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
-        own = [p for group in self._pipeline.optimizer.param_groups for p in group["params"]]
-        return {twin: self._names.get(parameter, "") for parameter, twin in zip(own, twins)}
+        parameters = [p for group in self._pipeline.optimizer.param_groups for p in group["params"]]
+        return {twin: self._names.get(parameter, "") for parameter, twin in zip(parameters, twins)}
 
     def _note_content(self, part: Part, samples: int) -> None:
         layout = self._layout
@@ -131,7 +131,7 @@ class AuditedStages:
                 for n, t in (*components.model.named_parameters(), *components.model.named_buffers())
             }
             known |= _below("weights", gathered)
-            known |= {name: next(iter(own.values())) for name, own in self._buffers.items()}
+            known |= {name: next(iter(copies.values())) for name, copies in self._buffers.items()}
             self._before = State(known, attributes).copied()
 
     def _is_first(self, name: str) -> bool:
@@ -141,22 +141,22 @@ class AuditedStages:
     def _gather_buffers(self) -> dict[str, dict[int, Tensor]]:
         """Copies of the buffers of all stages on the first worker, by name and worker."""
         known = {name for name, _ in self._components.model.named_buffers()}
-        own = {
+        local = {
             f"{self._rank}/{name}": buffer
             for module in self._pipeline.modules.values()
             for name, buffer in module.named_buffers()
             if name in known and name in self._stages
         }
         copies: dict[str, dict[int, Tensor]] = {}
-        for path, buffer in gather_named(own, FIRST).items():
+        for path, buffer in gather_named(local, FIRST).items():
             rank, _, name = path.partition("/")
             copies.setdefault(name, {})[int(rank)] = buffer.clone()
         return copies
 
     def _gather_attributes(self) -> Attributes:
         """What modules keep in Python, each where it runs; of those in no stage what the first worker has."""
-        own = read_attributes(self._held_objects())
-        workers = all_gather_values([dict(own.values), own.unseen, sorted(self._held_objects())])
+        local = read_attributes(self._held_objects())
+        workers = all_gather_values([dict(local.values), local.unseen, sorted(self._held_objects())])
         rest = read_attributes({p: m for p, m in self._modules().items() if not _is_in(p, workers)})
         values = dict(rest.values)
         for theirs, _, _ in reversed(workers):
@@ -202,8 +202,10 @@ class AuditedStages:
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
         # The state of one that is inside of another is in no name of the whole model's.
-        own = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
-        unseen += tuple(f"optimizer.{name}" for name, each in own if isinstance(each, torch.optim.Optimizer))
+        attributes = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
+        unseen += tuple(
+            f"optimizer.{name}" for name, each in attributes if isinstance(each, torch.optim.Optimizer)
+        )
         seconds = time.perf_counter() - started
         record.metrics.leave_out(seconds)
         self._seconds += seconds
@@ -250,8 +252,8 @@ class AuditedStages:
         """On the first worker the weights after the step, where it takes the update of all of them."""
         if not self._needs_optimizer or not self._layout.schedule.synchronous:
             return {}
-        own = {n: p for n, p in self._pipeline.parameters.items() if p.requires_grad and self._is_first(n)}
-        return {name: tensor.clone() for name, tensor in gather_named(own, FIRST).items()}
+        local = {n: p for n, p in self._pipeline.parameters.items() if p.requires_grad and self._is_first(n)}
+        return {name: tensor.clone() for name, tensor in gather_named(local, FIRST).items()}
 
     def _gather_contents(self) -> Contents:
         """On the first worker the microbatches of all pipelines."""
@@ -283,7 +285,7 @@ class AuditedStages:
             if step == 0:
                 load_attributes(kept, self._before.attributes.values)
             fresh = take_reference(record, self._components, settings, step)
-            replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
+            replicated = {name: copies for name, copies in self._buffers.items() if len(copies) > 1}
             scale = self._pipeline.loss_scale
             how: dict[str, Any] = {
                 "autocast": fresh.autocast,
@@ -351,9 +353,9 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> Named:
 def _by_worker(buffers: Mapping[str, Mapping[int, Tensor]]) -> Named:
     """The names under which buffers are compared: those of replicas by worker."""
     return {
-        name if len(own) == 1 else f"{name} of worker {worker}": buffer
-        for name, own in buffers.items()
-        for worker, buffer in own.items()
+        name if len(copies) == 1 else f"{name} of worker {worker}": buffer
+        for name, copies in buffers.items()
+        for worker, buffer in copies.items()
     }
 
 

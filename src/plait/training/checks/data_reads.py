@@ -51,16 +51,16 @@ def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -
 
 
 def _compare(worker: Worker, seen: Sequence[Fingerprint | None], name: str) -> None:
-    own = _WorkerData(worker.id, worker.host, dict(zip(SPLITS, seen)))
-    stored = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(own)))
+    local = _WorkerData(worker.id, worker.host, dict(zip(SPLITS, seen)))
+    stored = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(local)))
     other = decode(_WorkerData, json.loads(stored), "data")
-    for split, mine in own.splits.items():
-        if (difference := _difference(mine, other.splits[split])) is not None:
+    for split, fingerprint in local.splits.items():
+        if (difference := _difference(fingerprint, other.splits[split])) is not None:
             raise UnlikeDataError(
-                f"data: worker {own.worker} on {own.host} has {difference[0]} in the {split} split, worker "
-                f"{other.worker} on {other.host} has {difference[1]}; every worker must have the same data: "
-                f"is a copy of its files incomplete or listed in another order? What is drawn at random must "
-                f"follow torch's, numpy's or Python's own generator, which are seeded alike"
+                f"data: worker {local.worker} on {local.host} has {difference[0]} in the {split} split, "
+                f"worker {other.worker} on {other.host} has {difference[1]}; every worker must have the same "
+                f"data: is a copy of its files incomplete or listed in another order? What is drawn at "
+                f"random must follow torch's, numpy's or Python's own generator, which are seeded alike"
             )
 
 

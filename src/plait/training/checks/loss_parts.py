@@ -67,8 +67,9 @@ def describe_parts(settings: TrainSettings, components: Components, workers: int
 
 def _sample_sets(components: Components, count: int) -> Iterator[list[int]]:
     """The numbers of the samples to try."""
-    samples, own = len(components.train_set), getattr(components.train_set.dataset, "example_indices", None)
-    yield list(range(count)) if own is None else list(own((count,))[0])
+    samples = len(components.train_set)
+    example_indices = getattr(components.train_set.dataset, "example_indices", None)
+    yield list(range(count)) if example_indices is None else list(example_indices((count,))[0])
     for number in range(1, _SETS if samples > count else 1):
         yield [(i * samples // count + number) % samples for i in range(count)]
 
@@ -93,9 +94,9 @@ def _whole_and_in_parts(
             with unchanged_state({"loss": components.loss}), components.autocast():
                 return float(copy.deepcopy(components.loss)(forward(model, own_inputs), own_target))
 
-        places = [(i, min(i + _AT_A_TIME, count)) for i in range(0, count, _AT_A_TIME)]
+        ranges = [(i, min(i + _AT_A_TIME, count)) for i in range(0, count, _AT_A_TIME)]
         with evaluation_mode(model):
-            return loss(0, count), sum(loss(a, b) * (b - a) for a, b in places) / count
+            return loss(0, count), sum(loss(a, b) * (b - a) for a, b in ranges) / count
 
 
 def rows_of(batch: Any, count: int, begin: int, end: int) -> Any:

@@ -65,8 +65,8 @@ class FirstStep:
         names = sorted({name for answer in answers for name in answer[1]})
         if names and all(count >= _FEWEST for *_, count in answers):
             # All workers look, since a forward may itself gather from all of them.
-            own = describe_rows(self._model, inputs, names, self._buffers)
-            if message := next(filter(None, all_gather_values(own)), ""):
+            description = describe_rows(self._model, inputs, names, self._buffers)
+            if message := next(filter(None, all_gather_values(description)), ""):
                 raise JobError(f"model: {message}")
 
 

@@ -31,8 +31,8 @@ def check_data(run: Run) -> None:
         if settings.in_stages and run.worker.world_size > 1:
             count = settings.data.batch_size * _BATCHES
             with same_random_numbers(settings.seed):
-                own = checksum(source.first_samples(count, settings.seed))
-            refuse_unlike(all_gather_values([source.length, own]))
+                local = checksum(source.first_samples(count, settings.seed))
+            refuse_unlike(all_gather_values([source.length, local]))
     elif settings.verify.start != "off":
         _check_map_style(run)
 

@@ -98,10 +98,10 @@ def _evaluate(components: Components, batches: list[tuple[Any, int]]) -> str:
     with torch.no_grad(), evaluation_mode(components.model):
         for content, count in batches:
             output, target = output_of(components, content)
-            own = _own(components)
-            state = PythonState({} if own.metric is None else {"": own.metric[1]})
+            copied = _own(components)
+            state = PythonState({} if copied.metric is None else {"": copied.metric[1]})
             before = state.tokens()
-            sums = sums_of(own, output, target, count)
+            sums = sums_of(copied, output, target, count)
             message = message or _describe_state(components, state, before)
             message = message or _describe_metric(components, output, target, count, sums[2:])
     return message

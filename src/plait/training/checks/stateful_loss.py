@@ -29,13 +29,13 @@ def check_loss(run: Run) -> None:
     )
     if not isinstance(loss, OwnLoss) or not is_seen:
         return
-    own = loss.loss
-    buffers = list(own.buffers()) if isinstance(own, nn.Module) else []
-    if not buffers and not any(True for _ in _state_of(own).roots()):
+    custom = loss.loss
+    buffers = list(custom.buffers()) if isinstance(custom, nn.Module) else []
+    if not buffers and not any(True for _ in _state_of(custom).roots()):
         return
-    with unchanged_state({"loss": own, "model": components.model}), same_random_numbers(run.settings.seed):
+    with unchanged_state({"loss": custom, "model": components.model}), same_random_numbers(run.settings.seed):
         try:
-            tried = copy.deepcopy(own)
+            tried = copy.deepcopy(custom)
             before = _tensors(tried)
             state = _state_of(tried)
             tokens = state.tokens()

@@ -26,12 +26,12 @@ class UnsavedState:
         return [name for name, now in self._known.items() if before.get(name, now) not in (now, "None")]
 
     def _read(self) -> dict[str, str]:
-        own = {
+        modules = {
             path: module
             for path, module in keeping_attributes(self._model).items()
             if type(module).get_extra_state is nn.Module.get_extra_state
         }
-        values: dict[str, Any] = dict(read_attributes(own).values)
+        values: dict[str, Any] = dict(read_attributes(modules).values)
         for path, module in self._model.named_modules():
             for name in getattr(module, "_non_persistent_buffers_set", ()):
                 buffer = module._buffers.get(name)

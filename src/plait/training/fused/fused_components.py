@@ -37,7 +37,7 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import Components, TrialInit
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
-from plait.training.fused.rounds import Piece, Round, most_rounds, rounds_of
+from plait.training.fused.rounds import Round, TrialMicrobatch, most_rounds, rounds_of
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.asked import wants_norms
 from plait.workloads.losses import KINDS as LOSSES
@@ -211,7 +211,7 @@ class FusedComponents:
         """The weight of this worker's gradients in the sum: 1, since each round has a weight per trial."""
         return 1.0
 
-    def to_device(self, microbatches: Sequence[Piece]) -> Any:
+    def to_device(self, microbatches: Sequence[TrialMicrobatch]) -> Any:
         """Inputs and target of all trials: the same for all, or stacked and padded."""
         length = max(count for _, count in microbatches)
         return together(self._entries[0].components, [content for content, _ in microbatches], length)

@@ -18,13 +18,13 @@ class TrialNorms:
         self.averages = [GradientAverages() for _ in range(trials)]
         self._part: tuple[Tensor, Sequence[float]] | None = None
 
-    def reorder(self, places: Sequence[int]) -> None:
-        """Trials have moved: slot i now has the trial that was in slot `places[i]`."""
-        self.averages = [self.averages[place] for place in places]
+    def reorder(self, slots: Sequence[int]) -> None:
+        """Trials have moved: slot i now has the trial that was in slot `slots[i]`."""
+        self.averages = [self.averages[slot] for slot in slots]
 
-    def begin(self, place: int) -> None:
-        """Another trial begins in slot `place`."""
-        self.averages[place] = GradientAverages()
+    def begin(self, slot: int) -> None:
+        """Another trial begins in `slot`."""
+        self.averages[slot] = GradientAverages()
 
     def after_microbatch(self, parameters: Sequence[Tensor], weights: Sequence[float]) -> None:
         """Record the norms after the first microbatch, which has `weights` of each trial's batch."""

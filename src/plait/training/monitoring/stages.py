@@ -105,12 +105,12 @@ class StageMonitor:
         variance, whole, missing = self._moments
         samples = self._work.samples_of(self._work.microbatch(0).step)
         for stage, (square, weight) in self._parts.items():
-            own = float(squared_norm(gradients(self._counted[stage])))
-            noise = estimate(GradientNorms(float(square) / weight, weight, 1.0, own, samples))
+            squared = float(squared_norm(gradients(self._counted[stage])))
+            noise = estimate(GradientNorms(float(square) / weight, weight, 1.0, squared, samples))
             if noise is None:
                 missing += 1.0
             else:
-                variance, whole = variance + noise.variance, whole + own
+                variance, whole = variance + noise.variance, whole + squared
         scale = self._pipeline.loss_scale
         self._moments = variance / scale**2, whole / scale**2, missing
 

@@ -63,9 +63,9 @@ LR_SCHEDULES: Mapping[str, Callable[..., float]] = {
 def check_lr_schedule(settings: LrScheduleSettings) -> None:
     """Refuse a schedule that does not exist, takes other options, or fails on those it was given."""
     factor = build_lr_factor(settings, settings.warmup_steps + 1)
-    own = resolve(settings.kind, "lr_schedule.kind", JobError) if ":" in settings.kind else None
+    custom = resolve(settings.kind, "lr_schedule.kind", JobError) if ":" in settings.kind else None
     try:
-        with unchanged_state({"schedule": own}) as state:
+        with unchanged_state({"schedule": custom}) as state:
             factor(settings.warmup_steps)
             once = state.tokens()
             factor(settings.warmup_steps)
