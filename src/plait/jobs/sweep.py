@@ -190,7 +190,7 @@ def make_sweep(
 
 
 def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
-    """The sweep's job with its plan, under a schedule that drains between two steps."""
+    """The job of the sweep with its plan, under a synchronous schedule."""
     from plait.measure.auto_plan import planned
 
     parallel = job.parallel
@@ -235,7 +235,7 @@ def _in_own_spelling(dimension: Dimension) -> Dimension:
 
 
 def _dimensions(over: Over) -> tuple[Dimension, ...]:
-    """What to try, with its keys as they were written."""
+    """The dimensions of the sweep, with keys as the user wrote them."""
     if not isinstance(over, Mapping):
         texts = [over] if isinstance(over, str) else over
         return tuple(parse_dimension(text) for text in texts)

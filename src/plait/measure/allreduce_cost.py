@@ -1,4 +1,4 @@
-"""How fast the workers of a job sum gradients: the very sums that its replicas will make, timed."""
+"""The cost of all-reduce on the workers of a job, measured with the sums that its replicas will make."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def measure_sums(
 
 
 def groups_of(hosts: Sequence[str]) -> list[list[list[int]]]:
-    """The sets of ranks that sum at once, one list for each level that is measured."""
+    """The groups of ranks that reduce concurrently, one list per measured level."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
@@ -83,7 +83,7 @@ def _time(
     repeats: int,
     device: torch.device,
 ) -> list[float]:
-    """Seconds of each probe's sum in the slowest of `groups`, which sum at once; all ranks call it."""
+    """Seconds to reduce each probe in the slowest of `groups`, which run concurrently; all ranks call it."""
     rank = rendezvous.rank
     made = [(new_group(rendezvous, ranks), ranks) for ranks in groups]
     seconds = torch.zeros(len(probes), dtype=torch.float64)
@@ -121,8 +121,8 @@ def _time_one(
         sync.agree(torch.zeros(0, dtype=torch.float64))
         samples.append(time.perf_counter() - started)
     sync.close()
-    # The first one connects the workers, the slowest may have met something else on the machine. The mean of
-    # the others, and of all workers: a run pays for every wait.
+    # Without the first, which connects the workers, and the slowest, which may be noise. The mean of the
+    # others and of all workers: a run pays for every wait.
     mean = torch.tensor(statistics.fmean(sorted(samples[1:])[: max(1, repeats - 1)]), dtype=torch.float64)
     dist.all_reduce(mean, group=members.group)
     return float(mean) / len(members.ranks)

@@ -47,13 +47,13 @@ from plait.schema.settings import (
 if TYPE_CHECKING:
     from plait.profiler.profile import Profile
 
-# Microbatches a worker has of each step where nothing else is asked for.
+# The default number of microbatches per worker and step.
 _PER_WORKER = 4
 # What enters a pipeline at once is a whole batch: under stash an update takes that, and under none
 # nothing follows it before it is back.
 _WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
 log = logging.getLogger(__name__)
-# How long layers are measured at least: a machine's speed changes from one second to the next.
+# Layers are measured for at least this long: the speed of a machine varies from second to second.
 MEASURE_S = 3.0
 
 
@@ -122,7 +122,7 @@ def planned(
 
 
 def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
-    """Whether another plan may be made while the job runs: for other workers, or by a policy."""
+    """Whether the plan may change while the job runs: in an elastic job, or by a policy."""
     return placement.elastic is not None or any(each.kind == "plan" for each in settings.adapt)
 
 
@@ -173,7 +173,7 @@ def _kept(
 
 
 def on_fewer_workers(plan: Plan, placement: Placement) -> tuple[Plan, Placement]:
-    """The plan and where its workers run, without those that it leaves idle."""
+    """The plan and its placement, without workers that it leaves idle."""
     used = sorted({device for stage in plan.stages for device in stage.devices})
     number = {device: rank for rank, device in enumerate(used)}
     hosts, first = [], 0
@@ -297,7 +297,7 @@ def _machines(placement: Placement, profile: Profile) -> Cluster:
 
 
 def _optimizer_copies(optimizer: OptimizerSettings) -> float:
-    """Numbers that the optimizer keeps for each weight."""
+    """How many state values the optimizer keeps per weight."""
     if optimizer.kind == "sgd":
         return 1.0 if optimizer.options.get("momentum") else 0.0
     return 2.0

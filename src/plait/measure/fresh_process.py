@@ -23,13 +23,13 @@ from plait.data import transport
 from plait.data.loader_processes import LoaderPool
 from plait.launch.fork_server import die_with_parent
 
-# Longer than any measurement takes.
+# An upper bound for a measurement.
 DEADLINE_S = 900.0
 _NAME, _HINT = "a process that measures a sweep's arrays", "Say how many trials an array holds: --width N"
 
 
 class FreshProcessError(PlaitError):
-    """A call failed in its own process, which says in one line how."""
+    """A call failed in its process; the message is one line."""
 
 
 class FreshProcesses:

@@ -132,9 +132,9 @@ def _profile_sizes(
                 )
             profiles.append(replace(profile, loading_s=_loading_s(settings, profile.batch, device)))
         if device.type == "cpu":
-            # Weights of a stage lie as its products want them, which updates feel.
+            # Stages may store weights transposed, which changes the time of updates.
             plain_forwards(use_fast_layers(model, add=False))
-        # Whatever the microbatches, an update is the same.
+        # The time of an update does not depend on the microbatch size.
         updates = time_updates(
             model.to(device), trace_inputs(model, inputs, False), settings.optimizer, max(repeats, 9)
         )
@@ -144,7 +144,7 @@ def _profile_sizes(
 
 
 def _autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
-    """What the job's forwards run in; weights are cast in every step, as they are in a run."""
+    """The autocast context of the job; weights are cast in every step, as in a run."""
     if settings.precision not in components.AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device.type, components.AUTOCAST[settings.precision], cache_enabled=False)
@@ -285,7 +285,7 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
 
 
 def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -> Mismatch | None:
-    """What the layers do otherwise than the model, and in which module; the modules of `whole` are called."""
+    """The first difference between the layers and the model; modules in `whole` are called as a whole."""
     inputs, others = (as_arguments(inputs) for inputs, _ in example.batches)
     with explaining_type_errors(model, inputs), example.choices.autocast():
         traced = trace(model, inputs, others=[others], whole=whole)
@@ -341,7 +341,7 @@ def check_profile(order: Mapping[str, Any]) -> None:
 
 
 def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Be one worker of a profile; the answer of rank 0 counts."""
+    """Run one worker of a profile; rank 0 returns the result."""
     request = begin_process(ProfileRequest, order)
     settings = request.settings
     device = use_device(settings.device, worker)
@@ -409,12 +409,12 @@ def profile_here(worker: Worker, request: ProfileRequest) -> tuple[Profile, ...]
 
 
 def _two_of_each(hosts: Sequence[str]) -> list[int]:
-    """Ranks whose links stand for all: the workers of a host are alike, and all pairs would take long."""
+    """Ranks whose links represent all: workers of one host are alike, and measuring all pairs takes long."""
     return [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
 
 
 def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, repeats: int = 7) -> float:
-    """Seconds in which a worker fetches a microbatch; none where loader processes do it meanwhile."""
+    """Seconds in which a worker loads a microbatch; 0 if loader processes prefetch it."""
     if settings.data.loaders > 0:
         return 0.0
     source = components.build_train_data(settings)

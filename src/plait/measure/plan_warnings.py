@@ -1,4 +1,4 @@
-"""What the user should know of a plan before it runs, in words."""
+"""Warnings about a plan, for the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.schema.settings import TrainSettings
 
 
 def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
-    """What clip_norm means under an asynchronous schedule, in words; nothing where it is as elsewhere."""
+    """What clip_norm means under an asynchronous schedule; empty if it means the same as elsewhere."""
     if plan.schedule.synchronous or settings.clip_norm is None or len(plan.stages) == 1:
         return ""
     return (
@@ -23,7 +23,7 @@ def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
 
 
 def describe_updates(plan: Plan, settings: TrainSettings) -> str:
-    """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
+    """How many samples an update has under an asynchronous schedule; empty under a synchronous one."""
     if plan.schedule.synchronous:
         return ""
     batch, microbatches = settings.data.batch_size, plan.microbatches
@@ -45,14 +45,14 @@ def describe_updates(plan: Plan, settings: TrainSettings) -> str:
 
 
 def _shares(samples: Sequence[float]) -> str:
-    """How many samples an update of each stage takes, in words."""
+    """The samples per update of each stage, as text."""
     if len(set(samples)) == 1:
         return f"all stages {samples[0]:.0f}"
     return ", ".join(f"stage {stage} about {count:.0f}" for stage, count in enumerate(samples))
 
 
 def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
-    """What to say where the plan was made for other microbatches than will run; nothing where it was not."""
+    """A warning if the plan was made for another microbatch size; else empty."""
     size = math.ceil(settings.data.batch_size / plan.microbatches)
     if plan.microbatch_samples is None or abs(plan.microbatch_samples - size) <= 1:
         return ""
@@ -64,7 +64,7 @@ def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
 
 
 def describe_memory(plan: Plan) -> str:
-    """What to say where a device that the plan knows the memory of would need more; nothing where it fits."""
+    """A warning if a stage needs more memory than its device has; else empty."""
     too_large = misfit(plan.stages, plan.machines)
     if too_large is None:
         return ""

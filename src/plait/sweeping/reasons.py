@@ -1,4 +1,4 @@
-"""Why trials of a sweep do not train fused, in words."""
+"""Errors and reasons for trials that cannot be trained fused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class NotFusedError(Exception):
 
 
 class TooWideError(NotFusedError):
-    """There is no memory for as many trials at once."""
+    """There is not enough memory for an array of this width."""
 
 
 class TrialsFailedError(Exception):
-    """Trials cannot go on, and would not alone: why, by their numbers. Others can."""
+    """Some trials fail even alone: `reasons` by trial number. The others can continue."""
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
         super().__init__(", ".join(f"trial {number} failed: {why}" for number, why in reasons.items()))
@@ -37,7 +37,7 @@ class TrialsFailedError(Exception):
 
 @contextmanager
 def fused_work() -> Iterator[None]:
-    """Within, what stops fused trials raises NotFusedError, after which they can be trained one by one.
+    """Turn failures in the body into NotFusedError, after which trials can be trained one by one.
 
     An error that is no refusal of fusion's may be the model's own: trained alone, it is raised again.
     """
@@ -55,7 +55,7 @@ def fused_work() -> Iterator[None]:
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether memory, of whichever device, was too short."""
+    """Whether a device or the host ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure)
 

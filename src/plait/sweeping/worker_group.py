@@ -18,12 +18,12 @@ from plait.sweeping.engines.stages import layout_from
 from plait.sweeping.settings import SweepSettings
 from plait.training.worker_group import WorkerGroup
 
-# The first member may wait for trials for any time; its end is noticed at once all the same.
+# The first member may wait for trials for any time; its loss is still detected at once.
 ANSWER_TIMEOUT = timedelta(days=365)
 
 
 class GroupClient:
-    """Questions that a group has in common: its first member asks the coordinator, and all have the answer.
+    """The coordinator's client of a group: its first member asks, and all members get the answer.
 
     The coordinator reads no data: where it has to know a data set, the worker that asked describes it.
     """

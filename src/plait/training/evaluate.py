@@ -45,7 +45,7 @@ class EvaluatedComponents(Protocol):
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: object) -> Iterator[None]:
-    """Let an optimizer that has modes, as schedule-free ones do, give the weights to be evaluated."""
+    """Switch an optimizer with modes, such as a schedule-free one, to the weights for evaluation."""
     set_mode(optimizer, training=False)
     try:
         yield
@@ -61,7 +61,7 @@ def evaluate_parts(components: EvaluatedComponents, settings: TrainSettings) -> 
 def evaluation_batches(
     components: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """What falls to `rank` of each batch of `size` of the test split."""
+    """The share of `rank` in each batch of `size` samples of the test split."""
     source, loaders, pin = components.test_set, settings.data.loaders, components.device.type == "cuda"
     assert source is not None
     if not source.is_stream:
@@ -81,7 +81,7 @@ def evaluation_batches(
 def sums_over_share(
     components: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
 ) -> Tensor:
-    """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
+    """The sums (see `sums_of`) over the share of `rank` in the test split."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
     with torch.no_grad(), evaluated_weights(components.optimizer), evaluation_mode(components.model):
@@ -107,14 +107,14 @@ def measure(components: EvaluatedComponents, content: Any, count: int) -> Tensor
 
 
 def output_of(components: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
-    """What the model makes of a batch, and the batch's target."""
+    """The output of the model for a batch, and the target of the batch."""
     inputs, target = to_device(content, components.device, components.dtype)
     with components.autocast():
         return forward(components.model, inputs), target
 
 
 def sums_of(components: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
-    """Loss times samples, samples, what the metric found good, and out of how many."""
+    """Loss times samples, samples, and the sum and the count of the metric."""
     with components.autocast():
         mean = components.loss(output, target)
     good, total = (
@@ -126,7 +126,7 @@ def sums_of(components: EvaluatedComponents, output: Any, target: Any, count: in
 def _sum_and_count(name: str, metric: Metric, output: Any, target: Any) -> tuple[float, float]:
     result: Any = metric(output, target)
     try:
-        # A tensor of two numbers may be those of two samples.
+        # A tensor of two numbers may hold the values of two samples.
         good, total = result if isinstance(result, (tuple, list)) else ()
         return float(good), float(total)
     except (TypeError, ValueError, RuntimeError):

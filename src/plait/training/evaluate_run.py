@@ -37,7 +37,7 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     if has_modes(components.optimizer):
         named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
     metrics = evaluate_parts(components, settings)
-    # What needs the whole split at once.
+    # Metrics that need the whole split at once.
     scores = getattr(components.test_set.dataset, "scores", None)
     if scores is not None:
         metrics |= scores(components.model, components.device)
@@ -85,7 +85,7 @@ def _build(folder: RunDir, settings: TrainSettings) -> Components:
 
 
 def _kept(folder: RunDir) -> list[checkpoints.Checkpoint]:
-    """All checkpoints that are whole, oldest first."""
+    """All complete checkpoints, oldest first."""
     loaded = []
     for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
         try:

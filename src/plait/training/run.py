@@ -1,4 +1,4 @@
-"""One run as its loop and its engine see it: the worker, what is trained, the progress, and the record."""
+"""The state that the loop and the engine of a run share: worker, components, progress and record."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from plait.training.trial import Trial
 
 
 class Run:
-    """What a loop and its engine share; the loop alone moves the progress of its trial."""
+    """What a loop and its engine share; only the loop advances the trial."""
 
     def __init__(
         self, worker: Worker, settings: TrainSettings, components: Components, folder: RunDir
@@ -39,11 +39,11 @@ class Run:
         self.metrics = MetricsLogger(worker, settings, components, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
         self.signals = SignalHistory(self.metrics.signals)
-        # What is known of the gradients' noise, by whichever engine's monitor.
+        # The gradient noise, measured by the monitor of the engine.
         self.noise = GradientAverages()
-        # Of the whole run, where they are known.
+        # The total steps of the run, if known.
         self.total_steps: int | None = None
-        # What it took to open the engine that trains now, where layers may move.
+        # Seconds that opening the present engine took, for plans that may change.
         self.opened_s = 0.0
         self._keeps_record = worker.rank == 0
         # The version of the membership that an engine was opened in last, and how many were before it there.
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def settings(self) -> TrainSettings:
-        """As changes have left them."""
+        """The settings with all changes applied."""
         return self.trial.settings
 
     @settings.setter
@@ -77,7 +77,7 @@ class Run:
         return self.components.base_lrs[0] * self.trial.lr_factor(step)
 
     def name_of_opening(self) -> str:
-        """A name for the links of an engine that is opened now, the same on all members and used once."""
+        """A unique name for the links of an engine that is being opened, the same on all members."""
         version, count = self.worker.memberships.current.version, self._openings[1] + 1
         self._openings = (version, count if self._openings[0] == version else 0)
         return "{}.{}".format(*self._openings)
@@ -121,7 +121,7 @@ class Run:
         return self._own_events
 
     def order(self) -> Iterator[GlobalBatch]:
-        """The batches to come, by their samples."""
+        """The next batches, as sample numbers."""
         data, source = self.settings.data, self.components.train_set
         return batches(
             self.trial.position,
@@ -153,7 +153,7 @@ class Run:
         )
 
     def own_batches(self) -> Iterator[loader.Batch]:
-        """This worker's share of each batch to come."""
+        """This worker's share of the next batches."""
         if self.components.train_set.is_stream:
             return self._stream()
         worker = self.worker
@@ -182,7 +182,7 @@ class Run:
             yield batch
 
     def broadcast_weights(self) -> None:
-        """Give all workers the first one's parameters and buffers."""
+        """Broadcast parameters and buffers from the first worker."""
         if self.worker.world_size == 1:
             return
         model = self.components.model

@@ -1,4 +1,4 @@
-"""The audit of fused trials: some of them take a step alone, too, and both are compared."""
+"""The audit of fused trials: a step of some trials is repeated without the array and compared."""
 
 from __future__ import annotations
 

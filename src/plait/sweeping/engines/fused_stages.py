@@ -66,7 +66,7 @@ class FusedStages:
         stage = cut(stages.traced, self._layers)
         self._first_names = stage.first_names
         self._aliases = tied_aliases(entries[0].components.model)
-        # The models' weights are the array's own from now on.
+        # From now on the array holds the weights of the models.
         self._traced = replace(stages.traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
         staged = [self._stage_of(entry) for entry in entries]
@@ -87,7 +87,7 @@ class FusedStages:
         return torch.zeros(self.components.trials, dtype=torch.float64, device=self.components.device)
 
     def _stage_of(self, entry: TrialInit) -> TrialInit:
-        """What of a trial belongs to this worker's stage."""
+        """The part of a trial in this worker's stage."""
         check_values(self._traced, self._values, plain_values(entry.components.model))
         module = cut(replace(self._traced, model=entry.components.model), self._layers).module
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -102,7 +102,7 @@ class FusedStages:
         return replace(entry, components=replace(entry.components, model=module, optimizer=optimizer))
 
     def _held_by_none(self, entry: TrialInit) -> Tensors:
-        """What of a trial's state no stage uses."""
+        """The part of a trial's state that no stage uses."""
         used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
         state = model_state(entry.components.model) if self._workers.is_first else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
@@ -121,7 +121,7 @@ class FusedStages:
         return Pipeline(self._worker.rank, self.layout, self._traced, channels, options)
 
     def close(self, pipeline: Pipeline) -> None:
-        """End the pipeline; the channels of the group stay for the next."""
+        """Close the pipeline; the channels of the group are kept for the next one."""
         pipeline.close()
 
     def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
@@ -155,7 +155,7 @@ class FusedStages:
             yield self.components.stacked([batch.content] * self.components.trials, batch.count)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        """The sum of what each trial's microbatch adds to its loss."""
+        """The loss of each trial, summed over its microbatches."""
         with self._stage.padded():
             losses = self.components.losses_of(output, target, self._stage.counts)
         weighted = losses * torch.tensor(self._stage.weights, dtype=losses.dtype, device=losses.device)
@@ -170,7 +170,7 @@ class FusedStages:
     def run_interval(
         self, train: Callable[[], IntervalResult], positions: Callable[[int], tuple[Position, ...]]
     ) -> IntervalResult:
-        """The loss of a worker ends the sweep."""
+        """No recovery: the loss of a worker ends the sweep."""
         return train()
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
@@ -189,7 +189,7 @@ class FusedStages:
         return {f"{self._first_names[paths[p][0]]}/{paths[p][2]}": value for p, value in state.items()}
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before anything changes, trials whose code differs from that of those that are there."""
+        """Refuse trials whose traced code differs from that of the present ones, before anything changes."""
         self.components.check_entering([self._stage_of(entry) for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
@@ -234,7 +234,7 @@ class FusedStage(nn.Module):
         return self.rounds[self._passed - 1][1]
 
     def padded(self) -> Any:
-        """Within, rows that are padding in it are left out of losses and norms."""
+        """A context in which padded rows are excluded from losses and norms."""
         return self.fused.padded(self.counts) if len(set(self.counts)) > 1 else nullcontext()
 
     def forward(self, *inputs: Tensor) -> Any:

@@ -30,14 +30,14 @@ def _arranged(pipeline: PipelineSettings) -> PipelineLayout:
 
 
 def check_stages_of(settings: SweepSettings) -> None:
-    """Refuse a plan that arrays cannot follow, and what they cannot do in stages."""
+    """Refuse a plan or settings that arrays in stages do not support."""
     if settings.train.pipeline is not None:
         _check_plan(settings.train.pipeline)
         check_in_stages(settings)
 
 
 def check_in_stages(settings: SweepSettings) -> None:
-    """Refuse what arrays in stages cannot do, whatever the plan."""
+    """Refuse settings that arrays in stages do not support, for any plan."""
     if settings.replicas > 1:
         raise InputError(
             f"--replicas: found {settings.replicas} with a plan; an array is replicated or in stages"
@@ -83,7 +83,7 @@ def _check_plan(pipeline: PipelineSettings) -> None:
             f"parallel.plan: found stages with {counts} workers on {plan.devices_used} in all, expected one "
             f"stage for each worker; use --plan model-parallel"
         )
-    # Refuses depths that would have a stage wait for ever.
+    # Refuses depths that deadlock.
     operations(plan.schedule, plan.layout(), plan.microbatches, _arranged(pipeline).depths)
     if plan.recompute or pipeline.recompute:
         raise JobError("parallel.recompute: stages of fused trials cannot run forward twice; leave it out")

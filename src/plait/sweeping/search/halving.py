@@ -1,4 +1,4 @@
-"""Which trials go on: successive halving, ASHA and population-based training as pure functions of results.
+"""Which trials continue: successive halving, ASHA and population-based training as pure functions of results.
 
 A result is a loss, or anything else of which less is better; what is not a number is worst.
 """

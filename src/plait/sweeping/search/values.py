@@ -40,7 +40,7 @@ class Search:
 
     @property
     def waits(self) -> bool:
-        """Whether trials are compared once all have come as far: halving and population-based training."""
+        """Whether trials wait for each other at each rung: halving and population-based training."""
         return self.settings.kind in ("halving", "pbt")
 
     @property

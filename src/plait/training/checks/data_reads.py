@@ -1,4 +1,4 @@
-"""Whether all workers train on the same data, and whether the test split is new: looked at before step 1."""
+"""Checks before step 1 that all workers have the same data, and that no test sample is trained on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class UnlikeDataError(DataError):
-    """This worker has other data than another one; the others may go on without it."""
+    """This worker's data differ from another worker's; the others may continue without it."""
 
     everywhere = False
 
 
 @dataclass(frozen=True)
 class _WorkerData:
-    """What one worker sees of the splits."""
+    """The fingerprints of the splits on one worker."""
 
     worker: int
     host: str
@@ -34,7 +34,7 @@ class _WorkerData:
 
 
 def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -> None:
-    """Refuse data that another worker has otherwise, and warn of test samples that are trained on.
+    """Refuse data that differ from another worker's, and warn of test samples that are trained on.
 
     `sources` are the training and the test split. The first worker that comes says in the job's store what
     it sees of the data of that `name`; all others compare with that.
@@ -65,7 +65,7 @@ def _compare(worker: Worker, seen: Sequence[Fingerprint | None], name: str) -> N
 
 
 def _difference(mine: Fingerprint | None, other: Fingerprint | None) -> tuple[str, str] | None:
-    """What two workers have of a split, in words, where that is not the same."""
+    """Descriptions of the split on two workers if it differs; else None."""
     if mine is None or other is None:
         return None if mine is other else (_length(mine), _length(other))
     if mine.length != other.length:

@@ -17,10 +17,10 @@ from plait.training.components import Components
 from plait.verification import same_random_numbers
 from plait.verification.python_state import unchanged_state
 
-# Samples that are tried, as a whole and in small parts: small parts are unlike each other. First the first
-# ones, then others from all over the set, whose first samples may be all of one kind.
+# Samples that are tried as a whole and in small parts, which differ from each other. First the first samples,
+# then others from the whole set, since the first ones may be all of one class.
 _SAMPLES, _AT_A_TIME, _SETS = 16, 2, 3
-# Beyond these, relative to the loss, it is no rounding.
+# Larger differences, relative to the loss, are not rounding.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 _LOWER_PRECISION = 3e-2
 # The default ignore_index of torch's cross entropy.
@@ -52,7 +52,7 @@ def describe_parts(settings: TrainSettings, components: Components, workers: int
         ]
     except Exception:  # whatever is wrong with these samples, the first step's error says it better
         return ""
-    # A part of which all is left out has a loss that is no number.
+    # A part whose targets are all ignored has a NaN loss.
     apart = [pair for pair in tried if pair and not abs(pair[0] - pair[1]) <= tolerance * abs(pair[0])]
     if not apart:
         return ""
@@ -66,7 +66,7 @@ def describe_parts(settings: TrainSettings, components: Components, workers: int
 
 
 def _sample_sets(components: Components, count: int) -> Iterator[list[int]]:
-    """The numbers of the samples to try."""
+    """The sample numbers to try."""
     samples = len(components.train_set)
     example_indices = getattr(components.train_set.dataset, "example_indices", None)
     yield list(range(count)) if example_indices is None else list(example_indices((count,))[0])
@@ -77,7 +77,7 @@ def _sample_sets(components: Components, count: int) -> Iterator[list[int]]:
 def _whole_and_in_parts(
     settings: TrainSettings, components: Components, numbers: Sequence[int]
 ) -> tuple[float, float] | None:
-    """The loss of these samples, and the mean of that of their parts; None where they are alike anyway."""
+    """The loss of these samples, and the mean loss of their parts; None if all parts are alike."""
     count = len(numbers)
     held = {"model": components.model, "loss": components.loss}
     with same_random_numbers(settings.seed), unchanged_state(held), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is looked at of a run's data: whether workers see the same, and it stays the same when read again."""
+"""Checks that workers read the same samples, and that samples are the same when read again."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from plait.data.streams import checksum, refuse_unlike
 from plait.training.run import Run
 from plait.verification import same_random_numbers
 
-# Samples of a map-style set, and batches of a stream, that are looked at.
+# How many samples of a map-style set, and batches of a stream, are compared.
 _SAMPLES, _BATCHES = 4, 4
-# The steps after which samples are first read once more.
+# The steps after which samples are read a second time.
 _LATER = 8
-# What another process may take for some samples.
+# Time limit for reading samples in another process.
 _ASIDE_S = 20.0
 
 
 def check_data(run: Run) -> None:
-    """Refuse data of which workers see unlike samples; warn of samples that are not the same when read again.
+    """Refuse data that differ between workers; warn of samples that change when read again.
 
     All workers call it together. A stream is read here only for a pipeline, whose model is traced with its
     first samples anyway; data-parallel workers compare it while they read it.
@@ -58,13 +58,13 @@ def _check_map_style(run: Run) -> None:
         )
     if run.worker.world_size > 1:
         answers = all_gather_values([len(run.components.train_set), checksums[0], is_same_twice])
-        # Where samples are never the same, nothing can be said about workers.
+        # If samples change at every read, workers cannot be compared.
         are_same = all(is_same for *_, is_same in answers)
         refuse_unlike([[length, number if are_same else 0] for length, number, _ in answers])
 
 
 def look_again(run: Run, is_last: bool) -> None:
-    """Read the first samples once more, and warn where they have changed meanwhile.
+    """Read the first samples again, and warn if they have changed.
 
     That is done after some steps, after twice as many, and so on, and after the last.
     """

@@ -1,4 +1,4 @@
-"""The first test batches, evaluated before step 1: a broken metric or test file shows before the training."""
+"""Evaluates the first test batches before step 1, so that a broken metric or test file shows early."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def try_evaluation(components: Components, settings: TrainSettings, rank: int, w
         return ""
     try:
         batches = _read(components, settings, wanted, rank, world_size)
-        # A model without memory is evaluated in its stages only.
+        # A model on the meta device is only evaluated in stages.
         if batches and components.is_whole:
             held = {
                 "model": components.model,
@@ -78,13 +78,13 @@ def _read(
         assert source is not None
         if settings.evaluate.metric in ("auto", "none", *NAMED) or source.is_stream or wanted >= len(source):
             return
-        # Of a metric of one's own also samples from all over the split, whose first ones may be alike.
+        # For a custom metric also samples from the whole split, since the first ones may be alike.
         spread = [i * len(source) // size for i in range(min(size, len(source)))]
         yield source.batch(0, spread, settings.seed), len(spread)
 
     batches = load_aside(shares(), LONGEST_S)
     if batches is None and components.test_set.is_stream:
-        # Read here, it might have no samples left for the evaluations to come.
+        # If it were read here, later evaluations might find no samples.
         log.info("the test split is a stream that cannot be read in another process; it is not tried")
         return []
     if batches is None:
@@ -108,18 +108,18 @@ def _evaluate(components: Components, batches: list[tuple[Any, int]]) -> str:
 
 
 def _own(components: Components) -> Components:
-    """With a loss and a metric that leave nothing behind."""
+    """The components with copies of loss and metric, so that their state is not changed."""
     metric = None if components.metric is None else (components.metric[0], _copied(components.metric[1]))
     return replace(components, loss=_copied(components.loss), metric=metric)
 
 
 def _describe_metric(components: Components, output: Any, target: Any, count: int, whole_sums: Tensor) -> str:
-    """What to say where the sum and count of samples are not those of their parts together; else nothing."""
+    """A warning if the metric of a batch is not the sum over its parts; else empty."""
     if components.metric is None or count < 2:
         return ""
 
     def sums(*ends: int) -> Tensor:
-        """Those of the parts that end there, together."""
+        """The sums over the parts with these ends."""
         total = torch.zeros(2, dtype=torch.float64)
         for begin, end in itertools.pairwise((0, *ends)):
             own_output, own_target = rows_of((output, target), count, begin, end)
@@ -145,7 +145,7 @@ def _describe_metric(components: Components, output: Any, target: Any, count: in
 
 
 def _describe_state(components: Components, state: PythonState, before: Mapping[Name, Any]) -> str:
-    """What to say of a metric that keeps something from one call to the next; else nothing."""
+    """A warning if the metric keeps state between calls; else empty."""
     names = [shown for _, shown in changed(before, state.tokens())]
     if components.metric is None or not names:
         return ""

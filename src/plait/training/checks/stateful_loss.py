@@ -1,4 +1,4 @@
-"""Losses that keep something from one call to the next, which no checkpoint holds and no worker shares."""
+"""Checks for losses with state, which is neither saved in checkpoints nor shared by workers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _state_of(loss: object) -> PythonState:
 
 
 def _tensors(loss: object) -> list[Tensor]:
-    """What a loss holds now, copied."""
+    """A copy of the tensors of a loss."""
     named = list(loss.buffers()) if isinstance(loss, nn.Module) else []
     held = tensors_in(root.get() for root in _state_of(loss).roots())
     return [tensor.detach().clone() for tensor in (*named, *held)]

@@ -1,4 +1,4 @@
-"""What a model keeps from step to step that no checkpoint holds: attributes, globals, hidden buffers."""
+"""Finds model state that is in no checkpoint: attributes, globals, non-persistent buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plait.verification.replay import keeping_attributes
 
 
 class UnsavedState:
-    """What changes of a model while it trains, though its `state_dict` does not hold it."""
+    """State of a model that changes in training and is not in its `state_dict`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._known = self._read()
 
     def changed(self) -> list[str]:
-        """The names of what has changed since the call before.
+        """The names of state that has changed since the last call.
 
         What was made first meanwhile may be a cache: it counts once it changes.
         """
@@ -37,5 +37,5 @@ class UnsavedState:
                 buffer = module._buffers.get(name)
                 kept = None if buffer is None else (buffer.shape, float(buffer.detach().double().sum()))
                 values[f"{path}.{name}".lstrip(".")] = kept
-        # As text: what is no number is equal to itself.
+        # Compared as text, so that NaN equals NaN.
         return {name: repr(value) for name, value in values.items()}

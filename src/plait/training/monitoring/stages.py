@@ -29,7 +29,7 @@ from plait.training.trial import Trial
 
 
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
-    """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
+    """The planned compute seconds of each worker in a step."""
     assert settings.pipeline is not None
     plan = settings.pipeline.plan
     times = enumerate(seconds_of_devices(plan))
@@ -80,11 +80,11 @@ class StageMonitor:
         self._busy_s, self._ended = 0.0, 0.0
 
     def begin_interval(self) -> None:
-        """Steps follow, after something else."""
+        """Restart the clock: steps follow after other work."""
         self._ended, self._busy_s = 0.0, self._pipeline.busy_s
 
     def begin_batch(self, ops: Iterable[Op], work: MicrobatchSource) -> None:
-        """The operations of a batch follow."""
+        """Called before the operations of a batch."""
         backward = [op for op in ops if isinstance(op, (Backward, BackwardWeight))]
         counts = Counter(op.stage for op in backward)
         self._first = {op.stage: op.microbatch for op in reversed(backward) if counts[op.stage] > 1}
@@ -115,7 +115,7 @@ class StageMonitor:
         self._moments = variance / scale**2, whole / scale**2, missing
 
     def numbers(self) -> list[float]:
-        """This worker's numbers of the step that it has just ended, to be summed over all workers."""
+        """This worker's measurements of the step that has just ended, to be summed over all workers."""
         now, busy_s = time.perf_counter(), self._pipeline.busy_s
         times = [0.0] * (2 * self._workers)
         if self._ended:
@@ -125,7 +125,7 @@ class StageMonitor:
         return [*self._moments, *times]
 
     def arrive(self, step: int, loss: float, samples: int, sums: Sequence[float]) -> None:
-        """Take the sums of all workers' numbers of a step."""
+        """Process the sums of all workers' measurements of a step."""
         variance, whole, missing, *times = sums
         if self._norms and not missing and whole > 0:
             self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
