@@ -29,7 +29,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
-from plait.training.engines.pipeline_setup import trace_parts
+from plait.training.engines.pipeline_setup import trace_components
 from plait.training.evaluate import in_order
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone
@@ -456,7 +456,7 @@ def test_a_target_that_cannot_be_sent_is_refused_before_a_pipeline_runs() -> Non
     job = pairs_job("tuple", data=DataSettings("test_batches:Opaque", 8, {"form": "tuple"}))
     parts = components.build(job, torch.device("cpu"))
     with pytest.raises(DataError, match="the target holds a object, which the workers of a pipeline cannot"):
-        trace_parts(job, parts)
+        trace_components(job, parts)
 
 
 def test_fused_trials_take_several_inputs_and_class_weights(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from plait.core.codec import encode
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import planned
 from plait.measure.job import ProfileRequest, profile_job, time_data_parallel
-from plait.measure.plan_notes import describe_updates, other_microbatch
+from plait.measure.plan_warnings import describe_updates, other_microbatch
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
 from plait.profiler.links import Link, Sum
 from plait.profiler.profile import Profile

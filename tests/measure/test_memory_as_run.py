@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from plait.measure.plan_notes import describe_memory
+from plait.measure.plan_warnings import describe_memory
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions

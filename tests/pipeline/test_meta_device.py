@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.launch.run_dir import RunDir
-from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
+from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
@@ -54,7 +54,7 @@ def test_each_workers_tensors_are_those_of_the_whole_model_bit_by_bit(factory: A
     whole = _tensors(make())
     for part in range(3):
         own = set(list(whole)[part::3])
-        pieces = OwnTensors(make, None, CPU)
+        pieces = LocalTensors(make, None, CPU)
         pieces.fill(own)
         found = _tensors(pieces.model)
         assert found.keys() == whole.keys()
@@ -80,7 +80,7 @@ class Copying(nn.Module):
 
 
 def test_a_model_whose_tensors_depend_on_each_other_is_refused_not_made_wrong():
-    pieces = OwnTensors(Copying, None, CPU)
+    pieces = LocalTensors(Copying, None, CPU)
     with pytest.raises(NotInPiecesError):
         pieces.fill({"other.weight"})
 
@@ -147,8 +147,8 @@ def test_a_model_larger_than_a_workers_memory_starts_trains_saves_and_resumes(tm
 
 def test_workers_hold_pieces_where_the_whole_would_not_fit(monkeypatch: pytest.MonkeyPatch):
     settings = planned((1, 1), Schedule.FLUSH, model=ModelSettings("support.pieces:Mixed"))
-    assert components.find_pieces(settings, CPU) is None
+    assert components.find_local_tensors(settings, CPU) is None
     limit = psutil.Process().memory_info().data + 1000
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
-    assert components.find_pieces(settings, CPU) is not None
-    assert components.find_pieces(replace(settings, pipeline=None), CPU) is None
+    assert components.find_local_tensors(settings, CPU) is not None
+    assert components.find_local_tensors(replace(settings, pipeline=None), CPU) is None

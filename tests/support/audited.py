@@ -248,7 +248,7 @@ def clip_each(self: GradientReducer, most: float, device: torch.device) -> None:
 
 def use_model(run: Run) -> None:
     """A look at the model before the first step, which leaves what forward counts."""
-    run.parts.model(torch.zeros(4, 64, dtype=torch.float64))
+    run.components.model(torch.zeros(4, 64, dtype=torch.float64))
 
 
 def seed_apart(parts: Components, seed: int, step: int, rank: int) -> None:

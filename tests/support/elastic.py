@@ -137,7 +137,7 @@ def train_elastic(
         result = RunLoop(run, make_engine(), [table, requests], make_engine).train(resume=False)
     return {
         "result": result,
-        "weights": {name: value.tolist() for name, value in run.parts.model.state_dict().items()},
+        "weights": {name: value.tolist() for name, value in run.components.model.state_dict().items()},
         "said": [type(message).__name__ for message in agent.said],
     }
 

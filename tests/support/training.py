@@ -235,8 +235,8 @@ def train_with(
     """The result of a run as this worker gives it, and what it was trained on."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    pieces = components.make_pieces(settings, cpu) if in_pieces else None
-    parts = components.build(settings, cpu, pieces=pieces)
+    local_tensors = components.make_local_tensors(settings, cpu) if in_pieces else None
+    parts = components.build(settings, cpu, local_tensors=local_tensors)
     return make_loop(worker, settings, parts, RunDir(folder)).train(resume), parts
 
 

@@ -175,7 +175,7 @@ def job_of(workload: str) -> TrainSettings:
 def profiled(settings: TrainSettings) -> Profile:
     """The job's model measured on a batch of its data; its trace, made first, serves its stages, too."""
     parts = components.build(settings, CPU)
-    pipeline_setup.trace_parts(settings, parts, evaluation=False)
+    pipeline_setup.trace_components(settings, parts, evaluation=False)
     contents = parts.train_set.example_batches((4, 3), settings.seed)
     inputs, target = to_device(contents[0], CPU, parts.dtype)
     return profile_model(

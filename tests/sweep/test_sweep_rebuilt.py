@@ -41,12 +41,12 @@ def test_a_rebuilt_trial_takes_the_arrays_next_step(name: str):
     rebuilt = rebuild_trial(array, 1)
     before = {key: value.clone() for key, value in array.fused.state_dict().items()}
     fused = array.fused
-    with drawing_as(rebuilt.parts.model, int(fused.seeds[1]), int(fused.ages[1]), fused.unfused):
+    with drawing_as(rebuilt.components.model, int(fused.seeds[1]), int(fused.ages[1]), fused.unfused):
         loss = step_alone(rebuilt, batches[1], 0.7)
     assert all(torch.equal(value, before[key]) for key, value in array.fused.state_dict().items())
     losses, _ = step.step(batches, [0.9, 0.7, 0.8])
     torch.testing.assert_close(losses[1], loss, rtol=1e-10, atol=1e-10)
-    found, wanted = array.state(1), rebuilt.parts.state()
+    found, wanted = array.state(1), rebuilt.components.state()
     for own, other in ((found.model, wanted.model), (found.optimizer, wanted.optimizer)):
         assert own.keys() == other.keys()
         for key, value in own.items():

@@ -183,7 +183,7 @@ def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
             lambda: in_stages("seed=0,1", schedule=Schedule.STASH),
             "parallel.schedule: found stash, expected flush",
         ),
-        (lambda: replace(in_stages("seed=0,1"), replicas=2), "--replicas: found 2 beside a plan"),
+        (lambda: replace(in_stages("seed=0,1"), replicas=2), "--replicas: found 2 with a plan"),
         (lambda: in_stages("seed=0,1", width=None), "--width: found none"),
         (lambda: in_stages("seed=0,1", precision="fp16"), "precision: found 'fp16'"),
         (

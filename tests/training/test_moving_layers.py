@@ -138,7 +138,7 @@ def refusals(rank: int, settings: TrainSettings, folder: Path, names: list[str])
             {
                 "star:2": "found 'star:2'",
                 "ringg": "did you mean 'ring'",
-                "my_graphs:two": "the replicas of each stage need a topology of their own",
+                "my_graphs:two": "each stage needs a separate topology for its replicas",
             },
         ),
     ],

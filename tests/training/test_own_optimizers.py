@@ -16,7 +16,7 @@ from plait.schema.plans.plan import Layout
 from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training import components
 from plait.training.engines.pipeline import check_pipeline
-from plait.training.engines.pipeline_setup import check_optimizer, trace_parts
+from plait.training.engines.pipeline_setup import check_optimizer, trace_components
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.optimizers.traits import Traits, find_traits
@@ -155,7 +155,7 @@ def test_an_optimizer_that_would_do_something_else_in_stages_is_refused(
     job = digits_job(model=ModelSettings("test_own_optimizers:Tied"), optimizer=own(name))
     job = in_stages(job, layout, schedule, 4)
     parts = components.build(job, torch.device("cpu"))
-    arguments = job, parts, trace_parts(job, parts, evaluation=False), check_pipeline(job, None)
+    arguments = job, parts, trace_components(job, parts, evaluation=False), check_pipeline(job, None)
     if not words:
         check_optimizer(*arguments)
         return

@@ -47,7 +47,7 @@ REFUSED = {
     "swapped in evaluation | flush": "train() of SwapsAverage does more than set the mode",
     "task name": "found 'even' at ['task'] of a batch's inputs, where the trace had 'odd', and the code of",
     "inverse temperature": "and the code of TemperedInverse depends on it; give it as a tensor",
-    "first batch | two": "forward writes parameter 'scale' by the samples of its own worker",
+    "first batch | two": "forward writes parameter 'scale' by the samples of each worker",
     "first batch | replicas": "`if not self.ready:`: this reads the value of a tensor",
     "rows carried over | two": "forward writes buffer 'rows' for single samples",
     "rows carried over | replicas": "this fixes the batch size",
@@ -62,7 +62,7 @@ REFUSED |= {
         "stream by rank": "worker 1 read other samples than worker 0",
         "stream by rank, later": "worker 1 read other samples than worker 0",
         "loss with weights": "has a parameter 'temperature', which would not be trained; make it part of the",
-        "loss with a centre": "Centred changes tensors of its own when it is called, which no checkpoint",
+        "loss with a centre": "Centred changes its tensors when it is called, which no checkpoint",
         "lazy": "Lazy has a parameter without a size yet, b.weight",
         # Trained, with a warning: what it draws nobody can know.
         "kept augmentation": "data.kind: samples were others where they had been read for an epoch before",

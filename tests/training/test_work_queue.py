@@ -115,7 +115,7 @@ def test_a_slow_worker_is_known_from_earlier_segments_and_holds_up_no_later_one(
 def test_a_worker_that_was_slow_and_is_no_more_takes_as_much_as_the_others():
     store, speed = DictStore(), Speed()
     for number in (0, 29, 58, 87, 116):
-        speed.note(number)
+        speed.record(number)
     speed.end_segment(120)
     slow, other = (
         WorkQueue(store, "c", batches(20), 2, place, 2, speed=own)

@@ -112,7 +112,7 @@ def _passes_s(parts: components.Components, workers: int, rounds: int) -> float:
 
 
 def _batch(run: Run, share: int) -> Batch:
-    content = run.parts.train_set.batch(0, list(range(share)), 0)
+    content = run.components.train_set.batch(0, list(range(share)), 0)
     return Batch(content, share, run.batch_size, 0, Position())
 
 

@@ -92,14 +92,14 @@ def sweep(
         files = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
         job_text = "" if resume is not None else job.text()
         run = LaunchedRun(RunKind.SWEEP, folder, display or Silent(), resume is not None, files, job_text)
-        found = run.supervise(
+        answer = run.supervise(
             "plait.sweeping.worker",
             content,
             placement,
             tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
         )
-    result = replace(decode(SweepResult, found, "result"), run=str(folder.path))
+    result = replace(decode(SweepResult, answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
     return result
 
@@ -190,7 +190,7 @@ def make_sweep(
 
 
 def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
-    """The sweep's job with its plan, under a schedule that drains between two steps."""
+    """The job of the sweep with its plan, under a synchronous schedule."""
     from plait.measure.auto_plan import planned
 
     parallel = job.parallel
@@ -217,7 +217,7 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
         key = "a plan with stages" if in_stages else f"--replicas {settings.replicas}"
         raise InputError(
             f"parallel.elastic: found true with {key}; a worker that leaves would break its group, and in an "
-            f"elastic sweep each worker trains arrays of its own: leave one of the two out"
+            f"elastic sweep each worker trains separate arrays: leave one of the two out"
         )
     if in_stages and job.parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
@@ -235,22 +235,22 @@ def _in_own_spelling(dimension: Dimension) -> Dimension:
 
 
 def _dimensions(over: Over) -> tuple[Dimension, ...]:
-    """What to try, with its keys as they were written."""
+    """The dimensions of the sweep, with keys as the user wrote them."""
     if not isinstance(over, Mapping):
         texts = [over] if isinstance(over, str) else over
         return tuple(parse_dimension(text) for text in texts)
-    found = []
+    dimensions = []
     for key, values in over.items():
         if isinstance(values, str):
-            found.append(parse_dimension(f"{key}={values}"))
+            dimensions.append(parse_dimension(f"{key}={values}"))
         elif isinstance(values, Sequence) and values:
-            found.append(Dimension(key, tuple(values)))
+            dimensions.append(Dimension(key, tuple(values)))
         else:
             raise InputError(
                 f"over[{shown(key)}]: found {shown(values)}, expected a list of values or a range, such as "
                 f"'log:1e-4:1e-1'"
             )
-    return tuple(found)
+    return tuple(dimensions)
 
 
 def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> None:

@@ -35,7 +35,7 @@ def train(
     job = as_job(job)
     display = display or Silent()
     settings, placement = job.settings(), job.placement
-    run_dir, told = Path(job.run_dir), list[str]()
+    run_dir, messages = Path(job.run_dir), list[str]()
     with searching(os.getcwd(), job.folder):
         folder = choose_folder(run_dir, job.name, resume, run_folder, RunKind.TRAIN)
         if job.parallel.plan != "data-parallel":
@@ -44,13 +44,13 @@ def train(
 
             before = settings_before(folder.settings) if folder is not None and resume else None
             with kept_warnings() as noticed:
-                settings, placement, plan, notes = plan_job(job, settings, placement, before)
-            told = [*noticed, *notes]
-            for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + told:
+                settings, placement, plan, warnings = plan_job(job, settings, placement, before)
+            messages = [*noticed, *warnings]
+            for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + messages:
                 display.printed(line)
         if job.parallel.elastic or placement.workers > 1:
             lease_s = lease_of(settings.sync.kind, settings.sync.options)
             placement = replace(placement, lease_s=lease_s)
         folder = folder or new_run(run_dir, job.name)
         result = launch(settings, placement, folder, display, resume=resume, job_text=job.text())
-    return replace(result, warnings=(*told, *result.warnings))
+    return replace(result, warnings=(*messages, *result.warnings))

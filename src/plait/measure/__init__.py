@@ -1,1 +1,1 @@
-"""A job measured on its own workers: profile, cost of sums and messages, and the plan made from them."""
+"""Measures a job on its workers: profile, costs of all-reduce and messages, and the plan from them."""

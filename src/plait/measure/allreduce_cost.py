@@ -1,4 +1,4 @@
-"""How fast the workers of a job sum gradients: the very sums that its replicas will make, timed."""
+"""The cost of all-reduce on the workers of a job, measured with the sums that its replicas will make."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def measure_sums(
     """
     hosts = rendezvous.hosts
     probes = [[Parameter(torch.zeros(FEW_BYTES // 4))], _like(model)]
-    found: list[Sum] = []
+    costs: list[Sum] = []
     for groups in groups_of(hosts):
         times = _time(groups, rendezvous, probes, topology, repeats, device or torch.device("cpu"))
         few, many = (sum(p.numel() * p.element_size() for p in probe) for probe in probes)
         same_host = len({hosts[rank] for rank in groups[0]}) == 1
-        found.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
-    return tuple(found)
+        costs.append(sum_of_times(len(groups[0]), same_host, (few, times[0]), (many, times[1])))
+    return tuple(costs)
 
 
 def groups_of(hosts: Sequence[str]) -> list[list[list[int]]]:
-    """The sets of ranks that sum at once, one list for each level that is measured."""
+    """The groups of ranks that reduce concurrently, one list per measured level."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
     inside = list(ranks.values())
-    if len(inside) == 1 or len({len(own) for own in inside}) > 1:
+    if len(inside) == 1 or len({len(group) for group in inside}) > 1:
         return [[list(range(len(hosts)))]]
-    between = [[own[0] for own in inside]]
+    between = [[group[0] for group in inside]]
     return [inside, between] if len(inside[0]) > 1 else [between]
 
 
@@ -83,7 +83,7 @@ def _time(
     repeats: int,
     device: torch.device,
 ) -> list[float]:
-    """Seconds of each probe's sum in the slowest of `groups`, which sum at once; all ranks call it."""
+    """Seconds to reduce each probe in the slowest of `groups`, which run concurrently; all ranks call it."""
     rank = rendezvous.rank
     made = [(new_group(rendezvous, ranks), ranks) for ranks in groups]
     seconds = torch.zeros(len(probes), dtype=torch.float64)
@@ -121,8 +121,8 @@ def _time_one(
         sync.agree(torch.zeros(0, dtype=torch.float64))
         samples.append(time.perf_counter() - started)
     sync.close()
-    # The first one connects the workers, the slowest may have met something else on the machine. The mean of
-    # the others, and of all workers: a run pays for every wait.
+    # Without the first, which connects the workers, and the slowest, which may be noise. The mean of the
+    # others and of all workers: a run pays for every wait.
     mean = torch.tensor(statistics.fmean(sorted(samples[1:])[: max(1, repeats - 1)]), dtype=torch.float64)
     dist.all_reduce(mean, group=members.group)
     return float(mean) / len(members.ranks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
-from plait.measure.plan_notes import describe_clipping, describe_memory, describe_updates, other_microbatch
+from plait.measure.plan_warnings import describe_clipping, describe_memory, describe_updates, other_microbatch
 from plait.planner import (
     Cluster,
     MemorySettings,
@@ -47,13 +47,13 @@ from plait.schema.settings import (
 if TYPE_CHECKING:
     from plait.profiler.profile import Profile
 
-# Microbatches a worker has of each step where nothing else is asked for.
+# The default number of microbatches per worker and step.
 _PER_WORKER = 4
 # What enters a pipeline at once is a whole batch: under stash an update takes that, and under none
 # nothing follows it before it is back.
 _WHOLE_BATCHES = (Schedule.STASH, Schedule.NONE)
 log = logging.getLogger(__name__)
-# How long layers are measured at least: a machine's speed changes from one second to the next.
+# Layers are measured for at least this long: the speed of a machine varies from second to second.
 MEASURE_S = 3.0
 
 
@@ -69,19 +69,19 @@ def plan_job(
     settings, plan = planned(settings, placement, parallel, before, MEASURE_S)
     if parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
-    notes = []
+    warnings = []
     if parallel.needs_planning and plan.devices_used < placement.workers:
         used, workers = plan.devices_used, placement.workers
-        notes.append(f"{used} of {workers} workers run it: the plan has no use for the others")
+        warnings.append(f"{used} of {workers} workers run it: the plan has no use for the others")
         plan, placement = on_fewer_workers(plan, placement)
         settings = settings.with_stages(plan=plan)
     check_slow(settings.slow.factors, placement.workers)
     if _is_data_parallel(plan, parallel) and not may_plan_again(settings, placement):
         settings = settings.with_stages(as_data_parallel=True)
-    notes += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
+    warnings += [describe_updates(plan, settings), describe_clipping(plan, settings), describe_memory(plan)]
     if not parallel.needs_planning:
-        notes.append(other_microbatch(plan, settings))
-    return settings, placement, plan, list(filter(None, notes))
+        warnings.append(other_microbatch(plan, settings))
+    return settings, placement, plan, list(filter(None, warnings))
 
 
 def _is_data_parallel(plan: Plan, request: PlanRequest) -> bool:
@@ -122,33 +122,33 @@ def planned(
 
 
 def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
-    """Whether another plan may be made while the job runs: for other workers, or by a policy."""
+    """Whether the plan may change while the job runs: in an elastic job, or by a policy."""
     return placement.elastic is not None or any(each.kind == "plan" for each in settings.adapt)
 
 
 def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
-    """Refuse numbers of workers that the job may come to and no plan can be made for."""
+    """Refuse a range of workers for which some number has no plan."""
     for workers in range(rules.min_workers, rules.max_allowed + 1):
         try:
             plan_for(plan, graph, [1.0] * workers)
         except PlanError as failure:
             raise JobError(
-                f"parallel.elastic: the job may come to {workers} workers (parallel.min_workers "
+                f"parallel.elastic: the job may have {workers} workers (parallel.min_workers "
                 f"{rules.min_workers}, parallel.max_workers {rules.max_allowed}), but {failure}"
             ) from None
 
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:
-    """What the layers of a job cost whose plan was made elsewhere."""
+    """The costed graph of a job whose plan has none."""
     from plait.measure.job import ProfileRequest, profile_together  # imports torch
 
     size = max(1, round(settings.data.batch_size / plan.microbatches))
-    (found,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
-    return found.loaded_graph()
+    (profile,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
+    return profile.loaded_graph()
 
 
 def settings_before(path: Path) -> TrainSettings | None:
-    """What the settings file of a run that goes on holds; None where there is none to read."""
+    """The settings of the run to resume; None if its file cannot be read."""
     try:
         return decode(TrainSettings, json.loads(path.read_text()), str(path))
     except (OSError, ValueError, ArtefactError):
@@ -158,7 +158,7 @@ def settings_before(path: Path) -> TrainSettings | None:
 def _kept(
     settings: TrainSettings, placement: Placement, request: PlanRequest, before: TrainSettings | None
 ) -> Plan | None:
-    """The plan that the run had, if the job asks for the same now on as many workers."""
+    """The plan of the resumed run, if the job and its number of workers have not changed."""
     if before is None or not before.in_stages:
         return None
     plan = before.stages.plan
@@ -168,14 +168,12 @@ def _kept(
         and request.schedule in (None, plan.schedule)
         and request.microbatches in (None, plan.microbatches)
     )
-    log.info(
-        "the run %s", "goes on under the plan it has" if same else "is planned anew: the job has changed"
-    )
+    log.info("the run %s", "continues under its plan" if same else "is planned again: the job has changed")
     return plan if same else None
 
 
 def on_fewer_workers(plan: Plan, placement: Placement) -> tuple[Plan, Placement]:
-    """The plan and where its workers run, without those that it leaves idle."""
+    """The plan and its placement, without workers that it leaves idle."""
     used = sorted({device for stage in plan.stages for device in stage.devices})
     number = {device: rank for rank, device in enumerate(used)}
     hosts, first = [], 0
@@ -233,8 +231,8 @@ def measure_and_plan(
     tries_data_parallel = is_open and workers > 1
     asked_for = ProfileRequest(settings, sizes, least_s=measure_s, data_parallel=tries_data_parallel)
     profiles = dict(zip(sizes, profile_together(asked_for, placement)))
-    if words := profiles[small].doubts():
-        log.warning("parallel.plan: %s", words)
+    if message := profiles[small].doubts():
+        log.warning("parallel.plan: %s", message)
     cluster = _machines(placement, profiles[small])
     memory = MemorySettings(_optimizer_copies(settings.optimizer))
     asked = Settings(schedule, microbatches, memory=memory)
@@ -260,20 +258,20 @@ def measure_and_plan(
 
 def _side_by_side(graph: Graph, cluster: Cluster, asked: Settings, kind: str) -> Plan:
     """The fastest plan of pipelines side by side, which agree by averaging: equal workers in every stage."""
-    found = []
+    plans = []
     for pipelines in range(2, cluster.count + 1):
         if cluster.count % pipelines == 0:
             with contextlib.suppress(PlanError):
-                pieces = max(asked.microbatches or 1, pipelines)
-                each = replace(asked, pipelines=pipelines, straight=True, microbatches=pieces)
-                found.append(fastest_plan(graph, cluster, each))
-    if not found:
+                microbatches = max(asked.microbatches or 1, pipelines)
+                each = replace(asked, pipelines=pipelines, straight=True, microbatches=microbatches)
+                plans.append(fastest_plan(graph, cluster, each))
+    if not plans:
         raise JobError(
             f"parallel.plan: found auto with sync {kind}, which needs pipelines side by side with as many "
             f"workers in every stage, and {cluster.count} workers make none; use plan: data-parallel, or "
             f"sync: all-reduce"
         )
-    return min(found, key=lambda plan: plan.step_s / plan.microbatches)
+    return min(plans, key=lambda plan: plan.step_s / plan.microbatches)
 
 
 def _schedule(request: PlanRequest) -> Schedule:
@@ -299,7 +297,7 @@ def _machines(placement: Placement, profile: Profile) -> Cluster:
 
 
 def _optimizer_copies(optimizer: OptimizerSettings) -> float:
-    """Numbers that the optimizer keeps for each weight."""
+    """How many state values the optimizer keeps per weight."""
     if optimizer.kind == "sgd":
         return 1.0 if optimizer.options.get("momentum") else 0.0
     return 2.0

@@ -1,7 +1,7 @@
-"""Calls in processes of their own: nothing of what they do stays in the process that trains.
+"""Calls in separate processes, so that measurements leave no state in the process that trains.
 
-A step on tensors without memory, and models that are built and timed, leave tensors in caches of the user's
-code and of ours, and state in modules. The process that trains must not meet them.
+Steps on meta tensors, and models that are built only to be timed, leave tensors in caches of user code and of
+Plait, and state in modules.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from plait.data import transport
 from plait.data.loader_processes import LoaderPool
 from plait.launch.fork_server import die_with_parent
 
-# Longer than any measurement takes.
+# An upper bound for a measurement.
 DEADLINE_S = 900.0
 _NAME, _HINT = "a process that measures a sweep's arrays", "Say how many trials an array holds: --width N"
 
 
 class FreshProcessError(PlaitError):
-    """A call failed in its own process, which says in one line how."""
+    """A call failed in its process; the message is one line."""
 
 
 class FreshProcesses:
@@ -90,15 +90,15 @@ def _call_forked(task: dict[str, Any]) -> dict[str, Any]:
     try:
         if not ours.poll(DEADLINE_S):
             raise TimeoutError
-        found: dict[str, Any] = transport.receive(ours)
+        answer: dict[str, Any] = transport.receive(ours)
     except (EOFError, OSError):  # it has ended, or takes too long
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        found = {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
+        answer = {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
     finally:
         ours.close()
         os.waitpid(pid, 0)
-    return found
+    return answer
 
 
 def _call_spawned(function: str, argument: Any) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def _call_spawned(function: str, argument: Any) -> dict[str, Any]:
         ready = wait([ours, process.sentinel], DEADLINE_S)
         if ours in ready:
             with contextlib.suppress(EOFError):
-                found: dict[str, Any] = ours.recv()
-                return found
+                answer: dict[str, Any] = ours.recv()
+                return answer
         return {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""Profiling a job: its model on batches of its own data, and the links between its workers."""
+"""Profiling a job: its model on batches of its data, and the links between its workers."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def profile_job(
     components.check(settings)
     device = choose_device(settings.device, 0)
     verified = verify_layers(settings, device) if verify else Verification()
-    (found,) = _profile_sizes(request, device, threads, on_progress)
-    return verified.noted_in(found)
+    (profile,) = _profile_sizes(request, device, threads, on_progress)
+    return verified.noted_in(profile)
 
 
 def _profile_sizes(
@@ -116,7 +116,7 @@ def _profile_sizes(
         for size in request.batch_sizes:
             model, inputs, target = _example(settings, size, device)
             with explaining_type_errors(model, inputs), _autocast(settings, device):
-                found = profile_model(
+                profile = profile_model(
                     model,
                     inputs,
                     _loss_of(settings, target),
@@ -127,14 +127,14 @@ def _profile_sizes(
                     on_progress=on_progress,
                 )
             if settings.precision in components.AUTOCAST:
-                found = replace(
-                    found, dtype=str(components.AUTOCAST[settings.precision]).removeprefix("torch.")
+                profile = replace(
+                    profile, dtype=str(components.AUTOCAST[settings.precision]).removeprefix("torch.")
                 )
-            profiles.append(replace(found, loading_s=_loading_s(settings, found.batch, device)))
+            profiles.append(replace(profile, loading_s=_loading_s(settings, profile.batch, device)))
         if device.type == "cpu":
-            # Weights of a stage lie as its products want them, which updates feel.
+            # Stages may store weights transposed, which changes the time of updates.
             plain_forwards(use_fast_layers(model, add=False))
-        # Whatever the microbatches, an update is the same.
+        # The time of an update does not depend on the microbatch size.
         updates = time_updates(
             model.to(device), trace_inputs(model, inputs, False), settings.optimizer, max(repeats, 9)
         )
@@ -144,7 +144,7 @@ def _profile_sizes(
 
 
 def _autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
-    """What the job's forwards run in; weights are cast in every step, as they are in a run."""
+    """The autocast context of the job; weights are cast in every step, as in a run."""
     if settings.precision not in components.AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device.type, components.AUTOCAST[settings.precision], cache_enabled=False)
@@ -166,19 +166,19 @@ class UpdateTimes:
 def time_updates(
     model: nn.Module, traced: TracedModel, optimizer: OptimizerSettings, repeats: int
 ) -> dict[str, UpdateTimes]:
-    """What the optimizer takes to write the next version of each layer's weights.
+    """The time of the optimizer to write the next version of each layer's weights.
 
-    The whole model's update is shared out by what each layer's takes alone, since an optimizer has costs of
-    its own whatever it holds. A parameter that several layers use counts for the first. The model is
-    trained by it, with gradients of zero.
+    The time of the whole model's update is divided in proportion to the times of single layers, since an
+    optimizer has fixed costs. A parameter that several layers use counts for the first. The updates change
+    the model, with zero gradients.
     """
     named = dict(model.named_parameters())
     alone: dict[str, UpdateTimes] = {}
     for layer in traced.layers:
-        own = [p for name in layer.parameters if (p := named.pop(name, None)) is not None]
-        own = [p for p in own if p.requires_grad]
-        if own:
-            alone[layer.id] = _update_times(model, own, optimizer, repeats)
+        parameters = [p for name in layer.parameters if (p := named.pop(name, None)) is not None]
+        parameters = [p for p in parameters if p.requires_grad]
+        if parameters:
+            alone[layer.id] = _update_times(model, parameters, optimizer, repeats)
     whole = _update_times(model, [p for p in model.parameters() if p.requires_grad], optimizer, repeats)
     in_place = whole.in_place_s / sum(times.in_place_s for times in alone.values())
     kept = whole.kept_s / sum(times.kept_s for times in alone.values())
@@ -285,7 +285,7 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
 
 
 def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -> Mismatch | None:
-    """What the layers do otherwise than the model, and in which module; the modules of `whole` are called."""
+    """The first difference between the layers and the model; modules in `whole` are called as a whole."""
     inputs, others = (as_arguments(inputs) for inputs, _ in example.batches)
     with explaining_type_errors(model, inputs), example.choices.autocast():
         traced = trace(model, inputs, others=[others], whole=whole)
@@ -332,7 +332,7 @@ def profile_together(request: ProfileRequest, placement: Placement) -> tuple[Pro
         saves=False,
     )
     results = Supervisor(launch, Silent()).run()
-    return tuple(decode(Profile, found, "profile") for found in results[0]["profiles"])
+    return tuple(decode(Profile, values, "profile") for values in results[0]["profiles"])
 
 
 def check_profile(order: Mapping[str, Any]) -> None:
@@ -341,7 +341,7 @@ def check_profile(order: Mapping[str, Any]) -> None:
 
 
 def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Be one worker of a profile; the answer of rank 0 counts."""
+    """Run one worker of a profile; rank 0 returns the result."""
     request = begin_process(ProfileRequest, order)
     settings = request.settings
     device = use_device(settings.device, worker)
@@ -349,11 +349,11 @@ def profile_worker(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     verified = Verification()
     if request.verify and worker.rank == 0:
         verified = verify_layers(settings, device)
-    found = profile_here(worker, request)
+    profiles = profile_here(worker, request)
     if request.data_parallel:
         seconds = time_data_parallel(worker, settings, device)
-        found = tuple(replace(each, data_parallel_s=seconds) for each in found)
-    return {"profiles": [encode(verified.noted_in(each)) for each in found]}
+        profiles = tuple(replace(each, data_parallel_s=seconds) for each in profiles)
+    return {"profiles": [encode(verified.noted_in(each)) for each in profiles]}
 
 
 def time_data_parallel(
@@ -364,16 +364,16 @@ def time_data_parallel(
     The median of what the slowest worker took, over steps that go on for about `least_s`, reading included.
     All workers call it together, in a gloo group.
     """
-    parts = components.build(replace(settings, pipeline=None), device)
+    built = components.build(replace(settings, pipeline=None), device)
     size = settings.data.batch_size
     count = len(share(range(size), worker.rank, worker.world_size))
-    step = TrainStep(parts, settings, group_of_world(worker), rank=worker.rank)
+    step = TrainStep(built, settings, group_of_world(worker), rank=worker.rank)
     content, seconds = None, list[float]()
     while len(seconds) < _STEPS[0] or (sum(seconds[1:]) < least_s and len(seconds) < _STEPS[1]):
         dist.barrier()
         started = time.perf_counter()
-        if content is None or (settings.data.loaders == 0 and not parts.train_set.is_stream):
-            content = parts.train_set.first_batch(count, settings.seed)
+        if content is None or (settings.data.loaders == 0 and not built.train_set.is_stream):
+            content = built.train_set.first_batch(count, settings.seed)
         step.step([Batch(content, count, size, 0, Position())], [1.0])
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -409,12 +409,12 @@ def profile_here(worker: Worker, request: ProfileRequest) -> tuple[Profile, ...]
 
 
 def _two_of_each(hosts: Sequence[str]) -> list[int]:
-    """Ranks whose links stand for all: the workers of a host are alike, and all pairs would take long."""
+    """Ranks whose links represent all: workers of one host are alike, and measuring all pairs takes long."""
     return [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
 
 
 def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, repeats: int = 7) -> float:
-    """Seconds in which a worker fetches a microbatch; none where loader processes do it meanwhile."""
+    """Seconds in which a worker loads a microbatch; 0 if loader processes prefetch it."""
     if settings.data.loaders > 0:
         return 0.0
     source = components.build_train_data(settings)

@@ -37,12 +37,14 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
     peers = pipeline_layout.workers if rank in pipeline_layout.workers else ()
     channels = connect(rendezvous, peers, deadline_s=DEADLINE_S)
     if peers:
-        parts = PipelineParts(F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous)
-        pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
+        options = PipelineParts(
+            F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous
+        )
+        pipeline = Pipeline(rank, pipeline_layout, traced, channels, options)
 
         def run(count: int) -> None:
-            own = work(rank, count)
-            pipeline.run(stream(pipeline_layout, rank, own), own)
+            source = work(rank, count)
+            pipeline.run(stream(pipeline_layout, rank, source), source)
             pipeline.losses.clear()
             pipeline.timings.clear()
 

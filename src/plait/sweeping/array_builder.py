@@ -1,4 +1,4 @@
-"""Arrays for the trials of a sweep: how many trials one holds, and how they are fused rightly."""
+"""Builds the arrays of a sweep: chooses their width, and verifies fused trials against single ones."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from plait.sweeping.reasons import (
 )
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import GroupClient
-from plait.training import components
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import BatchStream
 from plait.training.components import DataPair, TrialInit
+from plait.training.components import build as build_components
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import StepAudit, WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
@@ -50,17 +50,17 @@ if TYPE_CHECKING:
 
 # What trains an array.
 ArrayTrainer = Union["WholeModelEngine", "PipelineEngine"]
-# Told of each step: the trials' losses.
+# Called after each step with the trials' losses.
 OnLosses = Callable[[Tensor], None]
 
 log = logging.getLogger(__name__)
 
 
 class ArrayBuilder:
-    """Makes the arrays of this worker's group, whose members all call each method together.
+    """Builds the arrays of this worker's group, whose workers all call each method together.
 
-    A *group of trials* are those that may be fused with each other. What was found out about a group (its
-    width, what runs trial by trial, how its stages are cut) holds for all later arrays of it.
+    A *group of trials* can be fused with each other. What is known of a group (its width, which modules run
+    trial by trial, how its stages are cut) is used for all later arrays of it.
     """
 
     def __init__(
@@ -77,53 +77,53 @@ class ArrayBuilder:
         self._coordinator = coordinator
         self._device = device
         self.workers = workers
-        # Where widths are measured, on the group's first worker.
+        # Measures widths in a separate process, on the first worker of the group.
         self._fresh = fresh
-        # How many trials an array of a group holds, and, where that is one, why.
+        # The width of the arrays of a group, and the reason if it is 1.
         self._widths: dict[str, tuple[int, str]] = {}
         self._verdicts: dict[str, FusionReport] = {}
-        # The trials that were compared with themselves alone, by number; and what was said once.
+        # The numbers of verified trials; and the warnings given so far.
         self._verified: set[int] = set()
-        self._said: set[str] = set()
-        # The layers of each stage that a verification has led to.
+        self._warned: set[str] = set()
+        # The verified layers of each stage, by group.
         self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether arrays lie over the stages of a pipeline, which are fused whatever the trials."""
+        """Whether arrays are cut into the stages of a pipeline, whose modules are always fused."""
         return self._settings.train.pipeline is not None
 
     def width(self, group: str) -> int:
         return self._widths[group][0]
 
     def why_one_by_one(self, group: str) -> str:
-        """Why the group's trials train one by one; nothing where they are fused."""
+        """Why the group's trials train one by one; empty if they are fused."""
         return self._widths[group][1]
 
     def has_python_state(self, group: str) -> bool:
-        """Whether the group's models keep what checkpoints do not hold, by the verification of its arrays."""
+        """Whether verification found Python state in the group's models, which checkpoints do not hold."""
         return group in self._verdicts and self._verdicts[group].has_python_state
 
     def train_one_by_one(self, group: str, why: str) -> None:
         self._widths[group] = 1, why
 
     def narrow(self, group: str, trials: int, why: str) -> None:
-        """Let arrays of a group hold half of the `trials` there is no memory for."""
+        """Halve the width of a group after `trials` trials did not fit into memory."""
         width = min(self.width(group), trials) // 2
         self._widths[group] = (width, "") if width > 1 else (1, why)
 
     def choose_width(self, group: str, settings: TrainSettings, sets: DataPair, share: int) -> None:
-        """Decide how many trials of a group an array holds, of this worker's `share` of those that wait."""
+        """Choose the width of a group's arrays, at most this worker's `share` of the waiting trials."""
         if group not in self._widths:
             self._widths[group] = self._find_width(group, settings, sets, share)
 
     def forget_width(self, group: str) -> None:
-        """Choose the width of a group anew, with another of its trials."""
+        """Let the next `choose_width` of a group measure again, with another trial."""
         self._widths.pop(group, None)
 
     def forget_widths(self, kept: str) -> None:
-        """Choose widths anew, except for the group `kept`, as other workers share out the trials now."""
-        self._widths = {name: found for name, found in self._widths.items() if found[1] or name == kept}
+        """Forget all widths above 1 except that of the group `kept`: the number of workers has changed."""
+        self._widths = {name: width for name, width in self._widths.items() if width[1] or name == kept}
 
     def _find_width(
         self, group: str, settings: TrainSettings, sets: DataPair, trials: int
@@ -138,7 +138,7 @@ class ArrayBuilder:
             if self._settings.train.verify.start == "off":
                 return 1, str(failure)
         # Some module may have to run trial by trial.
-        entries = [TrialInit(settings, components.build(settings, self._device, sets)) for _ in range(2)]
+        entries = [TrialInit(settings, build_components(settings, self._device, sets)) for _ in range(2)]
         try:
             return self._try_width(settings, sets, trials, self._verify(group, entries, ()))
         except NotFusedError as failure:
@@ -152,12 +152,13 @@ class ArrayBuilder:
             if self._fresh is None:
                 assert width is not None
                 return width, ""
-            # A width that was given is tried before the array is made: then the group would be in its middle.
-            asked = ArrayRequest(
+            # A given width is tried before the array is built: a failure during it would leave the group
+            # stuck.
+            request = ArrayRequest(
                 settings, str(self._device), replicas, verdict, trials if width is None else None
             )
-            found, why = choose_width(self._fresh, asked, sets)
-            return (found, why) if width is None else (width, "")
+            chosen, why = choose_width(self._fresh, request, sets)
+            return (chosen, why) if width is None else (width, "")
 
         width, why, failed = self.workers.from_first(lambda: _outcome(measure))
         if failed:
@@ -165,9 +166,9 @@ class ArrayBuilder:
         return width, why
 
     def fused_work(self, group: str) -> AbstractContextManager[None]:
-        """Around what an array computes: what stops fused trials lets them be trained one by one.
+        """Around work of an array: turns failures of fused trials into NotFusedError.
 
-        Not among several workers, of which the others are in the middle of the same call.
+        Not with several workers, since the others are in the middle of the same call.
         """
         can_separate = self.workers.is_alone and self.width(group) > 1
         return fused_work() if can_separate else nullcontext()
@@ -181,7 +182,7 @@ class ArrayBuilder:
         on_losses: OnLosses,
         audit: StepAudit,
     ) -> ArrayTrainer:
-        """What trains an array of these trials, verified; NotFusedError where they must train one by one."""
+        """An engine for a verified array of these trials; NotFusedError if they must train one by one."""
         worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
 
         def on_step(done: int, losses: Tensor, *_: Any) -> None:
@@ -189,16 +190,16 @@ class ArrayBuilder:
 
         engine: ArrayTrainer
         if self.is_pipelined:
-            # Slow to import, with all that tracing needs.
+            # Imported here, since it is slow.
             from plait.sweeping.engines.fused_stages import FusedStages
             from plait.training.engines.pipeline import PipelineEngine
 
-            found, verdict = self._verify_in_stages(group, entries, numbers)
-            stages = FusedStages(worker, entries, feed, workers, found, verdict)
+            verified, verdict = self._verify_in_stages(group, entries, numbers)
+            stages = FusedStages(worker, entries, feed, workers, verified, verdict)
             engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
         else:
-            made = self._make_components(group, entries, numbers)
-            engine = WholeModelEngine(worker, trials, made, feed, on_step, audit=audit, group=workers)
+            components = self._make_components(group, entries, numbers)
+            engine = WholeModelEngine(worker, trials, components, feed, on_step, audit=audit, group=workers)
         engine.open()
         return engine
 
@@ -208,7 +209,7 @@ class ArrayBuilder:
         workers = self.workers
         check_replicated(entries[0], workers)
         if self.width(group) == 1:
-            return entries[0].parts
+            return entries[0].components
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
@@ -216,10 +217,10 @@ class ArrayBuilder:
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> None:
-        """Compare trials that are to join an array whose first trial has the settings `first`.
+        """Verify trials that are to join an array whose first trial has the settings `first`.
 
-        NotFusedError where they are not, fused with that one, what they are alone. A new model of that trial
-        stands for the array, which is in the middle of its steps.
+        NotFusedError if they compute something else when fused with it. The check uses a new model of the
+        first trial, since the array is training.
         """
         if self.width(group) == 1 or not self._is_verification_due(self._verdicts.get(group), numbers):
             return
@@ -229,24 +230,24 @@ class ArrayBuilder:
             _, verdict = self._verify_in_stages(group, both, numbers)
         else:
             verdict = self._verify(group, both, numbers)
-        if further := [name for name in verdict.unfused if name not in known.unfused]:
+        if new := [name for name in verdict.unfused if name not in known.unfused]:
             self._verdicts[group] = known
-            raise NotFusedError(f"with them {further[0] or 'the model'} {verdict.unfused[further[0]]}")
+            raise NotFusedError(f"with them {new[0] or 'the model'} {verdict.unfused[new[0]]}")
 
     def first_model(self, first: TrainSettings, like: TrialInit) -> nn.Module:
         """A new model of a trial with the settings `first`, whose data are those of `like`."""
-        return self._new_entry(first, like).parts.model
+        return self._new_entry(first, like).components.model
 
     def _new_entry(self, settings: TrainSettings, like: TrialInit) -> TrialInit:
-        sets = (like.parts.train_set, like.parts.test_set)
-        return TrialInit(settings, components.build(settings, self._device, sets))
+        sets = (like.components.train_set, like.components.test_set)
+        return TrialInit(settings, build_components(settings, self._device, sets))
 
     def _verify_in_stages(
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> tuple[StagesOfTrials, FusionReport]:
-        """The stages of these trials, and how they are fused rightly; see `_verify`.
+        """The stages of these trials, and the report of their verification; see `_verify`.
 
-        Where they are not, raises NotFusedError for several trials, and for one that stages cannot train it.
+        NotFusedError if several trials cannot be fused, FusionError if stages cannot train a single one.
         """
         from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 
@@ -261,11 +262,11 @@ class ArrayBuilder:
         if not self.workers.is_first:
             planned = replace(layout, stages=tuple(tuple(each) for each in layers))
             stages = prepare_trials(entries, planned, verify=False)
-        for note in stages.checked.notes:
-            log.warning("verify: %s", note)
+        for warning in stages.checked.notes:
+            log.warning("verify: %s", warning)
         if not is_due:
             return stages, known or FusionReport()
-        verdict = self._found_by_first(lambda: verify_stages(entries, stages, known))
+        verdict = self._verify_on_first(lambda: verify_stages(entries, stages, known))
         if verdict.refused is not None and len(entries) == 1:
             raise FusionError(
                 f"parallel.plan: the stages do not compute what the model computes: {verdict.refused}; cut "
@@ -277,25 +278,25 @@ class ArrayBuilder:
         return stages, verdict
 
     def _is_verification_due(self, known: FusionReport | None, numbers: Sequence[int]) -> bool:
-        """Whether one of the trials `numbers` is to be compared now: each once, or whenever it enters."""
+        """Whether the trials `numbers` must be verified: each once, or every time it joins (`every_run`)."""
         mode = self._settings.train.verify.start
         is_new = known is None or not self._verified.issuperset(numbers)
         return mode != "off" and (is_new or mode == "every_run")
 
     def _verify(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> FusionReport:
-        """How these trials are fused rightly: what the group's first array showed, where all are known.
+        """The verification report of these trials: that of the group if all are verified.
 
-        Raises NotFusedError where they are not fused at all.
+        NotFusedError if they cannot be fused.
         """
         known = self._verdicts.get(group)
         if not self._is_verification_due(known, numbers):
             return known or FusionReport()
-        verdict = self._found_by_first(lambda: verify_entries(entries, self.workers.share, known))
+        verdict = self._verify_on_first(lambda: verify_entries(entries, self.workers.share, known))
         self._keep(group, verdict, known, numbers, len(entries))
         return verdict
 
-    def _found_by_first(self, verify: Callable[[], FusionReport]) -> FusionReport:
-        """What a verification on the group's first worker shows, on all of them."""
+    def _verify_on_first(self, verify: Callable[[], FusionReport]) -> FusionReport:
+        """Verify on the first worker of the group; returns the report on all of its workers."""
         if self.workers.is_alone:
             return verify()
         verdict: FusionReport = decode(
@@ -303,39 +304,39 @@ class ArrayBuilder:
         )
         return verdict
 
-    def note_audit(
+    def record_audit(
         self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[Difference]
     ) -> None:
-        """Record a step that a fused trial took alone, too; DifferenceError where that ends the sweep."""
-        words = [str(each) for each in differences[:3]]
+        """Record an audited step of a fused trial; DifferenceError if a difference must stop the sweep."""
+        texts = [str(each) for each in differences[:3]]
         self._coordinator.ask(
             ask="audited",
             trial=trial,
             step=step,
             seconds=round(seconds, 6),
             largest=largest,
-            differences=words,
+            differences=texts,
         )
-        if not words:
+        if not texts:
             return
-        told = f"audit: step {step} of trial {trial} is not what it is alone: {'; '.join(words)}; {ADVICE}"
+        message = f"audit: step {step} of trial {trial} is not what it is alone: {'; '.join(texts)}; {ADVICE}"
         if self._settings.train.verify.on_difference == "stop":
-            raise DifferenceError(told)
-        log.warning("%s", told)
+            raise DifferenceError(message)
+        log.warning("%s", message)
 
-    def say_once(self, words: str) -> None:
-        """Warn the user, of the same thing once."""
-        if words not in self._said and self.workers.is_first:
-            self._said.add(words)
-            log.warning("%s", words)
+    def warn_once(self, message: str) -> None:
+        """Warn the user, once per message."""
+        if message not in self._warned and self.workers.is_first:
+            self._warned.add(message)
+            log.warning("%s", message)
 
     def is_audited(self, step: int) -> bool:
-        """Whether one of the trials takes the step after `step` steps of this worker alone, too."""
+        """Whether the step after `step` steps of this worker is audited."""
         return is_audited(self._settings.train, step)
 
     @property
     def audits_newcomers(self) -> bool:
-        """Whether trials that are new in an array take one of their first steps alone, too."""
+        """Whether one of the first steps of each joining trial is audited."""
         return self._settings.train.verify.audit == "doubling"
 
     def _keep(
@@ -346,7 +347,7 @@ class ArrayBuilder:
         numbers: Sequence[int],
         trials: int,
     ) -> None:
-        """Report a verdict, and keep it for arrays to come; raises NotFusedError where it is a refusal."""
+        """Report a verdict and keep it for later arrays; NotFusedError if it is a refusal."""
         if self.workers.is_first:
             log_report(verdict, known.unfused if known is not None else {})
             log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
@@ -358,7 +359,7 @@ class ArrayBuilder:
             unfused=dict(verdict.unfused),
             refused=verdict.refused,
         )
-        # A new model of another trial may come before those that join.
+        # The first entry may be a new model of a present trial.
         others = trials - len(numbers)
         if failed := {numbers[n - others]: why for n, why in verdict.failed.items() if n >= others}:
             raise TrialsFailedError(failed)
@@ -369,8 +370,8 @@ class ArrayBuilder:
 
 
 def check_replicated(entry: TrialInit, workers: WorkerGroup) -> None:
-    """Refuse samples that continue those of the batch before, of which each worker would have a share."""
-    if not workers.is_alone and streams_of(entry.parts.train_set.dataset) is not None:
+    """Refuse data whose samples continue those of the previous batch: workers would see only shares of it."""
+    if not workers.is_alone and streams_of(entry.components.train_set.dataset) is not None:
         raise JobError(
             f"--replicas: the samples of {entry.settings.data.kind} continue those of the batch before, "
             f"whose state replicas of an array do not share; sweep without --replicas"
@@ -378,7 +379,7 @@ def check_replicated(entry: TrialInit, workers: WorkerGroup) -> None:
 
 
 def _outcome(measure: Callable[[], tuple[int, str]]) -> tuple[int, str, bool]:
-    """A width and why it is one; or, with True, why trials are not fused, or with 0 why they fail alone."""
+    """(width, reason if it is 1, False); on failure (1 if only fused trials fail, else 0, reason, True)."""
     try:
         return *measure(), False
     except NotFusedError as failure:

@@ -1,4 +1,4 @@
-"""The engine of a sweep: trials that take their steps together, and join and leave between two steps."""
+"""The engine of a sweep: trains an array of trials that join and leave between two steps."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from plait.training.trial import Trial
 
 
 @dataclass(frozen=True)
-class Joining:
-    """A trial ready to join an array: how far it is, and its model and optimizer."""
+class JoiningTrial:
+    """A trial ready to join an array: its progress, model and optimizer."""
 
     trial: RunningTrial
     entry: TrialInit
@@ -42,34 +42,34 @@ class Joining:
 
 @dataclass(frozen=True)
 class TrialsChange:
-    """Let the trials in these slots leave, and others join."""
+    """A change of an array: the slots of leaving trials, and the joining trials."""
 
     leaving: tuple[int, ...]
-    joining: tuple[Joining, ...]
+    joining: tuple[JoiningTrial, ...]
 
 
 @dataclass(frozen=True)
 class Admission:
     """Which trials join, wait for another array, can never be fused with those that join, or failed."""
 
-    joining: tuple[Joining, ...]
-    waiting: tuple[Joining, ...] = ()
-    apart: tuple[Joining, ...] = ()
+    joining: tuple[JoiningTrial, ...]
+    waiting: tuple[JoiningTrial, ...] = ()
+    apart: tuple[JoiningTrial, ...] = ()
     # Why trials cannot train at all, by their numbers.
     failed: Mapping[int, str] = field(default_factory=dict)
 
 
 class TrialAudits:
-    """Audits steps of fused trials: each in its first step in an array, and then one in turn."""
+    """Audits steps of fused trials: the first step of each in an array, and then one trial in turn."""
 
     def __init__(self, builder: ArrayBuilder) -> None:
         self._builder = builder
         self.array: FusedComponents | None = None
         self.trials: Sequence[RunningTrial] = ()
-        # Steps of this worker with any trials, and at which of them each trial was audited last.
+        # Steps of this worker so far, and the step at which each trial was last audited.
         self._steps = 0
         self._last: dict[int, int] = {}
-        self._under_way: dict[int, AuditedTrial] = {}
+        self._audited: dict[int, AuditedTrial] = {}
         self._done = 0
 
     def forget(self, number: int) -> None:
@@ -77,38 +77,38 @@ class TrialAudits:
         self._last.pop(number, None)
 
     def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
-        """Keep the trials as they are now that take the next step alone, too."""
-        self._under_way, self._done = {}, done
+        """Copy the trials whose next step is audited."""
+        self._audited, self._done = {}, done
         array, known = self.array, self._last
         newcomers = [slot for slot, trial in enumerate(self.trials) if trial.number not in known]
         is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
         if array is None or not is_due:
             return
         if not self._builder.workers.is_alone:
-            self._builder.say_once("audit: the steps of trials that several workers train are not audited")
+            self._builder.warn_once("audit: the steps of trials that several workers train are not audited")
             return
         if array.verdict.has_python_state:
             self._say_kept_in_python()
             return
         in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
         slots = newcomers[: most_at_once(array)] or in_turn[:1]
-        self._under_way = {slot: AuditedTrial(array, slot, batches[slot], factors[slot]) for slot in slots}
+        self._audited = {slot: AuditedTrial(array, slot, batches[slot], factors[slot]) for slot in slots}
 
     def end(self, step: TrainStep, losses: Tensor) -> bool:
-        for slot, alone in self._under_way.items():
+        for slot, alone in self._audited.items():
             trial = self.trials[slot]
             self._last[trial.number] = self._steps
-            largest, found = alone.compare(losses[slot])
-            if alone.goes_by_python:
+            largest, differences = alone.compare(losses[slot])
+            if alone.uses_python_state:
                 self._say_kept_in_python()
             else:
                 number = trial.step + self._done + 1
-                self._builder.note_audit(trial.number, number, alone.seconds, largest, found)
+                self._builder.record_audit(trial.number, number, alone.seconds, largest, differences)
         self._steps += 1
         return False
 
     def _say_kept_in_python(self) -> None:
-        self._builder.say_once(
+        self._builder.warn_once(
             "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
             "keep such state in buffers"
         )
@@ -125,10 +125,10 @@ class ArrayEngine:
         self._feed = feed
         self.trials: list[RunningTrial] = []
         self.group = ""
-        # Why trials that wait do not join the array there is, though it has room; and why some never do.
+        # Why waiting trials do not join the current array although it has room; and why some never can.
         self.closed = self._apart = ""
         self._engine: ArrayTrainer | None = None
-        # Losses since they were last given to the trials they belong to.
+        # Summed losses since the last `collect_losses`.
         self._losses: Tensor | None = None
         self._losses_of = 0
         self._audits = TrialAudits(builder)
@@ -139,7 +139,7 @@ class ArrayEngine:
 
     @property
     def why(self) -> str:
-        """What is worth saying of the array: why others do not join, or why it is not fused."""
+        """Why other trials do not join the array, or why it is not fused."""
         return self.closed or self._apart or self._builder.why_one_by_one(self.group)
 
     @property
@@ -148,13 +148,13 @@ class ArrayEngine:
         return 0 if self.closed else self._builder.width(self.group) - len(self.trials)
 
     def train(self, steps: int) -> IntervalResult:
-        """Take steps with every trial; `done` says how many where one fails."""
+        """Take steps with every trial; if one fails, `done` is the number of completed steps."""
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
                 return self._trainer.train(steps)
         except (NotFusedError, TrialsFailedError) as failure:
             if not self._trainer.is_in_step and failure.__cause__ is not None:
-                # Reading the samples is no trial's own work.
+                # Failed while reading samples, which is not the failure of a trial.
                 raise failure.__cause__ from None
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
@@ -162,11 +162,11 @@ class ArrayEngine:
 
     @property
     def done(self) -> int:
-        """Steps of the interval under way, or of the last one."""
+        """Steps done in the current or last interval."""
         return self._trainer.done
 
     def _add_losses(self, losses: Tensor) -> None:
-        # Added up on the device: nobody waits for its values here.
+        # Summed on the device, without synchronization.
         self._losses = losses if self._losses is None else self._losses + losses
         self._losses_of += 1
 
@@ -177,15 +177,15 @@ class ArrayEngine:
 
     @property
     def _fused(self) -> FusedComponents | None:
-        """The trials, where this worker holds all of them, fused."""
+        """The fused trials, if this worker holds whole models; else None."""
         if not isinstance(self._engine, WholeModelEngine):
             return None
-        found = self._engine.components
-        return found if isinstance(found, FusedComponents) else None
+        components = self._engine.components
+        return components if isinstance(components, FusedComponents) else None
 
     @contextmanager
     def _one_trials_failure(self) -> Iterator[None]:
-        """Within, what stops a trial that is by itself raises TrialsFailedError."""
+        """Turn failures in the body into TrialsFailedError if the array has one trial."""
         try:
             yield
         except (NotFusedError, TrialsFailedError):
@@ -197,24 +197,24 @@ class ArrayEngine:
             raise TrialsFailedError({self.trials[0].number: why}) from failure
 
     def _blame(self, failure: NotFusedError) -> None:
-        """Raise TrialsFailedError where it is single trials that cannot take this step, fused or not."""
+        """Raise TrialsFailedError if single trials fail in this step even alone."""
         array = self._fused
         if isinstance(failure.__cause__, FusionError) or isinstance(failure, TooWideError):
             return
         if array is None or not isinstance(self._engine, WholeModelEngine):
             return
         reasons = {}
-        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.under_way)):
+        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.in_progress)):
             try:
                 step_alone(rebuild_trial(array, slot), batch, factor)
-            except Exception as own:  # a user's model can fail in any way
-                if (why := why_failed(own)) is not None:
+            except Exception as error:  # a user's model can fail in any way
+                if (why := why_failed(error)) is not None:
                     reasons[trial.number] = why
         if reasons:
             raise TrialsFailedError(reasons) from failure
 
     def collect_losses(self) -> None:
-        """Give the losses since the last time to the trials they belong to."""
+        """Add the losses since the last call to their trials."""
         if self._losses is not None:
             for trial, loss in zip(self.trials, self._losses.tolist()):
                 trial.add_losses(loss, self._losses_of)
@@ -230,8 +230,8 @@ class ArrayEngine:
         with self._builder.fused_work(self.group):
             return self._trainer.state(slot)
 
-    def admit(self, joining: Sequence[Joining]) -> Admission:
-        """Which of these trials may join the array that there is, or form a new one."""
+    def admit(self, joining: Sequence[JoiningTrial]) -> Admission:
+        """Which of these trials may join the current array, or form a new one."""
         if self._engine is None or not joining:
             return self._split(joining)
         try:
@@ -242,21 +242,23 @@ class ArrayEngine:
                 self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
         except TrialsFailedError as failure:
             others = [each for each in joining if each.trial.number not in failure.reasons]
-            found = self.admit(others)
-            return replace(found, failed={**found.failed, **failure.reasons})
+            admission = self.admit(others)
+            return replace(admission, failed={**admission.failed, **failure.reasons})
         except NotFusedError as failure:
-            found = self._split(joining, self._builder.first_model(self.trials[0].settings, joining[0].entry))
-            if found.apart and found.joining:
-                return replace(self.admit(found.joining), apart=found.apart)
-            if found.apart:
-                return found
-            # The array's trials have changed in a way that others have not.
+            admission = self._split(
+                joining, self._builder.first_model(self.trials[0].settings, joining[0].entry)
+            )
+            if admission.apart and admission.joining:
+                return replace(self.admit(admission.joining), apart=admission.apart)
+            if admission.apart:
+                return admission
+            # The trials of the array have changed during training so that new ones no longer fit.
             self.closed = f"others wait until it has ended: {failure}"
             return Admission((), waiting=tuple(joining))
         return Admission(tuple(joining))
 
     def _check_entering(self, entries: Sequence[TrialInit]) -> None:
-        """Raise NotFusedError, on all workers, where one of them cannot let these trials join."""
+        """Raise NotFusedError on all workers if these trials cannot join on one of them."""
         why = None
         try:
             with fused_work():
@@ -266,9 +268,9 @@ class ArrayEngine:
         if (why := self._builder.workers.any_of(why)) is not None:
             raise NotFusedError(why)
 
-    def _split(self, joining: Sequence[Joining], first: nn.Module | None = None) -> Admission:
-        """Those that can be fused with the first, or with the model `first`, apart from the others."""
-        models = [each.entry.parts.model for each in joining]
+    def _split(self, joining: Sequence[JoiningTrial], first: nn.Module | None = None) -> Admission:
+        """Split trials into those that can be fused with the first, or with the model `first`, and others."""
+        models = [each.entry.components.model for each in joining]
         if (len(models) < 2 and first is None) or self._builder.is_pipelined:
             return Admission(tuple(joining))
         given = models if first is None else [first, *models]
@@ -280,13 +282,13 @@ class ArrayEngine:
         )
 
     def noise(self, slot: int) -> GradientAverages | None:
-        """What is known of the noise of a trial's gradients; None where it is not measured."""
+        """The gradient noise averages of a trial; None if not measured."""
         return None if self._fused is None else self._fused.noise(slot)
 
     def apply(self, change: TrialsChange) -> None:
-        """Let trials leave and admitted ones join; an array without trials is gone.
+        """Remove and add trials; an array without trials is closed.
 
-        NotFusedError where the trials must train one by one: all of `trials` are then to be given back.
+        On NotFusedError, which means that trials must train one by one, the caller returns all of `trials`.
         """
         self.collect_losses()
         for each in change.joining:
@@ -302,14 +304,14 @@ class ArrayEngine:
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()
         elif change.leaving or change.joining:
-            there = with_replacements(self.trials, change.leaving, joining)
+            trials = with_replacements(self.trials, change.leaving, joining)
             with self._builder.fused_work(self.group):
-                self._engine.change_trials(change.leaving, entering, list(there))
-            self.trials = there
+                self._engine.change_trials(change.leaving, entering, list(trials))
+            self.trials = trials
         self._audits.array, self._audits.trials = self._fused, self.trials
 
     def close(self) -> None:
-        """End the array; its trials are with it no more."""
+        """Close the array and remove its trials."""
         if self._engine is not None:
             self._engine.close()
         self._engine, self.trials = None, []

@@ -31,15 +31,15 @@ from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.optimizers.eager import use_eager_optimizers
 
-# What a process beside the tensors of its models takes on a CPU.
+# Memory of a process on a CPU, in addition to its tensors.
 CPU_OVERHEAD_BYTES = 400 * 10**6
-# Of memory that is free now, what a sweep may plan with: other programs want some too.
+# The share of free memory that a sweep plans with; the rest is for other programs.
 SHARE = 0.8
 # Pairs of steps that are timed: as many as fit into some seconds, so that small steps are timed often.
 LEAST_PAIRS, MOST_PAIRS, TIMING_S = 5, 25, 2.0
-# An array is made narrower only where a step of a trial takes this much longer in it: times are no surer.
+# An array is made narrower only if a step per trial takes this much longer: timings are not more precise.
 MARGIN = 1.1
-# The widths from whose memory that of others follows.
+# The measured widths, from which the memory of other widths is extrapolated.
 WIDTHS = (1, 2)
 # Wider arrays are not tried: by then a step is bound by the device.
 MOST = 64
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class FailsAloneError(PlaitError):
-    """The trial that stands for its group fails by itself; `str` says why."""
+    """The trial that represents its group fails alone; `str` says why."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class ArrayRequest:
 
 
 def choose_width(fresh: FreshProcesses, asked: ArrayRequest, sets: DataPair) -> tuple[int, str]:
-    """The trials of one array: as many as fit and as go faster together; where that is one, also why.
+    """The width of an array: as many trials as fit and are faster together; and the reason if it is 1.
 
-    Without a number of trials, two. All is measured in a process of its own; NotFusedError where it fails.
+    Without a number of trials, 2. Measured in a separate process; NotFusedError if a fused step fails.
     """
     if asked.trials is not None and asked.trials < 2:
         return 1, ""
@@ -76,12 +76,12 @@ def choose_width(fresh: FreshProcesses, asked: ArrayRequest, sets: DataPair) -> 
     batch = open_stream(sets[0], asked.settings, Position(), share).next()
     argument = {"asked": encode(asked), "batch": batch}
     try:
-        found = fresh.call(f"{__name__}:measure", argument, on_gpu=asked.device.startswith("cuda"))
+        answer = fresh.call(f"{__name__}:measure", argument, on_gpu=asked.device.startswith("cuda"))
     except FreshProcessError as failure:
         raise NotFusedError(short(str(failure))) from None
-    if "fails alone" in found:
-        raise FailsAloneError(found["fails alone"])
-    return found["width"], found["why"]
+    if "fails alone" in answer:
+        raise FailsAloneError(answer["fails alone"])
+    return answer["width"], answer["why"]
 
 
 def import_fake_tensors() -> None:
@@ -110,8 +110,8 @@ def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
             raise
         try:
             step_alone(steps.entries(1)[0], batch, 1.0)
-        except Exception as own:  # a user's model can fail in any way
-            if (why_alone := why_failed(own)) is not None:
+        except Exception as error:  # a user's model can fail in any way
+            if (why_alone := why_failed(error)) is not None:
                 return {"fails alone": why_alone}
         raise
 
@@ -160,9 +160,10 @@ class _Steps:
 
     def fitting(self) -> int:
         """The most trials that the memory of the device holds, from steps on tensors without memory."""
-        # The lone models are real, as moving and casting them needs memory; what is fused of them is not.
+        # Single models are real, since moving and casting them needs memory; the fused model is on the meta
+        # device.
         entries = self.entries(max(WIDTHS), torch.device("cpu"))
-        weights = sum(p.numel() * p.element_size() for p in entries[0].parts.model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in entries[0].components.model.parameters())
         try:
             need = measure_need(lambda width: self._step_of(entries[:width]), WIDTHS)
         except FusionError:

@@ -1,6 +1,6 @@
 """The coordinator of a sweep: its trial scheduler, its record on disk, and answers to its workers.
 
-It has a process of its own beside the workers, and ends with the job.
+It runs in a separate process and ends with the job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Answer = dict[str, Any]
 
 
 def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Be the coordinator of a sweep; its result."""
+    """Run the coordinator of a sweep; returns the result of the sweep."""
     request = begin_process(SweepRequest, order)
     settings, folder, resume = request.settings, RunDir(request.folder), request.resume
     coordinator = Coordinator(
@@ -57,7 +57,7 @@ def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[st
 
 
 class UnknownDataError(Exception):
-    """A data set would have to be known, and no worker has described it."""
+    """Raised for a data set that no worker has described yet."""
 
     def __init__(self, settings: TrainSettings) -> None:
         super().__init__(data_key(settings))
@@ -65,9 +65,9 @@ class UnknownDataError(Exception):
 
 
 class Coordinator:
-    """Owns the trial scheduler and its record; workers reach it through `answer` alone.
+    """Owns the trial scheduler and its record; workers call it through `answer` only.
 
-    With `resume` it goes on with an earlier sweep of the folder. `report` is given the sweep's progress.
+    With `resume` it continues the earlier sweep of the folder. `report` is called with the progress.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Coordinator:
         self._send_report = report
         self._past = _read(folder) if resume else []
         self._log = EventLog(folder.events(), rank=0)
-        # What workers have told of their data.
+        # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
         # Audited steps, and the largest difference found in them.
         self._audited, self._largest = 0, 0.0
@@ -101,14 +101,14 @@ class Coordinator:
             lambda trial: self._data_of(trial).seed,
         )
         self.arrays = Arrays(self._past)
-        # The trials whose states were removed; one that has ended makes no other.
+        # The trials whose checkpoints were removed; an ended trial writes no other.
         self._removed: set[int] = set()
         self._assignments = Assignments()
         self._progress = SweepProgress(self.scheduler, self.arrays)
         self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
         self._has_begun = False
-        # What a worker may ask, and who answers.
+        # The questions of workers, and the methods that answer them.
         self._answers: dict[str, Callable[..., Answer]] = {
             "data": self._on_data,
             "look": self._on_look,
@@ -126,7 +126,7 @@ class Coordinator:
         }
 
     def _begin(self) -> None:
-        """Draw the first trials and record that the sweep begins; tried again where data is unknown."""
+        """Draw the first trials and record the start of the sweep; called again if data are unknown."""
         past, self._past = self._past, []
         self.scheduler.open(past)
         for trial in self.scheduler.trials[:1]:
@@ -156,47 +156,47 @@ class Coordinator:
 
     def _data_of(self, settings: TrainSettings) -> DataDescription:
         key = data_key(settings)
-        found = self._data.get((key, None)) or self._data.get((key, settings.seed))
-        if found is None:
+        description = self._data.get((key, None)) or self._data.get((key, settings.seed))
+        if description is None:
             raise UnknownDataError(settings)
-        return found
+        return description
 
     def _keep(self, *events: Event) -> None:
-        """Record events so that they outlive this process."""
+        """Record events and flush them to disk."""
         for event in events:
             self._log.record(event)
         self._log.flush()
 
     def _copy(self, winner: int, loser: int) -> None:
-        """Give a trial another's weights and optimizer state; how far it is in its data stays its own."""
-        source, own = newest(self._folder, winner), newest(self._folder, loser)
+        """Copy weights and optimizer state of `winner` to `loser`, which keeps its position in the data."""
+        source, target = newest(self._folder, winner), newest(self._folder, loser)
         assert source is not None
-        # One that diverged on the way did not come as far: it goes on where the other is.
-        progress = own.progress if own is not None and own.step == source.step else source.progress
+        # A trial that diverged did not reach the same step: it continues at the position of the winner.
+        progress = target.progress if target is not None and target.step == source.step else source.progress
         save_state(self._folder, loser, replace(source, progress=progress))
 
     def answer(self, question: Mapping[str, Any]) -> Answer:
         """The answer to a worker's question: `ask` names it, the rest are its arguments.
 
-        Where a data set has to be known first, the answer is `describe`, with settings that use it: the
-        worker describes it with the question `data`, and asks again.
+        If a data set is not known yet, the answer is `describe`, with settings that use it: the worker
+        describes it with the question `data`, and asks again.
         """
         arguments = dict(question)
         name = arguments.pop("ask")
         try:
             if name != "data" and not self._has_begun:
                 self._begin()
-            found = self._answers[name](**arguments)
+            answer = self._answers[name](**arguments)
         except UnknownDataError as unknown:
             return {"describe": encode(unknown.settings)}
-        # What was answered outlives this process.
+        # Events must be on disk before the worker sees the answer.
         self._log.flush()
         if self._has_begun:
             self._report()
-        return found
+        return answer
 
     def follow(self, now: Membership) -> None:
-        """Record that other workers take part, and give back the trials of those that are lost."""
+        """Record a change of workers, and return the trials of lost workers to the scheduler."""
         for worker in now.lost:
             for trial in self._assignments.lose(worker):
                 self.scheduler.give_back(trial)
@@ -210,13 +210,13 @@ class Coordinator:
         self.arrays.end(event.lost)
 
     def _on_data(self, **description: Any) -> Answer:
-        """A worker describes a data set."""
-        found = decode(DataDescription, description)
-        self._data[found.key, found.seed] = found
+        """Store a worker's description of a data set."""
+        data = decode(DataDescription, description)
+        self._data[data.key, data.seed] = data
         return {}
 
     def _on_look(self, worker: int) -> Answer:
-        """What waits for a worker that has nothing to do."""
+        """For an idle worker: the group that waits, its share of the trials, and the values of the first."""
         if self.scheduler.is_over:
             return {"over": True}
         waiting = self.scheduler.waiting()
@@ -229,49 +229,49 @@ class Coordinator:
         return {"group": group, "share": share, "values": values}
 
     def _among(self, worker: int) -> int:
-        """How many workers share out what waits: the idle ones, where `worker` is one of them."""
+        """How many workers share the waiting trials: the idle ones if `worker` is idle, else all."""
         return self._assignments.idle if self._assignments.is_idle(worker) else self.scheduler.workers
 
     def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
-        taken = []
+        trials = []
         if self._assignments.may_take(worker):
-            taken = self.scheduler.take(group, count, begin, self._among(worker))
-        self._assignments.assign(worker, [trial.number for trial in taken])
+            trials = self.scheduler.take(group, count, begin, self._among(worker))
+        self._assignments.assign(worker, [trial.number for trial in trials])
         search = self.scheduler.search
         drawn = len(self.scheduler.trials) == search.total
-        # Trials of workers that leave or are lost come back.
+        # Trials of leaving or lost workers are assigned again.
         more = search.waits or not drawn or self._is_elastic
-        return {"trials": [_assignment(trial) for trial in taken], "more": more}
+        return {"trials": [_assignment(trial) for trial in trials], "more": more}
 
     def _on_spare(self, worker: int, left_s: float) -> Answer:
-        """How many of its trials a worker hands back for others that have none."""
+        """How many of its trials a worker must return for idle workers."""
         if self.scheduler.waiting():
             return {"count": 0}
         return {"count": self._assignments.to_hand_over(worker, left_s)}
 
     def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
-        words = why or self._why_alone(trials)
-        event = run_events.ArrayChanged(worker, tuple(trials), fused, words)
+        reason = why or self._why_alone(trials)
+        event = run_events.ArrayChanged(worker, tuple(trials), fused, reason)
         self._log.record(event)
         self.arrays.changed(event)
         return {}
 
     def _why_alone(self, trials: list[int]) -> str:
-        """Why a trial trains alone, where its worker gives no reason."""
+        """Why a trial trains alone, if its worker gives no reason."""
         if len(trials) != 1:
             return ""
         if self.scheduler.search.total == 1:
             return "the sweep has one trial"
-        own = self.scheduler.trials[trials[0]]
-        if any(other.group == own.group and other is not own for other in self.scheduler.trials):
+        trial = self.scheduler.trials[trials[0]]
+        if any(other.group == trial.group and other is not trial for other in self.scheduler.trials):
             return "no other trial that can share its array is left or waits"
-        keys = ", ".join(self.scheduler.apart(own))
+        keys = ", ".join(self.scheduler.separating_keys(trial))
         return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
 
     def _on_split(self, worker: int, trials: list[int]) -> Answer:
-        own = [trial for trial in trials if self._assignments.has(worker, trial)]
-        self.scheduler.split(own)
-        for trial in own:
+        assigned = [trial for trial in trials if self._assignments.has(worker, trial)]
+        self.scheduler.split(assigned)
+        for trial in assigned:
             self._assignments.release(trial)
         return {}
 
@@ -296,19 +296,19 @@ class Coordinator:
             self._progress.count(event)
             self._log.record(event)
             self._boards.add(trial, step, {"train/loss": loss})
-        for trial, step, found in metrics:
-            self._log.record(run_events.TrialEvaluated(trial, step, found))
-            self._boards.add(trial, step, {f"test/{name}": value for name, value in found.items()})
+        for trial, step, values in metrics:
+            self._log.record(run_events.TrialEvaluated(trial, step, values))
+            self._boards.add(trial, step, {f"test/{name}": value for name, value in values.items()})
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
         return {}
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
-        """Whether a trial with these results would be the best, so that its state is worth keeping."""
+        """Whether a trial with these results would be the best so far: then its state is saved."""
         return {"wanted": self.scheduler.would_be_best(trial, metrics, train_loss)}
 
     def _on_report(self, worker: int, results: list[Any]) -> Answer:
-        """To which step trials go on that are at their goals: (trial, step, metrics, train_loss) of each."""
+        """The next goal, or 0, of each trial in `results`, which are (trial, step, metrics, train_loss)."""
         reports = [Report(*result) for result in results if self._assignments.has(worker, result[0])]
         until = dict(zip((report.trial for report in reports), self.scheduler.report(reports)))
         for trial, step in until.items():
@@ -341,7 +341,7 @@ class Coordinator:
         return {}
 
     def _remove_ended(self) -> None:
-        """Remove the states of the trials that ended, except the best one's."""
+        """Remove the checkpoints of ended trials, except those of the best."""
         best = self.scheduler.best()
         for trial in self.scheduler.trials:
             if trial.has_ended and trial is not best and trial.number not in self._removed:
@@ -355,9 +355,9 @@ class Coordinator:
             self._send_report(self._progress.report())
 
     def close(self) -> SweepResult:
-        """End the record and publish the best trial's checkpoint; the result of the sweep.
+        """End the record and publish the best trial's checkpoint; returns the result of the sweep.
 
-        A sweep that has trials left was stopped.
+        A sweep with unfinished trials counts as stopped.
         """
         if not self._has_begun:  # before any worker asked
             with contextlib.suppress(UnknownDataError):
@@ -394,7 +394,7 @@ class Coordinator:
         )
 
     def _publish(self, best: ScheduledTrial) -> None:
-        """The best trial's settings and checkpoint where an ordinary run has them."""
+        """Copy the settings and the checkpoint of the best trial to where a single run has them."""
         state = newest(self._folder, best.number)
         if state is None:  # published by an earlier part of this sweep
             return
@@ -402,28 +402,28 @@ class Coordinator:
         shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
         checkpoints.save(self._folder.checkpoints, state)
         if self.scheduler.is_over:
-            own = trial_folder(self._folder, best.number).path
-            shutil.rmtree(own)
-            with contextlib.suppress(OSError):  # something of somebody else's is in it
-                own.parent.rmdir()
+            path = trial_folder(self._folder, best.number).path
+            shutil.rmtree(path)
+            with contextlib.suppress(OSError):  # it contains other files
+                path.parent.rmdir()
 
 
 def choose_metric(settings: SweepSettings) -> str:
-    """What trials are compared by; checked against what evaluation gives."""
-    train, wanted = settings.train, settings.search.metric
-    found = find_metric(train.evaluate.metric, train.loss)
-    known = ["loss"] if found is None else ["loss", found[0]]
-    if wanted == "auto":
-        wanted = known[-1]
-    if wanted not in known:
-        raise InputError(f"--metric: found {wanted!r}, but evaluation gives {' and '.join(known)}")
-    if wanted not in find_modes(train.evaluate, train.loss):
-        raise InputError(f"--metric: {unknown_mode(wanted)}, or compare by the loss: --metric loss")
-    return wanted
+    """The metric that trials are compared by; InputError if evaluation does not give it."""
+    train, name = settings.train, settings.search.metric
+    metric = find_metric(train.evaluate.metric, train.loss)
+    known = ["loss"] if metric is None else ["loss", metric[0]]
+    if name == "auto":
+        name = known[-1]
+    if name not in known:
+        raise InputError(f"--metric: found {name!r}, but evaluation gives {' and '.join(known)}")
+    if name not in find_modes(train.evaluate, train.loss):
+        raise InputError(f"--metric: {unknown_mode(name)}, or compare by the loss: --metric loss")
+    return name
 
 
 def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool = True) -> None:
-    """Refuse to compare trials by losses that they compute differently, unless that was asked for."""
+    """Refuse to compare trials by losses that are computed differently, unless the user asks for it."""
     swept = [d.key for d in settings.over if d.key == "loss" or d.key.startswith("loss_args.")]
     by_loss = metric == "loss" or not has_test_split
     if swept and by_loss and settings.search.metric != "loss":

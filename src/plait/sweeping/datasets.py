@@ -37,7 +37,7 @@ class DataSets:
     """
 
     def __init__(self, check: Callable[[DataPair, int, str], None] = lambda sets, seed, name: None) -> None:
-        """`check` is called with the splits, once they are read, the seed, and a name of their own."""
+        """`check` is called with the splits when they have been read, the seed, and a name for them."""
         self._check = check
         self._read: dict[str, DataPair] = {}
         self._drawn: dict[str, dict[int, DataPair]] = {}

@@ -19,7 +19,7 @@ from plait.training.metrics import open_board
 ROWS = 12
 # The most arrays in one progress report.
 LINES = 32
-# The time left is not told before steps were counted for so long.
+# The time left is reported only after steps were counted for this long.
 SETTLED_S = 2.0
 # The most boards for TensorBoard that are open at once: each has a file and a thread.
 MOST_OPEN = 32
@@ -76,7 +76,7 @@ class SweepProgress:
         scheduler, steps = self._scheduler, self.steps
         total = sum(t.step if t.has_ended else t.steps for t in scheduler.trials)
         done = sum(steps.values())
-        found: dict[str, Any] = {
+        report: dict[str, Any] = {
             "step": done,
             "steps": total,
             "trials": scheduler.search.total,
@@ -87,7 +87,7 @@ class SweepProgress:
             "failed": {str(t.number): t.why for t in scheduler.trials if t.state == "failed"},
         }
         each_s = self._left_per_step_s
-        return found if each_s is None else {**found, "left_s": round((total - done) * each_s, 1)}
+        return report if each_s is None else {**report, "left_s": round((total - done) * each_s, 1)}
 
     def _shown(self) -> list[TrialResult]:
         running = {trial.number for trial in self._scheduler.trials if trial.state == "running"}

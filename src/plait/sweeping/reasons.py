@@ -1,4 +1,4 @@
-"""Why trials of a sweep do not train fused, in words."""
+"""Errors and reasons for trials that cannot be trained fused."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class NotFusedError(Exception):
 
 
 class TooWideError(NotFusedError):
-    """There is no memory for as many trials at once."""
+    """There is not enough memory for an array of this width."""
 
 
 class TrialsFailedError(Exception):
-    """Trials cannot go on, and would not alone: why, by their numbers. Others can."""
+    """Some trials fail even alone: `reasons` by trial number. The others can continue."""
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
         super().__init__(", ".join(f"trial {number} failed: {why}" for number, why in reasons.items()))
@@ -37,7 +37,7 @@ class TrialsFailedError(Exception):
 
 @contextmanager
 def fused_work() -> Iterator[None]:
-    """Within, what stops fused trials raises NotFusedError, after which they can be trained one by one.
+    """Turn failures in the body into NotFusedError, after which trials can be trained one by one.
 
     An error that is no refusal of fusion's may be the model's own: trained alone, it is raised again.
     """
@@ -50,12 +50,12 @@ def fused_work() -> Iterator[None]:
             raise
         raise NotFusedError(short(str(failure))) from failure
     except Exception as failure:
-        words = short(f"a fused step failed with {type(failure).__name__}: {failure}")
-        raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(words) from failure
+        message = short(f"a fused step failed with {type(failure).__name__}: {failure}")
+        raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(message) from failure
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether memory, of whichever device, was too short."""
+    """Whether a device or the host ran out of memory."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure)
 
@@ -68,8 +68,8 @@ def why_failed(failure: Exception) -> str | None:
     """Why a trial that was by itself cannot go on; None where that is not the trial's own failure."""
     if isinstance(failure, _NOT_OF_A_TRIAL):
         return None
-    words = str(failure) if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {failure}"
-    return short(words)
+    message = str(failure) if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {failure}"
+    return short(message)
 
 
 def short(text: str) -> str:

@@ -86,7 +86,7 @@ class RunningTrial(Trial):
         self.train_loss = progress["train_loss"]
 
     def saved(self, state: EngineState) -> dict[str, Any]:
-        """What a checkpoint says besides tensors: as for a run of its own, and the loss not reported yet."""
+        """What a checkpoint stores besides tensors: as for a single run, and the unreported loss."""
         return {
             **self.progress(state.loss_scale, workers=1),
             # Trials that are not fused draw random numbers by their step.
@@ -104,8 +104,8 @@ def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
     """
     if state.find_broken(trial.weights) is not None:
         return False
-    own = trial_folder(folder, trial.number)
-    write_atomic(own.settings, json.dumps(encode(trial.settings), indent=1))
+    paths = trial_folder(folder, trial.number)
+    write_atomic(paths.settings, json.dumps(encode(trial.settings), indent=1))
     progress = trial.saved(state)
     save_state(
         folder, trial.number, checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress)
@@ -115,9 +115,9 @@ def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
 
 def save_state(folder: RunDir, trial: int, state: checkpoints.Checkpoint) -> None:
     """Make `state` the one checkpoint of a trial."""
-    own = trial_folder(folder, trial)
-    checkpoints.save(own.checkpoints, state)
-    checkpoints.prune(own.checkpoints, state.step, keep_last=1, best=None)
+    paths = trial_folder(folder, trial)
+    checkpoints.save(paths.checkpoints, state)
+    checkpoints.prune(paths.checkpoints, state.step, keep_last=1, best=None)
 
 
 def newest(folder: RunDir, trial: int) -> checkpoints.Checkpoint | None:

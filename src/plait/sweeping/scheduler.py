@@ -1,7 +1,8 @@
-"""The trials of a sweep: the progress of each, and which of them go on. The coordinator owns it.
+"""The trials of a sweep: the progress of each, and which of them continue. The coordinator owns it.
 
-What must outlive a kill is recorded as events before a worker is answered, so a scheduler made from the
-events of a run goes on where that run was: a decision that was lost is made again from the same results.
+Decisions are recorded as events before a worker is answered, so a scheduler that replays the events of a
+killed sweep continues from the same state: a decision that was not recorded is made again from the same
+results.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
 
 @dataclass
 class ScheduledTrial:
-    """One trial: `state` is waiting, running, held (until others have come as far) or one of `ENDED`."""
+    """One trial: `state` is waiting, running, held (until others reach the same rung) or one of `ENDED`."""
 
     number: int
     values: Mapping[str, Any]
@@ -44,14 +45,14 @@ class ScheduledTrial:
     train_loss: float | None = None
     # Why it failed.
     why: str = ""
-    # Results where trials are compared, by the number of the goal.
+    # Results by rung: the goals at which trials are compared.
     reached: dict[int, float] = field(default_factory=dict)
-    # By the same, among how many results it is judged there: those before it, and those that came with it.
+    # By rung, among how many results it is judged: those before it, and those that arrived with it.
     judged: dict[int, int] = field(default_factory=dict)
 
-    def take(self, found: Report | run_events.TrialReached) -> None:
-        """How far it has come, and with what."""
-        self.step, self.metrics, self.train_loss = found.step, dict(found.metrics), found.train_loss
+    def load_result(self, report: Report | run_events.TrialReached) -> None:
+        """Set the step and the results of a report."""
+        self.step, self.metrics, self.train_loss = report.step, dict(report.metrics), report.train_loss
 
     @property
     def has_ended(self) -> bool:
@@ -59,7 +60,7 @@ class ScheduledTrial:
 
     @property
     def last(self) -> int:
-        """The number of its last goal, which is its end."""
+        """The rung of its last goal, where it ends."""
         return len(self.goals) - 1
 
     @property
@@ -69,13 +70,13 @@ class ScheduledTrial:
 
     @property
     def result(self) -> float:
-        """The latest result, of which less is better."""
+        """The latest result; less is better."""
         return self.reached[max(self.reached)] if self.reached else math.nan
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a trial came to at a goal, or where it ended; without `has_result` it has none to compare."""
+    """The result of a trial at a goal or at its end; not `has_result`: nothing to compare."""
 
     trial: int
     step: int
@@ -85,10 +86,10 @@ class Report:
 
 
 class TrialScheduler:
-    """All trials of a sweep. `record` keeps events for good, all or none; `copy` copies another's weights.
+    """All trials of a sweep. `record` writes events to disk atomically; `copy` copies weights between trials.
 
-    `data_of` says what trials must have in common to be trained on the same data. Where it or `steps_of`
-    raises, as long as too little is known of the data, nothing has changed: the call is made again later.
+    `data_of` returns a key that is equal for trials which can share a data set. If it or `steps_of` raises
+    because the data are not known yet, nothing has changed, and the call is repeated later.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class TrialScheduler:
         self.metric = metric
         self.mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
         self.trials: list[ScheduledTrial] = []
-        # Those that share out the trials; they may come and go.
+        # How many workers share the trials; it may change.
         self.workers = workers
         self._steps_of = steps_of
         self._record = record
         self._copy = copy
         self._data_of = data_of
-        # Who came to each goal, in order: ASHA lets a trial go on by those before it.
+        # The trials that reached each rung, in order: ASHA compares a trial with those before it.
         self._arrivals: dict[int, list[int]] = {}
         self._copied: set[tuple[int, int]] = set()
 
@@ -126,7 +127,7 @@ class TrialScheduler:
         if self.search.waits:
             self._finish_rung()
         for trial in self.trials:
-            # A decision may have been lost between a result and its consequence.
+            # The sweep may have been killed between a result and the decision about it.
             if not self.search.waits and trial.reached and not trial.has_ended:
                 self._decide(trial)
 
@@ -139,12 +140,12 @@ class TrialScheduler:
         return sum(trial.has_ended for trial in self.trials)
 
     def best(self) -> ScheduledTrial | None:
-        """The trial with the best result among those that came to their end."""
+        """The trial with the best result among the finished ones."""
         complete = [t for t in self.trials if t.state in ("finished", "early-stop")]
         return min(complete, key=_standing) if complete else None
 
     def table(self) -> tuple[TrialResult, ...]:
-        """All trials, best first: those that came to their end, then by how far the others came."""
+        """All trials, best first: finished ones by result, then the others by progress."""
         ordered = sorted(self.trials, key=_standing)
         return tuple(
             TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss, t.why)
@@ -152,11 +153,11 @@ class TrialScheduler:
         )
 
     def waiting(self, group: str | None = None) -> list[ScheduledTrial]:
-        """The trials that nobody trains and that could go on: of `group`, or of whichever is next."""
+        """The waiting trials of `group`, or of the group that is next."""
         self._draw_more(self.workers)
-        found = [trial for trial in self.trials if trial.state == "waiting"]
-        wanted = group or (found[0].group if found else None)
-        return [trial for trial in found if trial.group == wanted]
+        waiting = [trial for trial in self.trials if trial.state == "waiting"]
+        chosen = group or (waiting[0].group if waiting else None)
+        return [trial for trial in waiting if trial.group == chosen]
 
     def would_be_best(self, number: int, metrics: Mapping[str, Any], train_loss: float | None) -> bool:
         """Whether a trial that ended with these results would be the best so far."""
@@ -166,9 +167,9 @@ class TrialScheduler:
         return (_number(result), number) < (_number(best.result), best.number)
 
     def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[ScheduledTrial]:
-        """Up to `count` waiting trials of `group`.
+        """Start up to `count` waiting trials of `group`.
 
-        A worker that begins an array gets its share of them, where `among` workers or else all share them.
+        A worker that begins an array gets its share among `among` workers (default: all).
         """
         self._draw_more(count)
         fitting = self.waiting(group)
@@ -179,13 +180,13 @@ class TrialScheduler:
         return fitting[:count]
 
     def report(self, reports: Sequence[Report]) -> list[int]:
-        """Record results of trials at their goals; the step each trains to next, or 0 where it leaves.
+        """Record results of trials at their goals; returns the next goal of each, or 0 if it leaves.
 
         Trials that reach a goal together, in an array, are judged by the same results.
         """
-        going = [report for report in reports if not self.trials[report.trial].has_ended]
-        new = self._record_results(going)
-        return [self._answer(report, report.trial in new) if report in going else 0 for report in reports]
+        current = [report for report in reports if not self.trials[report.trial].has_ended]
+        new = self._record_results(current)
+        return [self._answer(report, report.trial in new) if report in current else 0 for report in reports]
 
     def _answer(self, report: Report, is_new: bool) -> int:
         trial = self.trials[report.trial]
@@ -202,20 +203,20 @@ class TrialScheduler:
         return 0
 
     def _answer_again(self, trial: ScheduledTrial) -> int:
-        """The answer to a result that is known: whoever reported it may have lost the first answer."""
+        """The answer to a repeated result: the worker may not have received the first answer."""
         if not self.search.waits:
             return self._decide(trial)
         self.give_back(trial.number)
         return 0
 
     def _decide(self, trial: ScheduledTrial) -> int:
-        """ASHA's rule at the last goal that a trial reached: the step it trains to next, or 0."""
-        place = len(trial.reached) - 1
-        # Those that came before it and with it.
-        arrivals = self._arrivals[place][: trial.judged[place]]
-        before = [self.trials[n].reached[place] for n in arrivals if n != trial.number]
-        is_last = place == len(trial.goals) - 1
-        if not is_last and not goes_on(trial.reached[place], before, self.search.settings.eta):
+        """ASHA's rule at the last rung that a trial reached: its next goal, or 0."""
+        rung = len(trial.reached) - 1
+        # Trials that arrived before it and with it.
+        arrivals = self._arrivals[rung][: trial.judged[rung]]
+        before = [self.trials[n].reached[rung] for n in arrivals if n != trial.number]
+        is_last = rung == len(trial.goals) - 1
+        if not is_last and not goes_on(trial.reached[rung], before, self.search.settings.eta):
             return self._end(trial, "dropped")
         return trial.goal
 
@@ -228,15 +229,15 @@ class TrialScheduler:
         train_loss: float | None,
         why: str = "",
     ) -> None:
-        """Record that a trial ended by itself: it diverged, stopped early or failed."""
+        """Record that a trial diverged, stopped early or failed."""
         trial = self.trials[number]
         if trial.has_ended:
             return
         has_result = state not in ("diverged", "failed")
         self._record_results([Report(number, step, metrics, train_loss, has_result)])
         trial.why = why
-        # A population goes on with a copy of another in its place.
-        if state == "diverged" and self.search.settings.kind == "pbt" and _place(trial, step) < trial.last:
+        # In population-based training it continues as a copy of another trial.
+        if state == "diverged" and self.search.settings.kind == "pbt" and _rung_of(trial, step) < trial.last:
             trial.state = "held"
         else:
             self._end(trial, state)
@@ -244,29 +245,29 @@ class TrialScheduler:
             self._finish_rung()
 
     def give_back(self, number: int) -> None:
-        """A worker stopped before the trial's goal; it goes on from its newest checkpoint, if it has one."""
+        """Return a running trial to the waiting ones; it continues from its newest checkpoint."""
         trial = self.trials[number]
         if trial.state == "running":
             trial.state = "waiting"
 
     def split(self, numbers: Sequence[int]) -> None:
-        """Trials that cannot share an array with the others of their group wait for one of their own."""
+        """Move trials that cannot share an array with the others of their group to a new group."""
         for number in numbers:
             self.trials[number].group += "+"
             self.give_back(number)
 
     def expected(self, waiting: Sequence[ScheduledTrial]) -> int:
-        """How many trials arrays of the group that waits may come to hold.
+        """Upper bound on how many trials arrays of the waiting group will hold.
 
-        Of a search that learns from results a quarter of all trials at once, or as many as it would draw
-        without knowing any: what is drawn together cannot learn from each other.
+        A search that learns from results draws at most a quarter of all trials at once, or its initial random
+        trials: trials that are drawn together cannot learn from each other.
         """
         undrawn = self.search.total - len(self.trials)
         if not self.search.learns:
             return len(waiting) + undrawn
         return min(len(waiting) + undrawn, max(AT_RANDOM, self.search.total // 4))
 
-    def apart(self, trial: ScheduledTrial) -> list[str]:
+    def separating_keys(self, trial: ScheduledTrial) -> list[str]:
         """The keys whose values keep a trial from sharing an array with another."""
         others = [other for other in self.trials if other.group != trial.group]
         if not others:
@@ -277,17 +278,17 @@ class TrialScheduler:
 
         nearest = min(others, key=lambda other: (len(differing(other)), other.number))
         keys = differing(nearest)
-        return [key for key in keys if self._parts(trial, key, nearest.values[key])] or keys
+        return [key for key in keys if self._separates(trial, key, nearest.values[key])] or keys
 
-    def _parts(self, trial: ScheduledTrial, key: str, value: Any) -> bool:
-        """Whether a trial with `value` in place of its own could not share an array with it."""
+    def _separates(self, trial: ScheduledTrial, key: str, value: Any) -> bool:
+        """Whether another `value` of `key` would put the trial into another group."""
         other = with_values(self.settings.train, {**trial.values, key: value})
         return is_fusable(other) != is_fusable(trial.settings) or array_key(other) != array_key(
             trial.settings
         )
 
     def _draw_more(self, count: int) -> None:
-        """Draw as many as there is room for, where values depend on results."""
+        """Draw trials until `count` wait."""
         waiting = sum(trial.state == "waiting" for trial in self.trials)
         while waiting < count and len(self.trials) < self.search.total:
             self._draw()
@@ -313,36 +314,36 @@ class TrialScheduler:
         )
 
     def _record_results(self, reports: Sequence[Report]) -> set[int]:
-        """Record results, all at once; the trials of which they were not known."""
-        # By place, and by where trials were before: those that came there earlier come here earlier, too.
-        # Only after a kill, where some began anew, do they come at once.
+        """Record results in one write; returns the trials whose results are new."""
+        # Sorted by rung and by arrival at the rung before: trials that arrived earlier there come earlier
+        # here. They arrive at once only after a kill, when some were restarted.
         new: dict[tuple[int, int], list[Report]] = {}
         for report in reports:
             trial = self.trials[report.trial]
-            trial.take(report)
-            place = _place(trial, report.step)
-            if place not in trial.reached:
-                new.setdefault((place, trial.judged.get(place - 1, 0)), []).append(report)
+            trial.load_result(report)
+            rung = _rung_of(trial, report.step)
+            if rung not in trial.reached:
+                new.setdefault((rung, trial.judged.get(rung - 1, 0)), []).append(report)
         events = []
-        for (place, _), together in sorted(new.items(), key=lambda item: item[0]):
-            judged = len(self._arrivals.get(place, ())) + len(together)
+        for (rung, _), together in sorted(new.items(), key=lambda item: item[0]):
+            judged = len(self._arrivals.get(rung, ())) + len(together)
             for report in together:
                 result = self._result(report.metrics, report.train_loss) if report.has_result else math.nan
-                found = (report.step, finite(result), dict(report.metrics), report.train_loss)
-                events.append(run_events.TrialReached(report.trial, *found, judged))
-                self._arrive(self.trials[report.trial], place, result, judged)
+                values = (report.step, finite(result), dict(report.metrics), report.train_loss)
+                events.append(run_events.TrialReached(report.trial, *values, judged))
+                self._arrive(self.trials[report.trial], rung, result, judged)
         if events:
             self._record(*events)
         return {event.trial for event in events}
 
-    def _arrive(self, trial: ScheduledTrial, place: int, result: float, judged: int) -> None:
-        arrivals = self._arrivals.setdefault(place, [])
+    def _arrive(self, trial: ScheduledTrial, rung: int, result: float, judged: int) -> None:
+        arrivals = self._arrivals.setdefault(rung, [])
         arrivals.append(trial.number)
-        trial.reached[place] = result
-        trial.judged[place] = judged or len(arrivals)
+        trial.reached[rung] = result
+        trial.judged[rung] = judged or len(arrivals)
 
     def _result(self, metrics: Mapping[str, Any], train_loss: float | None) -> float:
-        # A trial whose evaluation lacks the metric has no result: its loss is no such number.
+        # If the evaluation lacks the metric, there is no result: the loss is not comparable with it.
         value = metrics.get(self.metric) if metrics else train_loss
         if value is None:
             return math.nan
@@ -358,35 +359,35 @@ class TrialScheduler:
         return 0
 
     def _finish_rung(self) -> None:
-        """Compare trials once all that go on have come to the same goal."""
-        going = [trial for trial in self.trials if not trial.has_ended]
-        if not going or any(trial.state != "held" for trial in going):
+        """Compare trials once all that continue have reached the same rung."""
+        running = [trial for trial in self.trials if not trial.has_ended]
+        if not running or any(trial.state != "held" for trial in running):
             return
-        place = min(len(trial.reached) for trial in going) - 1
-        ready = [trial for trial in going if len(trial.reached) - 1 == place]
-        # Where someone went on from here the comparison was made, before the sweep was killed.
-        if all(len(trial.reached) - 1 <= place for trial in self.trials):
-            self._compare(place)
+        rung = min(len(trial.reached) for trial in running) - 1
+        ready = [trial for trial in running if len(trial.reached) - 1 == rung]
+        # If a trial is beyond this rung, the comparison was made before the sweep was killed.
+        if all(len(trial.reached) - 1 <= rung for trial in self.trials):
+            self._compare(rung)
         for trial in ready:
             if not trial.has_ended:
                 trial.state = "waiting"
 
-    def _compare(self, place: int) -> None:
-        """Halving drops what is worse; population-based training replaces it."""
-        # Also those that were dropped here just now: one that was killed halfway decides the same again.
-        here = [trial for trial in self.trials if place in trial.reached]
+    def _compare(self, rung: int) -> None:
+        """Halving drops the worse trials; population-based training replaces them."""
+        # Including those already dropped here: after a kill, the same decisions must follow.
+        here = [trial for trial in self.trials if rung in trial.reached]
         if self.search.settings.kind == "pbt":
-            self._exploit({t.number: t.reached[place] for t in here if not t.has_ended}, place)
+            self._exploit({t.number: t.reached[rung] for t in here if not t.has_ended}, rung)
             return
-        kept = survivors({t.number: t.reached[place] for t in here}, self.search.settings.eta)
+        kept = survivors({t.number: t.reached[rung] for t in here}, self.search.settings.eta)
         for trial in here:
             if trial.number not in kept and not trial.has_ended:
                 self._end(trial, "dropped")
 
-    def _exploit(self, results: Mapping[int, float], place: int) -> None:
+    def _exploit(self, results: Mapping[int, float], rung: int) -> None:
         dimensions = {dimension.key: dimension for dimension in self.settings.over}
-        for copy in exploit(results, list(dimensions), seed=mix(self.search.settings.seed, place)):
-            if (copy.loser, place) in self._copied:
+        for copy in exploit(results, list(dimensions), seed=mix(self.search.settings.seed, rung)):
+            if (copy.loser, rung) in self._copied:
                 continue
             winner, loser = self.trials[copy.winner], self.trials[copy.loser]
             values = {
@@ -395,17 +396,17 @@ class TrialScheduler:
             }
             self._copy(copy.winner, copy.loser)
             loser.step = winner.step
-            self._change(loser, values, place)
+            self._change(loser, values, rung)
             self._record(run_events.TrialCopied(loser.number, winner.number, loser.step, values))
         for number, result in results.items():
             trial = self.trials[number]
             has_loss = trial.metrics or trial.train_loss is not None
-            if math.isnan(result) and not has_loss and (number, place) not in self._copied:
+            if math.isnan(result) and not has_loss and (number, rung) not in self._copied:
                 self._end(trial, "diverged")
 
-    def _change(self, trial: ScheduledTrial, values: Mapping[str, Any], place: int) -> None:
+    def _change(self, trial: ScheduledTrial, values: Mapping[str, Any], rung: int) -> None:
         trial.values, trial.settings = values, with_values(self.settings.train, values)
-        self._copied.add((trial.number, place))
+        self._copied.add((trial.number, rung))
 
     def _replay(self, event: Event) -> None:
         match event:
@@ -413,12 +414,12 @@ class TrialScheduler:
                 self._add(event)
             case run_events.TrialReached():
                 trial = self.trials[event.trial]
-                trial.take(event)
-                place = _place(trial, event.step)
-                if place not in trial.reached:
+                trial.load_result(event)
+                rung = _rung_of(trial, event.step)
+                if rung not in trial.reached:
                     result = math.nan if event.result is None else event.result
-                    self._arrive(trial, place, result, event.judged)
-                is_last = place == len(trial.goals) - 1
+                    self._arrive(trial, rung, result, event.judged)
+                is_last = rung == len(trial.goals) - 1
                 trial.state = "held" if self.search.waits and not is_last else "waiting"
             case run_events.TrialEnded():
                 trial = self.trials[event.trial]
@@ -428,18 +429,18 @@ class TrialScheduler:
             case run_events.TrialCopied():
                 trial = self.trials[event.trial]
                 trial.step = event.step
-                self._change(trial, event.values, _place(trial, event.step))
+                self._change(trial, event.values, _rung_of(trial, event.step))
             case _:
                 pass
 
 
-def _place(trial: ScheduledTrial, step: int) -> int:
-    """The number of the goal at `step`; a trial that ends between two goals counts as at the next."""
+def _rung_of(trial: ScheduledTrial, step: int) -> int:
+    """The rung of the goal at `step`; a trial that ends between two goals counts as at the next."""
     return next(number for number, goal in enumerate(trial.goals) if step <= goal)
 
 
 def _standing(trial: ScheduledTrial) -> tuple[Any, ...]:
-    """Sorts trials best first; numbers keep the order of equals."""
+    """Sort key, best first; ties are ordered by number."""
     complete = trial.state in ("finished", "early-stop")
     unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
     return (

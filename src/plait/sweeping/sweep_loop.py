@@ -1,4 +1,4 @@
-"""A sweep on a group of workers: they take trials from the coordinator, train them, and report results."""
+"""The loop of a sweep on one group of workers: take trials from the coordinator, train and report them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.measure.fresh_process import FreshProcesses
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
-from plait.sweeping.array_engine import ArrayEngine, Joining, TrialsChange
+from plait.sweeping.array_engine import ArrayEngine, JoiningTrial, TrialsChange
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
@@ -30,11 +30,11 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import GroupClient
 from plait.training import checkpoint as checkpoints
-from plait.training import components
 from plait.training.batch_streams import BatchStream, find_stream, open_stream
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.sanity import try_evaluation
-from plait.training.components import TrialInit
+from plait.training.components import DataPair, TrialInit
+from plait.training.components import build as build_components
 from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import IntervalResult
 from plait.training.loop import Loop
@@ -43,17 +43,17 @@ from plait.training.trial import Due, Trial
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.workloads.metrics import find_modes
 
-# How long a worker that could take more trials waits before it asks again.
+# Seconds between two requests of a worker that has room for more trials.
 POLL_S = 0.1
-# How often a worker asks whether others need some of its trials.
+# Seconds between two questions whether idle workers need some of its trials.
 OFFER_S = 0.5
 log = logging.getLogger(__name__)
 
 
 class SweepLoop(Loop):
-    """Trials on this worker's group, as the training loop drives them; all its workers run this in lockstep.
+    """Trains trials on this worker's group; all workers of the group run it in lockstep.
 
-    Trials that have ended leave the array and others join between two steps; the coordinator decides which.
+    Between two steps, trials that have ended leave the array and others join, as the coordinator decides.
     """
 
     def __init__(
@@ -79,15 +79,15 @@ class SweepLoop(Loop):
         self._may_get_more = True
         self._asked = 0.0
         self._is_over = False
-        # Whether the first test batches were evaluated, so that what is broken there shows at once.
+        # Whether the first test batches were evaluated, which shows errors in the evaluation early.
         self._has_tried = False
-        # The group whose width could not be chosen with the trial that is trained alone now.
+        # The group whose width could not be chosen, because the trial that now trains alone failed.
         self._tried: str | None = None
         self.members = SweepMembers(worker)
         # When this worker last offered the others trials of its array.
         self._offered = 0.0
         self._step_s = 0.0
-        # The trials that the coordinator has assigned to this worker and that it has not handed back.
+        # The trials that are assigned to this worker.
         self._held: set[int] = set()
 
     @property
@@ -95,12 +95,12 @@ class SweepLoop(Loop):
         return self.engine.trials
 
     def run(self) -> str:
-        """Train until the end; `finished`, or `stopped` or `left` with every trial's state saved."""
+        """Train until the end: `finished`, or `stopped` or `left` with the state of every trial saved."""
         while True:
             try:
                 reason = self.take_steps()
                 if reason != "finished":
-                    self._give_back()
+                    self._save_and_return_all()
                 return reason
             except NotFusedError as failure:
                 self._separate(failure)
@@ -121,22 +121,22 @@ class SweepLoop(Loop):
         return bool(self._workers.from_first(self._worker.stop_requested))
 
     def apply_changes(self) -> None:
-        """Let trials that have ended leave, and others join; without any to train, wait a moment."""
+        """Remove ended trials and add others; if there are none to train, wait briefly."""
         if self.trials:
             self._refill()
             return
         if self._tried is not None:
             self._builder.forget_width(self._tried)
             self._tried = None
-        found = self._coordinator.ask(ask="look", worker=self._worker.id)
-        if "group" in found:
-            self._begin(found)
-        self._is_over = bool(found.get("over", False))
+        answer = self._coordinator.ask(ask="look", worker=self._worker.id)
+        if "group" in answer:
+            self._begin(answer)
+        self._is_over = bool(answer.get("over", False))
         if not self.trials and not self._is_over:
             time.sleep(POLL_S)
 
     def steps_until_change(self) -> int | None:
-        """Trials may join as soon as there are some; where workers come and go, they share out trials."""
+        """1 while more trials may join; in an elastic sweep, steps until trials are offered again."""
         if self.engine.free and self._may_get_more:
             return 1
         return max(1, int(OFFER_S / max(self._step_s, 1e-6))) if self.members.can_change else None
@@ -152,19 +152,19 @@ class SweepLoop(Loop):
         self._step_s = (time.perf_counter() - started) / max(1, self.engine.done)
 
     def observe(self, result: IntervalResult) -> None:
-        """What the group is asked for is looked at before each interval."""
+        """Nothing to do: requests are read before each interval."""
 
     def _stream_of(self, trial: Trial) -> BatchStream:
-        """The batches of a trial: those that another one reads already at the same place, or others."""
-        found = find_stream(trial.settings, trial.position, [each.stream for each in self.trials])
-        if found is not None:
-            return found
+        """The batches of a trial; a stream of another trial at the same position is shared."""
+        shared = find_stream(trial.settings, trial.position, [each.stream for each in self.trials])
+        if shared is not None:
+            return shared
         pin, workers = self._device.type == "cuda", self._workers
         train_set = self._sets.of(trial.settings)[0]
         return open_stream(train_set, trial.settings, trial.position, workers.share, pin, workers.loads)
 
     def find_due(self) -> dict[int, Due]:
-        """What is due, of trials that have not diverged; the points of their curves are recorded."""
+        """What is due, by slot; records losses, and ends trials that have diverged."""
         trials = self.trials
         due = {slot: each for slot, trial in enumerate(trials) if (each := trial.due()) is not None}
         if not due:
@@ -179,44 +179,44 @@ class SweepLoop(Loop):
         return {slot: each for slot, each in due.items() if slot not in diverged}
 
     def before_evaluation(self, due: Mapping[int, Due]) -> None:
-        """An evaluation that fails costs its trial alone."""
+        """Nothing to save: a failing evaluation ends only its trial."""
 
-    def _begin(self, found: Mapping[str, Any]) -> None:
-        """Make an array of trials that wait."""
-        group = self.engine.group = found["group"]
-        settings = with_values(self._settings.train, found["values"])
+    def _begin(self, waiting: Mapping[str, Any]) -> None:
+        """Build an array of waiting trials."""
+        group = self.engine.group = waiting["group"]
+        settings = with_values(self._settings.train, waiting["values"])
         sets = self._sets.of(settings)
         self._try_evaluation(settings, sets)
         try:
-            self._builder.choose_width(group, settings, sets, found["share"])
+            self._builder.choose_width(group, settings, sets, waiting["share"])
         except Exception as failure:  # a user's model can fail in any way
             if (why := why_failed(failure)) is None:
                 raise
-            # It will fail where it belongs: as a trial, trained alone. Others may do better.
+            # Train it alone, so that the failure is recorded for this trial only; other trials may work.
             self._builder.train_one_by_one(group, why)
             self._tried = group
         if self._is_stop_requested():
-            # Others may have given back what they had meanwhile.
+            # Other workers may have returned their trials by now.
             return
         if joining := self._take(self._builder.width(group), begin=True):
             self._change([], joining)
 
-    def _try_evaluation(self, settings: TrainSettings, sets: components.DataPair) -> None:
-        """Evaluate the first test batches once, with the first trial that can be made."""
+    def _try_evaluation(self, settings: TrainSettings, sets: DataPair) -> None:
+        """Evaluate the first test batches once, with the first trial that can be built."""
         if self._has_tried:
             return
         try:
-            parts = components.build(settings, self._device, sets)
-        except Exception as failure:  # a user's model can fail in any way: one trial's, not the sweep's
+            components = build_components(settings, self._device, sets)
+        except Exception as failure:  # a user's model can fail in any way; only its trial fails
             if why_failed(failure) is None:
                 raise
             return
         self._has_tried = True
-        if words := try_evaluation(parts, settings, *self._workers.share):
-            self._builder.say_once(words)
+        if message := try_evaluation(components, settings, *self._workers.share):
+            self._builder.warn_once(message)
 
     def _refill(self) -> None:
-        """Let trials that have ended leave, and ask for others in their places."""
+        """Remove ended trials, and ask for others in their slots."""
         self._offer_trials()
         leaving, self._leaving = sorted(self._leaving), []
         free = 0 if self.engine.closed else self.engine.free + len(leaving)
@@ -227,7 +227,7 @@ class SweepLoop(Loop):
     def _is_time_to_ask(self) -> bool:
         return time.monotonic() - self._asked > POLL_S
 
-    def _change(self, leaving: Sequence[int], joining: Sequence[Joining]) -> None:
+    def _change(self, leaving: Sequence[int], joining: Sequence[JoiningTrial]) -> None:
         if not leaving and not joining:
             return
         if joining:
@@ -236,23 +236,23 @@ class SweepLoop(Loop):
             for number, why in admission.failed.items():
                 self._report_failed(number, why)
             for each in admission.waiting:
-                self._hand_back(each.trial.number)
+                self._return_trial(each.trial.number)
             if admission.apart:
-                apart = [each.trial.number for each in admission.apart]
-                self._coordinator.ask(ask="split", worker=self._worker.id, trials=apart)
-                self._held.difference_update(apart)
+                separate = [each.trial.number for each in admission.apart]
+                self._coordinator.ask(ask="split", worker=self._worker.id, trials=separate)
+                self._held.difference_update(separate)
         self.engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
         self._report_array()
 
-    def _take(self, count: int, begin: bool = False) -> list[Joining]:
-        """Trials that the coordinator hands out, ready to join."""
+    def _take(self, count: int, begin: bool = False) -> list[JoiningTrial]:
+        """Up to `count` trials that the coordinator assigns, ready to join."""
         self._asked = time.monotonic()
         answer = self._coordinator.ask(
             ask="take", worker=self._worker.id, group=self.engine.group, count=count, begin=begin
         )
         self._may_get_more = answer["more"]
         self._held.update(assignment["trial"] for assignment in answer["trials"])
-        taken = []
+        trials = []
         for assignment in answer["trials"]:
             number, why, failed = assignment["trial"], None, None
             state = self._workers.checkpoint_of_first(partial(newest, self._folder, number))
@@ -265,11 +265,11 @@ class SweepLoop(Loop):
             if (why := self._workers.any_of(why)) is not None:
                 self._report_failed(number, why, failed)
                 continue
-            taken.append(joining)
-        return taken
+            trials.append(joining)
+        return trials
 
-    def _prepare(self, assignment: Mapping[str, Any], state: Checkpoint | None) -> Joining:
-        """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
+    def _prepare(self, assignment: Mapping[str, Any], state: Checkpoint | None) -> JoiningTrial:
+        """A trial ready to join, loaded from its checkpoint if it has one."""
         settings = with_values(self._settings.train, assignment["values"])
         position = Position() if state is None else Position(**state.progress["position"])
         entry = make_entry(settings, state, self._device, self._sets)
@@ -281,14 +281,14 @@ class SweepLoop(Loop):
             schedule=build_lr_factor(settings.lr_schedule, assignment["steps"]),
             position=position,
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
-            weights=entry.parts.weights,
+            weights=entry.components.weights,
         )
         if state is not None:
             trial.load(state.step, state.progress)
-        return Joining(trial, entry)
+        return JoiningTrial(trial, entry)
 
     def _separate(self, failure: NotFusedError) -> None:
-        """Train the trials of this group one by one from now on, or fewer at once, from their checkpoints."""
+        """From now on train the trials of this group one by one, or fewer at once, from their checkpoints."""
         if isinstance(failure, TooWideError):
             self._builder.narrow(self.engine.group, len(self.trials), str(failure))
         else:
@@ -296,22 +296,22 @@ class SweepLoop(Loop):
         self._dissolve()
 
     def _fail(self, failure: TrialsFailedError) -> None:
-        """End trials that cannot go on; the others of their array go on from their checkpoints."""
+        """End trials that failed; the others of their array continue from their checkpoints."""
         for number, why in failure.reasons.items():
             self._report_failed(number, why, failure.__cause__)
         if not self._workers.is_alone:
-            # The others of the group are in the middle of the same step: the sweep ends, and can go on
-            # without the trial.
+            # The other workers of the group are in the middle of the same step: the sweep ends, and can be
+            # resumed without the trial.
             raise failure.__cause__ or failure
         self._dissolve()
 
     def _report_failed(self, number: int, why: str, failure: BaseException | None = None) -> None:
-        """Record that a trial failed, and keep the frames of the error."""
+        """Record that a trial failed, and save the traceback."""
         if self._workers.is_first:
             log.warning("trial %d failed: %s", number, why)
         if failure is not None and self._workers.is_first:
-            frames = "".join(traceback.format_exception(failure))
-            write_atomic(failure_file(self._folder, number), frames)
+            text = "".join(traceback.format_exception(failure))
+            write_atomic(failure_file(self._folder, number), text)
         step = next((each.step for each in self.trials if each.number == number), 0)
         self._coordinator.ask(
             ask="stop",
@@ -326,44 +326,44 @@ class SweepLoop(Loop):
         self._held.discard(number)
 
     def _dissolve(self) -> None:
-        """Let other arrays go on with the trials of this one, from their last checkpoints."""
+        """Return all trials, for other arrays to continue from their last checkpoints."""
         for trial in sorted(self._held):
-            self._hand_back(trial)
+            self._return_trial(trial)
         self._leaving = []
         self.engine.close()
         self._report_array()
 
-    def _hand_back(self, trial: int) -> None:
-        """Let another array go on with a trial from its last checkpoint."""
+    def _return_trial(self, trial: int) -> None:
+        """Return a trial to the coordinator; another array continues from its last checkpoint."""
         self._coordinator.ask(ask="back", worker=self._worker.id, trial=trial)
         self._held.discard(trial)
 
     def _offer_trials(self) -> None:
-        """Where workers come and go, hand back trials for those that have none."""
+        """In an elastic sweep, return trials for idle workers."""
         if not self.members.can_change or time.monotonic() - self._offered < OFFER_S:
             return
         if self._builder.has_python_state(self.engine.group):
             return
         self._offered = time.monotonic()
-        staying = [place for place in range(len(self.trials)) if place not in self._leaving]
-        left_s = self._step_s * max((self._steps_left(place) for place in staying), default=0)
+        staying = [slot for slot in range(len(self.trials)) if slot not in self._leaving]
+        left_s = self._step_s * max((self._steps_left(slot) for slot in staying), default=0)
         answer = self._coordinator.ask(ask="spare", worker=self._worker.id, left_s=left_s)
         count = min(answer["count"], len(staying) - 1)
         if count > 0:
             self.engine.collect_losses()
-            for place in staying[-count:]:
-                self._save(place)
-                self._hand_back(self.trials[place].number)
+            for slot in staying[-count:]:
+                self._save(slot)
+                self._return_trial(self.trials[slot].number)
             self._leaving += staying[-count:]
 
-    def _steps_left(self, place: int) -> int:
-        """Steps until the trial ends or, where trials are compared, has to wait for others."""
-        trial = self.trials[place]
+    def _steps_left(self, slot: int) -> int:
+        """Steps until the trial ends or, in a synchronous search, waits for others."""
+        trial = self.trials[slot]
         return (trial.until if self._waits else trial.steps) - trial.step
 
     @property
     def _waits(self) -> bool:
-        """Whether trials wait for each other where they are compared."""
+        """Whether trials wait for each other before they are compared."""
         return self._settings.search.kind in ("halving", "pbt")
 
     def _report_array(self) -> None:
@@ -382,15 +382,15 @@ class SweepLoop(Loop):
             return None
         return trial.number, trial.step, finite(trial.take_mean_loss())
 
-    def _signals(self, places: Sequence[int]) -> list[tuple[Any, ...]]:
-        """What is known of the gradients of the trials at `places`, where the job asks for it."""
-        found = []
-        for place in places:
-            noise, trial = self.engine.noise(place), self.trials[place]
+    def _signals(self, slots: Sequence[int]) -> list[tuple[Any, ...]]:
+        """The gradient noise of the trials in `slots`, if it is measured."""
+        signals = []
+        for slot in slots:
+            noise, trial = self.engine.noise(slot), self.trials[slot]
             if noise is not None and noise.steps:
                 numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
-                found.append((trial.number, trial.step, *numbers))
-        return found
+                signals.append((trial.number, trial.step, *numbers))
+        return signals
 
     def _record(
         self,
@@ -405,7 +405,7 @@ class SweepLoop(Loop):
         reached = {}
         for slot, each in due.items():
             trial = self.trials[slot]
-            # Where workers may be lost, its state is kept after each evaluation.
+            # In an elastic sweep, states are also saved after each evaluation, since a worker may be lost.
             is_save_due = each.checkpoint or (self.members.can_change and each.evaluation)
             if trial.stops_early:
                 self._end(slot, "early-stop", metrics[slot])
@@ -422,62 +422,65 @@ class SweepLoop(Loop):
 
     def record_evaluation(self, metrics: Mapping[int, dict[str, float]], seconds: float) -> None:
         trials = self.trials
-        self._record([], [(trials[s].number, trials[s].step, _finite(found)) for s, found in metrics.items()])
+        self._record(
+            [], [(trials[s].number, trials[s].step, _finite(values)) for s, values in metrics.items()]
+        )
 
     def _reach(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
-        """Report trials at their goals, together; they leave the array unless they go on at once."""
-        fine, results = [], []
-        for place, each in due.items():
-            trial = self.trials[place]
-            result = {"metrics": _finite(metrics[place]), "train_loss": _finite_or_none(trial.latest_loss)}
-            # One that waits for others goes on from its checkpoint; one that ended is kept if it is the best.
+        """Report trials at their goals, together; they leave the array unless they continue at once."""
+        reached, results = [], []
+        for slot, each in due.items():
+            trial = self.trials[slot]
+            result = {"metrics": _finite(metrics[slot]), "train_loss": _finite_or_none(trial.latest_loss)}
+            # A trial that waits for others continues from its checkpoint; an ended one is saved if it is the
+            # best.
             is_due = self._waits or self.members.can_change or each.checkpoint
             is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
-            if is_wanted and not self._save(place):
-                self._end(place, "diverged", {})
+            if is_wanted and not self._save(slot):
+                self._end(slot, "diverged", {})
                 continue
-            fine.append(place)
+            reached.append(slot)
             results.append((trial.number, trial.step, *result.values()))
         if not results:
             return
         answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
-        for place, until in zip(fine, answer["until"]):
-            self.trials[place].until = until
+        for slot, until in zip(reached, answer["until"]):
+            self.trials[slot].until = until
             if until == 0:
-                self._let_leave(place)
+                self._release(slot)
 
-    def _end(self, place: int, state: str, metrics: dict[str, float]) -> None:
-        """Report a trial that ended by itself."""
-        trial = self.trials[place]
+    def _end(self, slot: int, state: str, metrics: dict[str, float]) -> None:
+        """Report a trial that diverged or stopped early."""
+        trial = self.trials[slot]
         result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
-        if state != "diverged" and self._is_wanted(trial, result) and not self._save(place):
+        if state != "diverged" and self._is_wanted(trial, result) and not self._save(slot):
             state, result["metrics"] = "diverged", {}
         self._coordinator.ask(
             ask="stop", worker=self._worker.id, trial=trial.number, step=trial.step, state=state, **result
         )
-        self._let_leave(place)
+        self._release(slot)
 
-    def _let_leave(self, place: int) -> None:
-        """The coordinator has the trial's result: it leaves the array before the next step."""
-        self._leaving.append(place)
-        self._held.discard(self.trials[place].number)
+    def _release(self, slot: int) -> None:
+        """Remove the trial, whose result is reported, from the array before the next step."""
+        self._leaving.append(slot)
+        self._held.discard(self.trials[slot].number)
 
     def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
         return bool(self._coordinator.ask(ask="wanted", trial=trial.number, **result)["wanted"])
 
-    def _save(self, place: int) -> bool:
-        state, trial = self.engine.state(place), self.trials[place]
+    def _save(self, slot: int) -> bool:
+        state, trial = self.engine.state(slot), self.trials[slot]
         saved: bool = self._workers.from_first(lambda: state and save_trial(self._folder, trial, state))
         return saved
 
-    def _give_back(self) -> None:
-        """Save every trial of the array, for the worker that goes on with it."""
+    def _save_and_return_all(self) -> None:
+        """Save every trial of the array and return it to the coordinator."""
         self.engine.collect_losses()
-        for place, trial in enumerate(self.trials):
-            if place in self._leaving:
+        for slot, trial in enumerate(self.trials):
+            if slot in self._leaving:
                 continue
-            self._save(place)
-            self._hand_back(trial.number)
+            self._save(slot)
+            self._return_trial(trial.number)
         self._leaving = []
         self.engine.close()
         if self.members.can_change:
@@ -487,14 +490,14 @@ class SweepLoop(Loop):
 def make_entry(
     settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
 ) -> TrialInit:
-    """A trial ready to join: from its checkpoint where it has one, else from its beginning."""
-    parts = components.build(settings, device, sets.of(settings))
+    """A trial ready to join, loaded from its checkpoint if it has one."""
+    components = build_components(settings, device, sets.of(settings))
     if state is None:
-        return TrialInit(settings, parts)
-    checkpoints.load_model_state(parts.model, state.model)
-    named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-    parts.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return TrialInit(settings, parts, state.progress.get("age", 0))
+        return TrialInit(settings, components)
+    checkpoints.load_model_state(components.model, state.model)
+    named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
+    components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
+    return TrialInit(settings, components, state.progress.get("age", 0))
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -40,28 +40,28 @@ _COMMON = (
     "checkpoint",
     "verify",
 )
-# What each trial of an array may have its own of; the rest of its settings must be equal.
-_OWN = ("seed", "steps", "epochs", "clip_norm", "lr_schedule", "evaluate", "early_stop", "name")
+# Settings that may differ between the trials of an array; the rest must be equal.
+_PER_TRIAL = ("seed", "steps", "epochs", "clip_norm", "lr_schedule", "evaluate", "early_stop", "name")
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that trials cannot have values of their own of."""
+    """Refuse a key that must have the same value in all trials."""
     if key.partition(".")[0] in _COMMON:
         raise JobError(f"--over {key}: it belongs to the sweep as a whole; set it with --set {key}=...")
 
 
 def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSettings:
     """`settings` with `values`, by their keys in a job file, put over them."""
-    # Of many trials, and few of their settings: what no key is of stays as it is.
-    changed = {_place(key)[0] for key in values}
+    # Only sections with changed keys are encoded: there are many trials with few changed keys.
+    changed = {_path(key)[0] for key in values}
     tree = {name: encode(getattr(settings, name, None)) for name in changed}
     for key, value in values.items():
-        *parents, last = _place(key)
+        *parents, last = _path(key)
         below = tree
         for parent in parents:
             if below.get(parent) is None:
                 below[parent] = {}
-            # A section of options is not the settings' own: those of other trials stay as they are.
+            # Copied, since the section is shared with other trials.
             below[parent] = dict(below[parent]) if isinstance(below[parent], dict) else below[parent]
             if not isinstance(below[parent], dict):
                 raise JobError(
@@ -76,8 +76,8 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
     return decode_over(settings, tree, "trial")
 
 
-def _place(key: str) -> list[str]:
-    """Where in the encoded settings a key of the job file lies."""
+def _path(key: str) -> list[str]:
+    """The path of a job-file key in the encoded settings."""
     first, *rest = key.split(".")
     if first == "model":
         return ["model", "factory"]
@@ -95,7 +95,7 @@ def is_fusable(settings: TrainSettings) -> bool:
 
 def array_key(settings: TrainSettings) -> str:
     """A short text that trials have in common when one array can hold them."""
-    tree = {name: value for name, value in encode(settings).items() if name not in _OWN}
+    tree = {name: value for name, value in encode(settings).items() if name not in _PER_TRIAL}
     # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
     tree["data"] = {**tree["data"], "batch_size": None}
     tree["optimizer"] = {**tree["optimizer"], "options": _switches(settings.optimizer.options)}
@@ -125,7 +125,7 @@ def _stands_for(value: Any, usual: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a trial of an array can have this value of its own: a number, or a pair of them."""
+    """Whether this value can differ between the trials of an array: a number, or a pair of numbers."""
     if isinstance(value, (list, tuple)):
         return all(is_number(part) for part in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -134,7 +134,7 @@ def is_number(value: Any) -> bool:
 def _model_key(settings: ModelSettings) -> Any:
     """The model's arguments, of floats only whether they are zero: a model that asks takes another branch.
 
-    Models whose shapes depend on a float all the same are told apart when they are there.
+    Models whose shapes depend on a float anyway are separated after they are built.
     """
     floats = {name: value != 0.0 for name, value in settings.args.items() if isinstance(value, float)}
     others = {name: value for name, value in settings.args.items() if name not in floats}

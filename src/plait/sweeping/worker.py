@@ -67,7 +67,7 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
-    """Whether this worker tries out how trials are fused: a width that nobody gave, or for its group."""
+    """Whether this worker measures widths: if none is given, or for its group."""
     if settings.train.in_stages or settings.width == 1:
         return False
     leads = worker.rank % settings.workers_per_array == 0
@@ -75,7 +75,7 @@ def _measures(settings: SweepSettings, worker: Worker) -> bool:
 
 
 def _take_part_while_needed(training: SweepLoop) -> None:
-    """Train until the end of the sweep or until the others go on without this worker."""
+    """Train until the end of the sweep or until this worker leaves it."""
     training.members.join()
     while training.run() == "left":
         if training.members.leave():
@@ -85,10 +85,10 @@ def _take_part_while_needed(training: SweepLoop) -> None:
 def check_shared(host: str, folder: RunDir, run: str | None) -> None:
     """Refuse a host that does not see the folder of `run`: trials move between groups as files in it."""
     try:
-        found = None if run is None else folder.read_record().id
+        recorded = None if run is None else folder.read_record().id
     except InputError:
-        found = ""
-    if found != run:
+        recorded = ""
+    if recorded != run:
         raise InputError(
             f"run_dir: {host} does not see {folder.path} as the host does that the sweep was started on; a "
             f"sweep over several hosts needs its run folder on a disk they share: set run_dir to one"

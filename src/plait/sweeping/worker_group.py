@@ -18,12 +18,12 @@ from plait.sweeping.engines.stages import layout_from
 from plait.sweeping.settings import SweepSettings
 from plait.training.worker_group import WorkerGroup
 
-# The first member may wait for trials for any time; its end is noticed at once all the same.
+# The first member may wait for trials for any time; its loss is still detected at once.
 ANSWER_TIMEOUT = timedelta(days=365)
 
 
 class GroupClient:
-    """Questions that a group has in common: its first member asks the coordinator, and all have the answer.
+    """The coordinator's client of a group: its first member asks, and all members get the answer.
 
     The coordinator reads no data: where it has to know a data set, the worker that asked describes it.
     """
@@ -59,16 +59,16 @@ def check_worker_groups(settings: SweepSettings, workers: int) -> None:
 
 def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.device) -> WorkerGroup:
     """This worker's group; all workers call it together, in the process group of all."""
-    found = None
+    group = None
     for first in range(0, worker.world_size, settings.workers_per_array):
         ranks = list(range(first, first + settings.workers_per_array))
         sums = new_group(worker.rendezvous, ranks)
         answers = new_group(worker.rendezvous, ranks, ANSWER_TIMEOUT, backend="gloo")
         if worker.rank in ranks:
-            found = WorkerGroup(ranks, worker.rank, sums, answers)
-    assert found is not None
+            group = WorkerGroup(ranks, worker.rank, sums, answers)
+    assert group is not None
     if settings.train.pipeline is not None:
         from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
 
-        found.channels = link(worker, layout_from(found.first_rank, settings.train.pipeline), device)
-    return found
+        group.channels = link(worker, layout_from(group.first_rank, settings.train.pipeline), device)
+    return group

@@ -1,4 +1,4 @@
-"""Where the batches of trials come from: trials in the same order of the same data share one stream."""
+"""Batch streams of trials: trials that read the same data in the same order share one stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BatchStream:
         self.order = order
 
     def next(self) -> Batch | None:
-        """The next batch; None where the data have ended."""
+        """The next batch; None at the end of the data."""
         batch = next(self._batches, None)
         if batch is not None:
             self.position = batch.after
@@ -29,7 +29,7 @@ class BatchStream:
 
 
 def order_of(settings: TrainSettings) -> tuple[int, int]:
-    """What the order of samples depends on, among trials of a sweep."""
+    """A key for the order of samples; trials with equal keys read the same batches."""
     return settings.seed, settings.data.batch_size
 
 
@@ -68,25 +68,25 @@ def open_stream(
 def find_stream(
     settings: TrainSettings, position: Position, used: Sequence[BatchStream | None]
 ) -> BatchStream | None:
-    """A stream for a trial at `position` among those `used`, which another trial reads at the same place."""
-    found = (stream for stream in used if stream is not None)
-    return next((s for s in found if s.order == order_of(settings) and s.position == position), None)
+    """A stream in `used` that can be shared with a trial at `position`; None if there is none."""
+    streams = (stream for stream in used if stream is not None)
+    return next((s for s in streams if s.order == order_of(settings) and s.position == position), None)
 
 
 def next_batches(streams: Sequence[BatchStream]) -> list[Batch]:
-    """The next batch of each stream, or nothing where one has ended; one that is there twice moves once."""
+    """The next batch of each stream, or nothing if one has ended; a shared stream advances once."""
     taken: dict[int, Batch | None] = {}
     for stream in streams:
         if id(stream) not in taken:
             taken[id(stream)] = stream.next()
-    found = [batch for stream in streams if (batch := taken[id(stream)]) is not None]
-    return found if len(found) == len(streams) else []
+    batches = [batch for stream in streams if (batch := taken[id(stream)]) is not None]
+    return batches if len(batches) == len(streams) else []
 
 
 def with_replacements(present: Sequence[T], leaving: Sequence[int], joining: Sequence[T]) -> list[T]:
-    """What belongs to each trial after a change; newcomers take the leavers' places, then new ones."""
+    """The items of all trials after a change: joining ones take the slots of leaving ones, then new slots."""
     kept = dict(enumerate(present))
-    for place in leaving:
-        del kept[place]
+    for slot in leaving:
+        del kept[slot]
     kept |= dict(zip(leaving, joining))
-    return [kept[place] for place in sorted(kept)] + list(joining[len(leaving) :])
+    return [kept[slot] for slot in sorted(kept)] + list(joining[len(leaving) :])

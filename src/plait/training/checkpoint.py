@@ -1,9 +1,9 @@
-"""Checkpoints: whole or absent, checked before use, by parameter name, never unpickled.
+"""Checkpoints: complete or absent, checked before use, by parameter name, never unpickled.
 
-A checkpoint is a folder `step-N` with `model.safetensors`, `optimizer.safetensors`, `sync.safetensors` where
-the workers' agreement has state of its own, and `state.json`, which holds the progress, what is not a tensor,
-and each file's size and checksum. It is written aside, flushed to disk and renamed. Random numbers need no
-state: they are a function of the seed, the step and the rank.
+A checkpoint is a folder `step-N` with `model.safetensors`, `optimizer.safetensors`, `sync.safetensors` if the
+sync has state, and `state.json`, which holds the progress, values that are not tensors, and each file's size
+and checksum. It is written under a temporary name, flushed to disk and renamed. Random numbers need no state:
+they are a function of the seed, the step and the rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 class Checkpoint:
     """The state of a run after some step. `model` and `optimizer` are keyed by parameter name.
 
-    So is `sync`, what the agreement of workers keeps besides: an outer optimizer's state.
+    So is `sync`, the state of the sync: that of an outer optimizer.
     """
 
     step: int
@@ -74,17 +74,17 @@ class Checkpoint:
     optimizer: Tensors
     progress: Mapping[str, Any]
     sync: Tensors = field(default_factory=dict)
-    # Where tensors were written to as they came, instead of in `model` and `optimizer`.
+    # The files with the tensors, if they were written as they arrived instead of kept in memory.
     written: Written | None = None
-    # Where they are to be read from one by one.
+    # The file to read tensors from one by one, instead.
     stored: StoredCheckpoint | None = None
 
 
 @dataclass(frozen=True)
 class Written:
-    """Files of tensors of a checkpoint to come, and the further names of tied ones.
+    """Files with the tensors of a checkpoint that is being written, and the aliases of tied tensors.
 
-    `broken` is the first tensor among them that `find_broken` would find.
+    `broken` is the first tensor that `find_broken` found in them.
     """
 
     model: Path
@@ -95,28 +95,28 @@ class Written:
 
 @dataclass(frozen=True)
 class EngineState:
-    """The tensors of a checkpoint, by parameter name; `sync` is what agreement keeps besides."""
+    """The tensors of a checkpoint, by parameter name; `sync` is the state of the sync."""
 
     model: Tensors
     optimizer: Tensors
     sync: Tensors = field(default_factory=dict)
-    # Where tensors were written to as they came, instead of in `model` and `optimizer`.
+    # The files with the tensors, if they were written as they arrived instead of kept in memory.
     written: Written | None = None
-    # What the optimizer keeps and no checkpoint holds, in words.
+    # Descriptions of optimizer state that cannot be saved.
     unsaved: tuple[str, ...] = ()
-    # The state of the loss scaler, and the forwards behind the trial, where its random numbers go on.
+    # The state of the loss scaler, and the offset of the trial's random stream (its forward passes so far).
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
     age: int = 0
 
     def find_broken(self, weights: Container[str]) -> str | None:
-        """The name of a tensor that no checkpoint should hold, if there is one; see `find_broken`."""
+        """The name of a tensor that must not be saved, or None; see `find_broken`."""
         if self.written is not None:
             return self.written.broken
         others = {**self.optimizer, **self.sync}
         return find_broken(self.model, weights) or find_broken(others)
 
     def discard(self) -> None:
-        """Remove what was written aside and no checkpoint has taken."""
+        """Remove the files of `written` that no checkpoint contains."""
         if self.written is not None:
             self.written.model.unlink(missing_ok=True)
             self.written.optimizer.unlink(missing_ok=True)
@@ -124,21 +124,21 @@ class EngineState:
 
 def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
     """Refuse the state of another kind of optimizer."""
-    found = progress.get("optimizer")
-    if found != kind:
-        raise CheckpointError(f"its optimizer is {found!r}, the job's is {kind!r}; resume with the same one")
+    saved = progress.get("optimizer")
+    if saved != kind:
+        raise CheckpointError(f"its optimizer is {saved!r}, the job's is {kind!r}; resume with the same one")
 
 
 def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
-    """Put `state` into `model`; a difference in names or shapes is an error, with the first one found."""
-    own = model_state(model)
-    for name, value in own.items():
+    """Load `state` into `model`; CheckpointError names the first difference in names or shapes."""
+    expected_state = model_state(model)
+    for name, value in expected_state.items():
         if name not in state:
             raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
         if state[name].shape != value.shape and not is_packed(state[name]):
-            found, expected = tuple(state[name].shape), tuple(value.shape)
-            raise CheckpointError(f"{name!r} has shape {found} there and {expected} in the model")
-    if extra := sorted(state.keys() - own.keys()):
+            shape, expected = tuple(state[name].shape), tuple(value.shape)
+            raise CheckpointError(f"{name!r} has shape {shape} there and {expected} in the model")
+    if extra := sorted(state.keys() - expected_state.keys()):
         raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
     model.load_state_dict(unpacked(state))
 
@@ -146,7 +146,7 @@ def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
 def broadcast(
     checkpoint: Checkpoint | None, source: int = 0, group: dist.ProcessGroup | None = None
 ) -> Checkpoint:
-    """The checkpoint of rank `source`, on all ranks of a group, which call it together; others give None."""
+    """Broadcast the checkpoint of rank `source` to all ranks of a group; the others pass None."""
     state = checkpoint or Checkpoint(0, {}, {}, {})
     step, progress = broadcast_value([state.step, dict(state.progress)], source, group)
     tensors = (state.model, state.optimizer, state.sync)
@@ -155,10 +155,10 @@ def broadcast(
 
 
 def find_broken(tensors: Mapping[str, Tensor], weights: Container[str] | None = None) -> str | None:
-    """The name of a tensor that no checkpoint should hold, if there is one: of values that are no numbers.
+    """The name of the first tensor with NaN or infinite values, or None.
 
-    Infinities are let pass in what is not among `weights`, where these are given: training does not change a
-    mask, and whoever made it knows why. Values are looked at where they lie; the caller waits once a device.
+    If `weights` is given, infinities are allowed in other tensors, such as masks. Values are reduced on their
+    device, with one synchronization per device.
     """
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -166,18 +166,18 @@ def find_broken(tensors: Mapping[str, Tensor], weights: Container[str] | None = 
             values = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
             largest = torch.linalg.vector_norm(values, math.inf).double()
             by_device.setdefault(tensor.device, {})[name] = largest
-    for found in by_device.values():
-        for name, value in zip(found, torch.stack(list(found.values())).tolist()):
+    for norms in by_device.values():
+        for name, value in zip(norms, torch.stack(list(norms.values())).tolist()):
             if math.isnan(value) or (math.isinf(value) and (weights is None or name in weights)):
                 return name
     return None
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `checkpoint` below `folder`, whole or not at all; returns where it is.
+    """Write `checkpoint` below `folder` atomically; returns its path.
 
-    DiskError where the disk does not take it. What was written of it is removed unless this process is
-    killed; several may write at once, also the same step.
+    DiskError if writing fails; partial files are removed unless this process is killed. Several processes may
+    write at once, even the same step.
     """
     final = folder / _name(checkpoint.step)
     aside = folder / f".{final.name}.{uuid.uuid4().hex}"
@@ -201,21 +201,21 @@ def _write(aside: Path, checkpoint: Checkpoint) -> None:
         _save_tensors(model, aside / MODEL)
         _save_tensors({k: v.contiguous() for k, v in checkpoint.optimizer.items()}, aside / OPTIMIZER)
     if checkpoint.sync:
-        # Copied: they may be views of one memory, which such a file does not take.
+        # Copied: safetensors files cannot hold views of shared memory.
         _save_tensors({k: v.clone() for k, v in checkpoint.sync.items()}, aside / SYNC)
     files = {path.name: _seal(path) for path in sorted(aside.glob("*.safetensors"))}
     _write_state(aside, _State(checkpoint.step, dict(checkpoint.progress), tied, files))
     sync_folder(aside)
 
 
-def _write_state(path: Path, found: _State) -> None:
-    # As it will be read again.
-    plain = json.loads(json.dumps({"plait": "checkpoint", "version": VERSION, **asdict(found)}))
+def _write_state(path: Path, state: _State) -> None:
+    # Round trip, so that the checksum is of what will be read.
+    plain = json.loads(json.dumps({"plait": "checkpoint", "version": VERSION, **asdict(state)}))
     write_atomic(path / STATE, json.dumps({**plain, "crc32": _checksum_of(plain)}, indent=1))
 
 
 def update_progress(folder: Path, step: int, progress: Mapping[str, Any]) -> None:
-    """Let the checkpoint of `step` below `folder` say what is known since it was written."""
+    """Replace the progress in the checkpoint of `step` below `folder`."""
     path = folder / _name(step)
     _write_state(path, replace(_read_state(path), progress=dict(progress)))
 
@@ -224,16 +224,16 @@ def _save_tensors(tensors: Tensors, path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as failure:
-        # Its own error has no number; the disk's is in its words.
-        found = re.search(r"os error (\d+)", str(failure))
-        number = int(found[1]) if found else errno.EIO
+        # SafetensorError has no errno; the number is in its message.
+        match = re.search(r"os error (\d+)", str(failure))
+        number = int(match[1]) if match else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from failure
 
 
 def write_in_turn(
     path: Path, specs: Specs, tensors: Iterable[tuple[str, Tensor]], weights: Container[str] | None = None
 ) -> str | None:
-    """Write named tensors, in the order of `specs`, into one file of safetensors as they come.
+    """Write named tensors, in the order of `specs`, into one safetensors file as they arrive.
 
     Returns the name of the first that `find_broken` finds.
     """
@@ -258,53 +258,53 @@ def write_in_turn(
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a file of safetensors, each read when it is asked for.
+    """The tensors of a safetensors file, read lazily.
 
-    Read, not mapped: a mapping would count as memory of the whole file where that is limited.
+    The file is not memory-mapped: a mapping of the whole file would count against memory limits.
     """
 
     def __init__(self, path: Path, tied: Mapping[str, str] | None = None) -> None:
         self._path = path
         header, self._start = _read_header(path)
-        self._places = dict(header)
+        self._entries = dict(header)
         for alias, name in (tied or {}).items():
             if name not in header:
                 raise CheckpointError(f"{path}: {alias!r} is tied to {name!r}, which is not there")
-            self._places[alias] = header[name]
+            self._entries[alias] = header[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
-        start, end = place.data_offsets
+        entry = self._entries[name]
+        start, end = entry.data_offsets
         content = torch.empty(end - start, dtype=torch.uint8)
         with self._path.open("rb") as file:
             file.seek(self._start + start)
             file.readinto(content.numpy().data)
-        return content.view(_BY_NAME[place.dtype]).reshape(place.shape)
+        return content.view(_BY_NAME[entry.dtype]).reshape(entry.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name].shape
+        return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return _BY_NAME[self._places[name].dtype]
+        return _BY_NAME[self._entries[name].dtype]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies in a file of safetensors, counted from the end of the header."""
+class _HeaderEntry:
+    """A tensor in a safetensors file; offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-def _read_header(path: Path) -> tuple[dict[str, _Place], int]:
-    """The places of all tensors in a file of safetensors, and where its header ends; checked."""
+def _read_header(path: Path) -> tuple[dict[str, _HeaderEntry], int]:
+    """The checked header of a safetensors file, and the offset of its end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -315,17 +315,17 @@ def _read_header(path: Path) -> tuple[dict[str, _Place], int]:
         try:
             content = json.loads(file.read(length))
             content.pop("__metadata__", None)
-            header = decode(dict[str, _Place], content, str(path))
+            header = decode(dict[str, _HeaderEntry], content, str(path))
         except (ValueError, TypeError, AttributeError, RecursionError, ArtefactError) as failure:
             raise CheckpointError(f"{path}: its header cannot be read ({failure}); it is damaged") from None
-    for name, place in header.items():
-        start, end = place.data_offsets
-        dtype = _BY_NAME.get(place.dtype)
-        expected = None if dtype is None else math.prod(place.shape) * dtype.itemsize
-        fits = 0 <= start <= end <= size - 8 - length and min(place.shape, default=0) >= 0
+    for name, entry in header.items():
+        start, end = entry.data_offsets
+        dtype = _BY_NAME.get(entry.dtype)
+        expected = None if dtype is None else math.prod(entry.shape) * dtype.itemsize
+        fits = 0 <= start <= end <= size - 8 - length and min(entry.shape, default=0) >= 0
         if not fits or end - start != expected:
             raise CheckpointError(
-                f"{path}: {shown(name)} of type {shown(place.dtype)} and shape {shown(place.shape)} lies at "
+                f"{path}: {shown(name)} of type {shown(entry.dtype)} and shape {shown(entry.shape)} is at "
                 f"bytes {start} to {end}; it is damaged"
             )
     return header, 8 + length
@@ -333,7 +333,7 @@ def _read_header(path: Path) -> tuple[dict[str, _Place], int]:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint whose tensors stay on disk until they are asked for."""
+    """A checkpoint whose tensors are read lazily."""
 
     step: int
     model: StoredTensors
@@ -342,7 +342,7 @@ class StoredCheckpoint:
 
 
 def open_stored(path: Path) -> StoredCheckpoint:
-    """The checkpoint at `path`, checked whole, its tensors not read."""
+    """The checkpoint at `path`, completely checked; its tensors are read lazily."""
     state = _read_state(path)
     for name, seal in state.files.items():
         _check_file(path / name, seal)
@@ -353,27 +353,27 @@ def open_stored(path: Path) -> StoredCheckpoint:
     return StoredCheckpoint(state.step, model, optimizer, state.progress)
 
 
-def load_in_pieces(path: Path) -> Checkpoint:
-    """The checkpoint at `path` for a model that no worker holds as a whole; its tensors are read later."""
+def load_lazily(path: Path) -> Checkpoint:
+    """The checkpoint at `path` for a model on the meta device; its tensors are read later."""
     stored = open_stored(path)
     return Checkpoint(stored.step, {}, {}, stored.progress, stored=stored)
 
 
 def check_names(model: torch.nn.Module, stored: StoredTensors) -> None:
-    """Refuse the tensors of another model, with the first difference in names or shapes."""
-    own = model.state_dict()
-    for name, value in own.items():
+    """CheckpointError with the first difference in names or shapes, if there is one."""
+    expected_state = model.state_dict()
+    for name, value in expected_state.items():
         if name not in stored:
             raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
         if stored.shape(name) != value.shape:
-            found, expected = stored.shape(name), tuple(value.shape)
-            raise CheckpointError(f"{name!r} has shape {found} there and {expected} in the model")
-    if extra := sorted(set(stored) - own.keys()):
+            shape, expected = stored.shape(name), tuple(value.shape)
+            raise CheckpointError(f"{name!r} has shape {shape} there and {expected} in the model")
+    if extra := sorted(set(stored) - expected_state.keys()):
         raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
 
 
 def _replace(aside: Path, final: Path) -> None:
-    """Put `aside` in the place of `final`; what was there is found by `list_checkpoints` until it is done."""
+    """Rename `aside` to `final`; until then `list_checkpoints` still lists the old `final`."""
     while True:
         old = final.with_name(f"{_OLD}{final.name}.{uuid.uuid4().hex}")
         with contextlib.suppress(FileNotFoundError):
@@ -381,7 +381,7 @@ def _replace(aside: Path, final: Path) -> None:
         try:
             aside.rename(final)
         except OSError as failure:
-            # Another writer has put its own there in between.
+            # Another process has written one there in between.
             if failure.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 continue
             raise
@@ -397,7 +397,7 @@ def _name(step: int) -> str:
 
 
 def _without_repeats(state: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """Each tensor once, and the further names of tied ones: a file of safetensors holds no shared memory."""
+    """Each tensor once, and the aliases of tied ones: safetensors files hold no shared memory."""
     first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
     tensors: Tensors = {}
     tied: dict[str, str] = {}
@@ -412,7 +412,7 @@ def _without_repeats(state: Tensors) -> tuple[Tensors, dict[str, str]]:
 
 
 def _seal(path: Path) -> _FileSeal:
-    """Flush `path` to disk; its size and checksum."""
+    """Flush `path` to disk; returns its size and checksum."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _FileSeal(path.stat().st_size, _checksum(path))
@@ -427,7 +427,7 @@ def _checksum(path: Path) -> int:
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, checked whole; a truncated, damaged or foreign one is refused."""
+    """The checkpoint at `path`; CheckpointError if it is truncated, damaged or of another program."""
     state = _read_state(path)
     for name, seal in state.files.items():
         _check_file(path / name, seal)
@@ -485,14 +485,14 @@ def _read_state(path: Path) -> _State:
     if version == VERSION and checksum != _checksum_of({"plait": "checkpoint", "version": version, **state}):
         raise CheckpointError(f"{path}/{STATE}: its checksum is wrong; it is damaged")
     try:
-        found = decode(_State, state, f"{path}/{STATE}")
+        decoded = decode(_State, state, f"{path}/{STATE}")
     except ArtefactError as failure:
         raise CheckpointError(f"{failure}; it is damaged") from None
-    if found.step < 0 or found.files.keys() - {SYNC} != {MODEL, OPTIMIZER}:
+    if decoded.step < 0 or decoded.files.keys() - {SYNC} != {MODEL, OPTIMIZER}:
         raise CheckpointError(
-            f"{path}/{STATE}: step {found.step}, files {sorted(found.files)}; it is damaged"
+            f"{path}/{STATE}: step {decoded.step}, files {sorted(decoded.files)}; it is damaged"
         )
-    return found
+    return decoded
 
 
 def _checksum_of(state: Mapping[str, Any]) -> int:
@@ -504,9 +504,9 @@ def newest(
     use: Callable[[Path], T],
     refuse: Callable[[Path, str], None] = lambda path, why: None,
 ) -> T | None:
-    """What `use` makes of the newest checkpoint below `folder` that it does not refuse, if there is one.
+    """The result of `use` for the newest checkpoint below `folder` that it accepts; None if there is none.
 
-    `refuse` is told of those that it refuses with a CheckpointError, and why.
+    `refuse` is called with each path for which `use` raises CheckpointError, and the message.
     """
     for path in list_checkpoints(folder):
         try:
@@ -517,20 +517,20 @@ def newest(
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints below `folder`, newest first; unfinished ones are not among them.
+    """The complete checkpoints below `folder`, newest first.
 
-    One that was just being replaced when its process ended is.
+    Includes one that was being replaced when its process ended.
     """
     if not folder.is_dir():
         return []
-    found = {path.name: path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)}
+    by_name = {path.name: path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)}
     for path in folder.glob(f"{_OLD}step-*"):
-        found.setdefault(_named(path), path)
-    return [found[name] for name in sorted(found, reverse=True)]
+        by_name.setdefault(_named(path), path)
+    return [by_name[name] for name in sorted(by_name, reverse=True)]
 
 
 def _named(path: Path) -> str:
-    """The name that a checkpoint has, also while it is being replaced."""
+    """The name of a checkpoint, also while it is being replaced."""
     return path.name.removeprefix(_OLD).partition(".")[0]
 
 
@@ -540,19 +540,19 @@ def has(folder: Path, step: object) -> bool:
 
 
 def point_to_best(folder: Path, step: int) -> None:
-    """Let `best` in `folder` lead to the checkpoint of `step`."""
+    """Point the symbolic link `best` in `folder` to the checkpoint of `step`."""
     aside = folder / f".best.{os.getpid()}"
-    with contextlib.suppress(OSError):  # a system without links does without it
+    with contextlib.suppress(OSError):  # not all file systems have links
         aside.unlink(missing_ok=True)
         aside.symlink_to(_name(step))
         aside.replace(folder / "best")
 
 
 def prune(folder: Path, step: int, keep_last: int, best: int | None) -> None:
-    """Keep the newest `keep_last` up to `step`, and the one of step `best`.
+    """Remove all checkpoints up to `step` except the newest `keep_last` and that of step `best`.
 
-    Later ones were refused when the run resumed; they count for nothing and stay until they are written anew.
-    What others are just writing is not touched.
+    Later ones were refused when the run resumed; they are kept until they are overwritten. Checkpoints that
+    other processes are writing are not touched.
     """
     listed = list_checkpoints(folder)
     whole = [path for path in listed if _named(path) <= _name(step)]

@@ -28,13 +28,13 @@ from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch
 from plait.pipeline import named_state
-from plait.pipeline.cutting.meta_device import NotInPiecesError, OwnTensors
+from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import sums_of, sums_over_share
-from plait.training.fused.rounds import Piece, Round
+from plait.training.fused.rounds import Round, TrialMicrobatch
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_gradients_left, find_traits
@@ -61,7 +61,7 @@ DataPair = tuple[DataSource, DataSource | None]
 
 @dataclass(frozen=True)
 class Components:
-    """The pieces of one worker's run, ready to train."""
+    """Model, loss, optimizer and data of one worker's run, ready to train."""
 
     model: torch.nn.Module
     names: Mapping[Tensor, str]
@@ -76,21 +76,21 @@ class Components:
     device: torch.device
     dtype: torch.dtype | None
     autocast: Callable[[], AbstractContextManager[Any]]
-    # Where the model has no memory yet: what gives a worker's own tensors theirs.
-    pieces: OwnTensors | None = None
-    # What the user is told when the run begins.
-    notes: tuple[str, ...] = ()
+    # For a model on the meta device: allocates the tensors that this worker holds.
+    local_tensors: LocalTensors | None = None
+    # Warnings for the user when the run begins.
+    warnings: tuple[str, ...] = ()
 
-    # One trial, whose model has no trials axis: what it keeps in Python may change, and all of it is its own.
+    # One trial without a trials axis: nothing is shared with other trials, and Python state may change.
     trials = 1
     can_be_captured = has_partial_gradients = False
-    # Whether the loss of a microbatch in stages has its weight in the batch already.
+    # Whether losses of microbatches in stages are already weighted by their share of the batch.
     weights_losses = False
 
     @property
     def is_whole(self) -> bool:
         """Whether this worker holds the tensors of the whole model."""
-        return self.pieces is None
+        return self.local_tensors is None
 
     @property
     def weights(self) -> frozenset[str]:
@@ -107,11 +107,11 @@ class Components:
         return is_known(self.optimizer)
 
     def check_summed(self, settings: OptimizerSettings) -> None:
-        """Refuse an optimizer that does not do with the sum of several workers' gradients as with its own."""
+        """Refuse an optimizer that treats summed gradients of several workers differently from local ones."""
         check_gradients_left(settings.kind, find_traits(settings, dict(self.model.named_parameters())))
 
     def load(self, state: Checkpoint) -> None:
-        """Go on from the tensors of a checkpoint on a worker that holds the whole model."""
+        """Load the tensors of a checkpoint on a worker that holds the whole model."""
         checkpoints.load_model_state(self.model, state.model)
         named_state.load_optimizer_state(self.optimizer, self.names, state.optimizer)
 
@@ -121,17 +121,17 @@ class Components:
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> Components:
         """The components of the trial that takes this one's slot."""
         (entry,) = entering
-        return entry.parts
+        return entry.components
 
     def set_lr(self, factors: Sequence[float]) -> None:
-        """Set the factor on the learning rate, for the steps to come."""
+        """Set the factor on the learning rate for the next steps."""
         set_lr(self.optimizer, self.base_lrs, factors[0])
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def seed_step(self, seed: int, step: int, rank: int) -> int:
-        """Let a step's random numbers depend on these alone; returns the seed of its update on all ranks."""
+        """Seed a step by these numbers only; returns the seed of its update, the same on all ranks."""
         seed_all(mix(seed, step, rank))
         return mix(seed, step)
 
@@ -143,16 +143,16 @@ class Components:
         """
         (batch,) = batches
         whole = batch.total if alone else batch.count
-        pieces = cut(batch.content, batch.count, accumulate) if batch.count else ()
-        return [([piece], [piece[1] / whole]) for piece in pieces]
+        microbatches = cut(batch.content, batch.count, accumulate) if batch.count else ()
+        return [([microbatch], [microbatch[1] / whole]) for microbatch in microbatches]
 
     def share(self, batches: Sequence[Batch]) -> float:
-        """What this worker's gradients count for in the sum."""
+        """The weight of this worker's gradients in the sum."""
         return batches[0].count / batches[0].total
 
-    def to_device(self, pieces: Sequence[Piece]) -> tuple[Any, Any]:
+    def to_device(self, microbatches: Sequence[TrialMicrobatch]) -> tuple[Any, Any]:
         """Inputs and target of a round."""
-        inputs, target = to_device(pieces[0][0], self.device, self.dtype)
+        inputs, target = to_device(microbatches[0][0], self.device, self.dtype)
         return inputs, target
 
     def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
@@ -164,7 +164,7 @@ class Components:
         return losses * weights[0]
 
     def begin_scaling(self, losses: Tensor) -> None:
-        """Have the scaler make its scale, which it does on first use, where no sample fell to this worker."""
+        """Initialize the loss scale, which happens on first use, if this worker has no samples."""
         self.scaler.scale(losses)
 
     def backward(self, losses: Tensor) -> None:
@@ -184,7 +184,7 @@ class Components:
     def drawing_alike(
         self, batches: Sequence[Batch], accumulate: int, workers: int
     ) -> AbstractContextManager[None]:
-        """Around a step of several workers, which all draw from generators that are seeded for each step."""
+        """Does nothing: generators are seeded for each step."""
         return contextlib.nullcontext()
 
     def measure_part(self, weights: Sequence[float]) -> None:
@@ -211,21 +211,21 @@ class Components:
         )
 
     def of_trial(self, slot: int) -> Components:
-        """What the trial is evaluated with."""
+        """The components for evaluating the trial."""
         return self
 
 
 @dataclass(frozen=True)
 class TrialInit:
-    """A trial that joins an array: its parts as for a run of its own, and the forwards behind it."""
+    """A trial that joins an array: its components as for a single run, and its forward passes so far."""
 
     settings: TrainSettings
-    parts: Components
+    components: Components
     age: int = 0
 
 
 def check(settings: TrainSettings) -> None:
-    """Refuse settings that name what does not exist or takes other arguments; builds and reads nothing."""
+    """Refuse settings with unknown names or wrong arguments; builds and reads nothing."""
     code = resolve_names(settings)
     if makes_stream(settings.data):
         check_stream(settings)
@@ -239,7 +239,7 @@ def check(settings: TrainSettings) -> None:
             raise JobError(f"{key}: found {name!r}, but evaluation gives {' and '.join(known)}")
         if name is not None and name not in code.modes:
             raise JobError(f"{key}: {unknown_mode(name)}")
-    # On a parameter that is not used, so that the optimizer checks its options.
+    # On a dummy parameter, so that the optimizer checks its options.
     build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     choose_device(settings.device, 0)
     check_lr_schedule(settings.lr_schedule)
@@ -275,7 +275,7 @@ class JobCode:
 
 
 def resolve_names(settings: TrainSettings) -> JobCode:
-    """What the names of a job refer to; names that do not exist or take other arguments are refused."""
+    """The objects that the names of a job refer to; JobError for unknown names or wrong arguments."""
     seed_factory(settings.seed)
     return JobCode(
         model=find_model(settings.model),
@@ -286,7 +286,7 @@ def resolve_names(settings: TrainSettings) -> JobCode:
 
 
 def seed_factory(seed: int) -> None:
-    """Let what a factory draws at random depend on `seed` alone.
+    """Seed the random numbers that a factory draws by `seed` only.
 
     So it draws the same on every worker, and for both splits: parts of `random_split` have nothing in common.
     """
@@ -296,12 +296,12 @@ def seed_factory(seed: int) -> None:
 
 
 def dtype_of(settings: TrainSettings) -> torch.dtype | None:
-    """What weights and batches are converted to; None where they stay as they are made."""
+    """The dtype of weights and batches; None if they are not converted."""
     return torch.float64 if settings.precision == "float64" else None
 
 
 def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    """The model with its initial weights, which depend on `seed` alone, in training mode."""
+    """The model in training mode, with initial weights that depend only on `seed`."""
     # Modules may draw while they are imported, too.
     seed_factory(seed)
     model = _made(find_model(settings), settings, seed)
@@ -346,23 +346,23 @@ def find_collate_fn(settings: DataSettings) -> Collate | None:
     """The function that the job names to make batches of lists of samples."""
     if settings.collate_fn is None:
         return None
-    found: Collate = resolve(settings.collate_fn, "data.collate_fn", DataError)
-    if not callable(found):
+    collate: Collate = resolve(settings.collate_fn, "data.collate_fn", DataError)
+    if not callable(collate):
         raise DataError(
-            f"data.collate_fn: {settings.collate_fn} is {found!r}, expected a function that takes a list of "
-            f"samples and returns a batch"
+            f"data.collate_fn: {settings.collate_fn} is {collate!r}, expected a function that takes a list "
+            f"of samples and returns a batch"
         )
-    return found
+    return collate
 
 
 def makes_stream(settings: DataSettings) -> bool:
-    """Whether the job names a class of streams; of a function this is known only from what it returns."""
+    """Whether the job names a stream class; for a function it is only known after calling it."""
     factory: Any = data.check(settings.kind, settings.options)[0]
     return isinstance(factory, type) and issubclass(factory, IterableDataset)
 
 
 def check_stream(settings: TrainSettings, source: DataSource | None = None) -> None:
-    """Refuse what a stream of samples cannot do; `source` is the stream, once there is one."""
+    """Refuse settings that a stream of samples does not support; `source` is the stream, if already built."""
     kind = settings.data.kind
     if settings.sync.kind != "all-reduce":
         raise JobError(
@@ -390,7 +390,7 @@ def check_stream(settings: TrainSettings, source: DataSource | None = None) -> N
 
 
 def check_test_split(settings: TrainSettings) -> None:
-    """Refuse what needs a test split where the data has none."""
+    """Refuse settings that need a test split, for data without one."""
     for key, wanted in (
         ("evaluate.every_steps", settings.evaluate.every_steps),
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
@@ -403,30 +403,34 @@ def check_test_split(settings: TrainSettings) -> None:
             )
 
 
-def find_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors | None:
-    """The model without memory, where a pipeline's worker could not hold all of it; else None."""
+def find_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors | None:
+    """The model on the meta device, where a pipeline's worker cannot hold all of it; else None."""
     if not settings.in_stages or settings.sync.kind != "all-reduce":
         return None
     try:
-        pieces = make_pieces(settings, device)
+        local_tensors = make_local_tensors(settings, device)
     except NotInPiecesError as failure:
         log.info("%s; every worker builds it whole and keeps its stages", failure)
         return None
-    return pieces if pieces.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
+    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
 
 
-def has_room_for_whole(parts: Components) -> bool:
-    """Whether this worker could hold the whole model once more, with what training it takes."""
-    whole = sum(p.numel() * p.element_size() for p in parts.model.parameters())
-    return whole * WHOLE_COPIES < _free_bytes(parts.device)
+def has_room_for_whole(components: Components) -> bool:
+    """Whether this worker has memory for training a second copy of the whole model."""
+    whole = sum(p.numel() * p.element_size() for p in components.model.parameters())
+    return whole * WHOLE_COPIES < _free_bytes(components.device)
 
 
-def make_pieces(settings: TrainSettings, device: torch.device) -> OwnTensors:
-    """The model of the settings without memory."""
-    pieces = OwnTensors(lambda: build_model(settings.model, settings.seed), dtype_of(settings), device)
-    if has_extra_state(pieces.model):
-        raise NotInPiecesError("the model has state of its own kind (get_extra_state), which has no pieces")
-    return pieces
+def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors:
+    """The model of the settings on the meta device."""
+    local_tensors = LocalTensors(
+        lambda: build_model(settings.model, settings.seed), dtype_of(settings), device
+    )
+    if has_extra_state(local_tensors.model):
+        raise NotInPiecesError(
+            "the model has extra state (get_extra_state), which cannot be split over workers"
+        )
+    return local_tensors
 
 
 def _free_bytes(device: torch.device) -> float:
@@ -447,11 +451,11 @@ def build(
     settings: TrainSettings,
     device: torch.device,
     sets: DataPair | None = None,
-    pieces: OwnTensors | None = None,
+    local_tensors: LocalTensors | None = None,
 ) -> Components:
-    """All parts of a run on `device`, the same on every worker; `sets` are its data where they are there.
+    """The components of a run on `device`, the same on every worker; `sets` are its data if already read.
 
-    With `pieces` the model is theirs, without memory.
+    With `local_tensors` the model is the one on the meta device that they belong to.
     """
     code = resolve_names(settings)
     train_set, test_set = sets or (build_train_data(settings), build_data(settings, "test"))
@@ -460,13 +464,13 @@ def build(
     if test_set is None:
         check_test_split(settings)
     total_steps(settings, train_set.length, 0, Position())
-    notes: tuple[str, ...] = ()
-    if pieces is not None:
-        model = pieces.model
+    warned: tuple[str, ...] = ()
+    if local_tensors is not None:
+        model = local_tensors.model
     else:
         model = _made(code.model, settings.model, settings.seed)
         if not model.training:
-            notes = (_IN_EVALUATION_MODE.format(settings.model.factory),)
+            warned = (_IN_EVALUATION_MODE.format(settings.model.factory),)
             model.train()
         model.to(device, dtype_of(settings))
     for source in (train_set, test_set):
@@ -475,11 +479,11 @@ def build(
             check_length(settings, code.model, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
     sets = train_set, test_set
-    return replace(_with_optimizer(settings, code, device, model, sets, pieces), notes=notes)
+    return replace(_with_optimizer(settings, code, device, model, sets, local_tensors), warnings=warned)
 
 
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
-    """The parts of a run that take steps on batches from elsewhere: no data are read."""
+    """The components of a run that gets its batches from the caller: no data are read."""
     code = resolve_names(settings)
     model = build_model(settings.model, settings.seed)
     model.to(device, dtype_of(settings))
@@ -492,21 +496,22 @@ def _with_optimizer(
     device: torch.device,
     model: torch.nn.Module,
     sets: DataPair,
-    pieces: OwnTensors | None,
+    local_tensors: LocalTensors | None,
 ) -> Components:
-    """All parts of a run around its model."""
+    """The components of a run with this model."""
     train_set, test_set = sets
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
     if has_extra_state(model):
-        # Refused now rather than at the first checkpoint.
+        # Fails now rather than at the first checkpoint.
         model_state(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     check_groups(settings.optimizer.groups, [names[parameter] for parameter in trained])
     optimizer = build_optimizer(settings.optimizer, trained, names)
-    if pieces is not None:
-        # Some begin with a state for all parameters; a worker's own optimizer is that of its stages.
+    if local_tensors is not None:
+        # Some optimizers create state for all parameters at once; each worker's optimizer has only its
+        # stages.
         optimizer.state.clear()
     return Components(
         model=model,
@@ -516,21 +521,21 @@ def _with_optimizer(
         modes=code.modes,
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
-        # A loss scale keeps small gradients alive in fp16; the other types need none.
+        # A loss scale keeps small fp16 gradients from underflowing; other dtypes need none.
         scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
         train_set=train_set,
         test_set=test_set,
         device=device,
         dtype=dtype_of(settings),
         autocast=_autocast(settings.precision, device),
-        pieces=pieces,
+        local_tensors=local_tensors,
     )
 
 
-def with_fresh_model(parts: Components, settings: TrainSettings, keep_scale: bool = True) -> Components:
-    """The parts with the model and the optimizer as the job makes them, whatever was trained meanwhile."""
-    fresh = build(settings, parts.device, (parts.train_set, parts.test_set))
-    return replace(fresh, scaler=parts.scaler) if keep_scale else fresh
+def with_fresh_model(components: Components, settings: TrainSettings, keep_scale: bool = True) -> Components:
+    """The components with a newly built, untrained model and optimizer."""
+    fresh = build(settings, components.device, (components.train_set, components.test_set))
+    return replace(fresh, scaler=components.scaler) if keep_scale else fresh
 
 
 def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:
@@ -566,13 +571,13 @@ def emulated(precision: str, device: torch.device) -> str | None:
     """The warning for a user whose processor computes `precision` in software; None where it does not."""
     if precision != "bf16" or device.type != "cpu" or _has_bf16():
         return None
-    # Torch says so too, at length and in terms of its own.
+    # Torch warns too, but without saying what to do.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return "precision: this processor has no bf16 arithmetic, so it is emulated; float32 is faster here"
 
 
 def _has_bf16() -> bool:
-    """Whether the processor has instructions for bf16; taken to be so where the system does not say."""
+    """Whether the processor has bf16 instructions; True where the system does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Early stopping: how long evaluations may go on without a gain."""
+"""Early stopping: end training when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.schema.settings import EarlyStopSettings, Mode
 
 @dataclass
 class EarlyStopping:
-    """The best value so far of what `rule` watches, and how many evaluations brought nothing better.
+    """The best value so far of the watched metric, and the number of evaluations without an improvement.
 
     `modes` says of each metric whether less or more is better.
     """
@@ -36,7 +36,7 @@ class EarlyStopping:
 
 
 def gain(mode: Mode, value: float, before: float) -> float:
-    """How much better `value` is; no number is worst."""
+    """How much better `value` is than the best; NaN is worst."""
     if not math.isfinite(value):
         return -math.inf
     if not math.isfinite(before):

@@ -1,4 +1,4 @@
-"""Engines: how an interval of steps is computed, the only thing that the loop knows about parallelism."""
+"""Engines compute intervals of steps; they are all that the loop knows about parallelism."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from plait.comm.collectives import broadcast_value
 from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
 from plait.launch.worker import Worker
-from plait.training.change.members import Mark
+from plait.training.change.members import ProgressMark
 from plait.training.checkpoint import Checkpoint, EngineState
 
 
 @dataclass(frozen=True)
 class IntervalResult:
-    """What came of an interval of steps, the same on all workers: its steps, and where trials are then."""
+    """The result of an interval, the same on all workers: steps taken and the data positions of trials."""
 
     steps: int
     positions: tuple[Position, ...]
     # Whether a worker was asked to stop, and whether the data has ended.
     stopped: bool = False
     ended: bool = False
-    # Whether a worker was told that other workers are to take part.
+    # Whether a worker received a request for a change of members.
     change_asked: bool = False
-    # The loss of a worker that ended the interval; the step it was lost in is not counted, and not taken.
+    # Set if the interval ended because a worker was lost; the interrupted step is undone and not counted.
     lost: PeerError | None = None
 
 
 class Engine(Protocol):
-    """How intervals of steps are computed, on this worker together with the others.
+    """Computes intervals of steps, on this worker together with the others.
 
-    All workers call each method together, in the same order; `load` each for itself. It can be closed and,
-    among other workers, opened again.
+    All workers call each method together, in the same order, except `load`. A closed engine can be opened
+    again among other workers.
     """
 
     def load(self, state: Checkpoint) -> None:
-        """Go on from the tensors of a checkpoint; CheckpointError if they do not fit."""
+        """Load the tensors of a checkpoint; CheckpointError if they do not fit."""
 
     def open(self) -> None:
-        """Link up with the other workers, and get ready to take steps."""
+        """Connect to the other workers and prepare to take steps."""
 
     def train(self, steps: int) -> IntervalResult:
-        """Take that many steps, or fewer if someone is asked to stop or the data ends."""
+        """Take `steps` steps, or fewer if a worker is asked to stop or the data end."""
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric of the trials in `slots` over the test split, the same on all workers."""
@@ -61,41 +61,41 @@ class Engine(Protocol):
         """The state of the trial in `slot`, on the worker that writes checkpoints."""
 
     def apply(self, change: Change) -> None:
-        """Change the run between two steps; JobError where this engine cannot."""
+        """Apply a change between two steps; JobError if this engine does not support it."""
 
-    def settle(self, staying: Sequence[int]) -> None:
-        """Give all workers the same state, running statistics included, between two intervals.
+    def synchronize(self, staying: Sequence[int]) -> None:
+        """Give all workers the same state, including running statistics, between two intervals.
 
-        Those of the ranks `staying` get what only others hold, which are to leave.
+        Ranks in `staying` also receive layers that only leaving ranks hold.
         """
 
     def close(self) -> None:
-        """End the links to the other workers."""
+        """Close the connections to the other workers."""
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
-        """The rank that all go on from, by how far each is, and what this worker would give to the others.
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
+        """The rank that all workers continue from, chosen by their progress, and the state of this worker.
 
-        Called while it is closed. None where what the workers hold is not a whole state any more: only a
-        checkpoint is. Then the model is as its factory makes it.
+        Called while the engine is closed. None if the workers no longer hold a complete state and must load
+        a checkpoint; the model is then newly built.
         """
 
 
 def ask_rank_0(worker: Worker, ask: Callable[[], Any]) -> Any:
-    """What `ask` returns on rank 0, on all workers of the process group."""
+    """Call `ask` on rank 0 and broadcast what it returns."""
     if worker.world_size == 1:
         return ask()
     return broadcast_value(ask() if worker.rank == 0 else None, 0)
 
 
 def cannot_apply(change: Change, engine: str) -> JobError:
-    """What a user is told who asks for a change that an engine has no way to make."""
+    """The error for a change that the engine does not support."""
     reasons = {
         TopologyChange: "has no topology that can change",
         BatchSizeChange: "has batches that cannot change",
         WorkersChange: "cannot change its number of workers",
         SyncChange: "cannot change how its workers agree",
         PlanChange: "has no stages whose layers could move",
-        Replan: "has no plan that could be made anew",
+        Replan: "has no plan that can change",
     }
     why = f"{engine} {reasons[type(change)]}"
     return JobError(f"adapt: cannot apply {change}: {why}; leave the policy that asks for it out")

@@ -45,7 +45,7 @@ class EvaluatedComponents(Protocol):
 
 @contextlib.contextmanager
 def evaluated_weights(optimizer: object) -> Iterator[None]:
-    """Let an optimizer that has modes, as schedule-free ones do, give the weights to be evaluated."""
+    """Switch an optimizer with modes, such as a schedule-free one, to the weights for evaluation."""
     set_mode(optimizer, training=False)
     try:
         yield
@@ -53,16 +53,16 @@ def evaluated_weights(optimizer: object) -> Iterator[None]:
         set_mode(optimizer, training=True)
 
 
-def evaluate_parts(parts: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:
+def evaluate_parts(components: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:
     """Mean loss and metric over the test split, by this worker alone."""
-    return means(parts, sums_over_share(parts, settings, 0, 1))
+    return means(components, sums_over_share(components, settings, 0, 1))
 
 
 def evaluation_batches(
-    parts: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
+    components: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """What falls to `rank` of each batch of `size` of the test split."""
-    source, loaders, pin = parts.test_set, settings.data.loaders, parts.device.type == "cuda"
+    """The share of `rank` in each batch of `size` samples of the test split."""
+    source, loaders, pin = components.test_set, settings.data.loaders, components.device.type == "cuda"
     assert source is not None
     if not source.is_stream:
         order = in_order(len(source), size)
@@ -79,57 +79,59 @@ def evaluation_batches(
 
 
 def sums_over_share(
-    parts: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
+    components: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
 ) -> Tensor:
-    """The sums (see `sums_of`) over the part of the test split that falls to `rank` of `world_size`."""
+    """The sums (see `sums_of`) over the share of `rank` in the test split."""
     sums = torch.zeros(4, dtype=torch.float64)
     size = settings.evaluate.batch_size or settings.data.batch_size
-    with torch.no_grad(), evaluated_weights(parts.optimizer), evaluation_mode(parts.model):
-        for batch in evaluation_batches(parts, settings, size, rank, world_size):
+    with torch.no_grad(), evaluated_weights(components.optimizer), evaluation_mode(components.model):
+        for batch in evaluation_batches(components, settings, size, rank, world_size):
             if batch.count:
-                sums += measure(parts, batch.content, batch.count)
+                sums += measure(components, batch.content, batch.count)
     return sums
 
 
-def means(parts: EvaluatedComponents, sums: Tensor) -> dict[str, float]:
+def means(components: EvaluatedComponents, sums: Tensor) -> dict[str, float]:
     """Mean loss and metric from sums over all samples."""
     results = {"loss": (sums[0] / sums[1]).item()}
-    if parts.metric is not None:
-        name, metric = parts.metric
+    if components.metric is not None:
+        name, metric = components.metric
         finish = getattr(metric, "finish", float)
         results[name] = finish((sums[2] / sums[3]).item())
     return results
 
 
-def measure(parts: EvaluatedComponents, content: Any, count: int) -> Tensor:
+def measure(components: EvaluatedComponents, content: Any, count: int) -> Tensor:
     """The sums (see `sums_of`) over a batch of `count` samples."""
-    return sums_of(parts, *output_of(parts, content), count)
+    return sums_of(components, *output_of(components, content), count)
 
 
-def output_of(parts: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
-    """What the model makes of a batch, and the batch's target."""
-    inputs, target = to_device(content, parts.device, parts.dtype)
-    with parts.autocast():
-        return forward(parts.model, inputs), target
+def output_of(components: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
+    """The output of the model for a batch, and the target of the batch."""
+    inputs, target = to_device(content, components.device, components.dtype)
+    with components.autocast():
+        return forward(components.model, inputs), target
 
 
-def sums_of(parts: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
-    """Loss times samples, samples, what the metric found good, and out of how many."""
-    with parts.autocast():
-        mean = parts.loss(output, target)
-    good, total = (0.0, 1.0) if parts.metric is None else _sum_and_count(*parts.metric, output, target)
+def sums_of(components: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
+    """Loss times samples, samples, and the sum and the count of the metric."""
+    with components.autocast():
+        mean = components.loss(output, target)
+    good, total = (
+        (0.0, 1.0) if components.metric is None else _sum_and_count(*components.metric, output, target)
+    )
     return torch.tensor([float(mean) * count, float(count), good, total], dtype=torch.float64)
 
 
 def _sum_and_count(name: str, metric: Metric, output: Any, target: Any) -> tuple[float, float]:
-    found: Any = metric(output, target)
+    result: Any = metric(output, target)
     try:
-        # A tensor of two numbers may be those of two samples.
-        good, total = found if isinstance(found, (tuple, list)) else ()
+        # A tensor of two numbers may hold the values of two samples.
+        good, total = result if isinstance(result, (tuple, list)) else ()
         return float(good), float(total)
     except (TypeError, ValueError, RuntimeError):
         raise JobError(
-            f"evaluate.metric: {name} returned {shown(found)} for a batch, expected (sum, count), two "
+            f"evaluate.metric: {name} returned {shown(result)} for a batch, expected (sum, count), two "
             f"numbers: batches may differ in size, and the sums of all are divided by their counts; of a "
             f"mean over samples return (mean * len(target), len(target))"
         ) from None

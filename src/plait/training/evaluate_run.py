@@ -17,7 +17,8 @@ from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training import components
+from plait.training.components import Components
+from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
 from plait.training.optimizers.build import has_modes
 from plait.training.process import choose_device
@@ -29,17 +30,17 @@ def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
     """The step and metrics of a run's newest, or best, checkpoint, computed in this process."""
     settings = _read_settings(folder)
     state = _best(folder) if best else _newest(folder)
-    parts = _build(folder, settings)
-    assert parts.test_set is not None
-    check_same_data(state.progress, parts.test_set.dataset, settings.data)
-    checkpoints.load_model_state(parts.model, state.model)
-    if has_modes(parts.optimizer):
-        named_state.load_optimizer_state(parts.optimizer, parts.names, state.optimizer)
-    metrics = evaluate_parts(parts, settings)
-    # What needs the whole split at once.
-    scores = getattr(parts.test_set.dataset, "scores", None)
+    components = _build(folder, settings)
+    assert components.test_set is not None
+    check_same_data(state.progress, components.test_set.dataset, settings.data)
+    checkpoints.load_model_state(components.model, state.model)
+    if has_modes(components.optimizer):
+        named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
+    metrics = evaluate_parts(components, settings)
+    # Metrics that need the whole split at once.
+    scores = getattr(components.test_set.dataset, "scores", None)
     if scores is not None:
-        metrics |= scores(parts.model, parts.device)
+        metrics |= scores(components.model, components.device)
     return {"step": state.step, "metrics": metrics}
 
 
@@ -53,17 +54,17 @@ def measure_scores(
     """
     settings = _read_settings(folder)
     states = [_best(folder)] if best else _kept(folder)
-    parts = _build(folder, settings)
-    assert parts.test_set is not None
-    scores = getattr(parts.test_set.dataset, "scores", None)
+    components = _build(folder, settings)
+    assert components.test_set is not None
+    scores = getattr(components.test_set.dataset, "scores", None)
     if scores is None or not options.keys() <= parameters_of(scores).keys():
         raise InputError(f"{folder.path}: {what}, but this run has data.kind {settings.data.kind}")
     rows: list[dict[str, Any]] = []
     for state in states:
-        check_same_data(state.progress, parts.test_set.dataset, settings.data)
-        checkpoints.load_model_state(parts.model, state.model)
-        with evaluation_mode(parts.model), parts.autocast():
-            rows.append({"step": state.step, **scores(parts.model, parts.device, **options)})
+        check_same_data(state.progress, components.test_set.dataset, settings.data)
+        checkpoints.load_model_state(components.model, state.model)
+        with evaluation_mode(components.model), components.autocast():
+            rows.append({"step": state.step, **scores(components.model, components.device, **options)})
     return rows
 
 
@@ -76,24 +77,24 @@ def _read_settings(folder: RunDir) -> TrainSettings:
     return settings
 
 
-def _build(folder: RunDir, settings: TrainSettings) -> components.Components:
-    parts = components.build(settings, choose_device(settings.device, 0))
-    if parts.test_set is None:
+def _build(folder: RunDir, settings: TrainSettings) -> Components:
+    components = build_components(settings, choose_device(settings.device, 0))
+    if components.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
-    return parts
+    return components
 
 
 def _kept(folder: RunDir) -> list[checkpoints.Checkpoint]:
-    """All checkpoints that are whole, oldest first."""
-    found = []
+    """All complete checkpoints, oldest first."""
+    loaded = []
     for path in reversed(checkpoints.list_checkpoints(folder.checkpoints)):
         try:
-            found.append(checkpoints.load(path))
+            loaded.append(checkpoints.load(path))
         except CheckpointError as failure:
             log.warning("checkpoint refused: %s", failure)
-    if not found:
+    if not loaded:
         raise CheckpointError(f"{folder.path}: no usable checkpoint in it")
-    return found
+    return loaded
 
 
 def _newest(folder: RunDir) -> checkpoints.Checkpoint:
@@ -103,10 +104,10 @@ def _newest(folder: RunDir) -> checkpoints.Checkpoint:
         log.warning("checkpoint refused, trying the one before it: %s", why)
         refused.append(f"; the newest was refused: {why}")
 
-    found = checkpoints.newest(folder.checkpoints, checkpoints.load, refuse)
-    if found is None:
+    checkpoint = checkpoints.newest(folder.checkpoints, checkpoints.load, refuse)
+    if checkpoint is None:
         raise CheckpointError(f"{folder.path}: no usable checkpoint in it{refused[0] if refused else ''}")
-    return found
+    return checkpoint
 
 
 def _best(folder: RunDir) -> checkpoints.Checkpoint:

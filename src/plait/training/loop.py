@@ -1,8 +1,8 @@
 """The loop of every run and every sweep: a list of trials, driven with one engine.
 
-How steps are computed is the engine's business; what is due after which step, and the progress of trials, is
-the loop's. What differs is where trials come from and who keeps their results: `RunLoop` has one of its own,
-`SweepLoop` those that a coordinator hands out.
+The engine computes steps; the loop tracks the progress of trials and what is due after which step. Subclasses
+differ in where trials come from and where results go: `RunLoop` trains one trial, `SweepLoop` the trials that
+a coordinator assigns.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from plait.training.engine import IntervalResult
 from plait.training.trial import Due, Trial
 
 
-def keep_what_was_built() -> None:
+def freeze_garbage_collector() -> None:
     """Exclude all existing objects from garbage collection, which would otherwise pause steps."""
     gc.collect()
     gc.freeze()
 
 
 class TrialsEngine(Protocol):
-    """What the loop asks of an engine; slots number its trials."""
+    """The part of an engine that the loop needs; slots number its trials."""
 
     def train(self, steps: int) -> IntervalResult:
-        """Take that many steps, or fewer if someone is asked to stop or the data ends."""
+        """Take `steps` steps, or fewer if a worker is asked to stop or the data end."""
 
     def evaluate(self, slots: Sequence[int]) -> list[dict[str, float]]:
         """Mean loss and metric of the trials in `slots` over the test split, the same on all workers."""
@@ -40,49 +40,49 @@ class TrialsEngine(Protocol):
 
 
 class Loop(ABC):
-    """Trains `trials` with `engine`; where several workers do, all of them call each method together."""
+    """Trains `trials` with `engine`; all workers of a group call each method together."""
 
     engine: TrialsEngine
 
     @property
     @abstractmethod
     def trials(self) -> Sequence[Trial]:
-        """The trials that train now, in the engine's order."""
+        """The trials in training, in the order of the engine's slots."""
 
     @abstractmethod
     def ended(self) -> str | None:
-        """Why training ends here: `finished`, `stopped`, ...; None while it goes on."""
+        """Why training ends: `finished`, `stopped`, ...; None while it continues."""
 
     @abstractmethod
     def apply_changes(self) -> None:
-        """Change, between two steps, what is asked to be changed: settings, workers, trials."""
+        """Apply requested changes of settings, workers or trials, between two steps."""
 
     @abstractmethod
     def steps_until_change(self) -> int | None:
-        """Steps until something may have to be changed; None where nothing is known of that."""
+        """Steps until the next possible change; None if unknown."""
 
     @abstractmethod
     def observe(self, result: IntervalResult) -> None:
-        """Take note of what came of an interval, whose steps the trials have made."""
+        """Process the result of an interval; the trials have already advanced by its steps."""
 
     @abstractmethod
     def find_due(self) -> dict[int, Due]:
-        """What is to be done now, by slot."""
+        """What is due now, by slot."""
 
     @abstractmethod
     def before_evaluation(self, due: Mapping[int, Due]) -> None:
-        """Do what must not wait for an evaluation, which may fail."""
+        """Called before an evaluation, which may fail: save what must not be lost."""
 
     @abstractmethod
     def record_evaluation(self, metrics: Mapping[int, dict[str, float]], seconds: float) -> None:
-        """Record what an evaluation found, by slot."""
+        """Record the metrics of an evaluation, by slot."""
 
     @abstractmethod
     def after_evaluation(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
-        """Save and report what is due, with what was evaluated of it."""
+        """Save and report what is due, with the metrics of the evaluation."""
 
     def take_steps(self) -> str:
-        """Train to the end or until asked to stop, which is returned."""
+        """Train until `ended` gives a reason, which is returned."""
         while (reason := self.ended()) is None:
             self.apply_changes()
             if (steps := self.steps_until_due()) > 0:
@@ -91,7 +91,7 @@ class Loop(ABC):
         return reason
 
     def steps_until_due(self) -> int:
-        """Steps until something is due besides training; 0 where something is now, or nothing trains."""
+        """Steps until an evaluation, checkpoint or change is due; 0 if one is due now or no trial trains."""
         if not self.trials or any(trial.moved for trial in self.trials):
             return 0
         change = self.steps_until_change()
@@ -99,14 +99,14 @@ class Loop(ABC):
         return steps if change is None else min(steps, change)
 
     def advance(self, steps: int) -> None:
-        """Have the engine take that many steps, or fewer where a worker is asked for something else."""
+        """Take `steps` steps, or fewer if a worker is asked to stop or to change."""
         result = self.engine.train(steps)
         for trial, position in zip(self.trials, result.positions):
             trial.advance(result.steps, position)
         self.observe(result)
 
     def evaluate_and_save(self) -> None:
-        """Do what is due after the last step; again where a worker is lost meanwhile."""
+        """Do what is due after the last step; if a worker is lost, it stays due."""
         due = self.find_due()
         with self.undone_by_losses():
             self.before_evaluation(due)
@@ -120,7 +120,7 @@ class Loop(ABC):
             trial.moved = False
 
     def evaluate(self, slots: Sequence[int]) -> dict[int, dict[str, float]]:
-        """Evaluate the trials in `slots`, and record what that found."""
+        """Evaluate the trials in `slots` and record their metrics."""
         if not slots:
             return {}
         started = time.perf_counter()
@@ -130,11 +130,11 @@ class Loop(ABC):
 
     @contextlib.contextmanager
     def undone_by_losses(self) -> Iterator[None]:
-        """Forget what an evaluation said where a worker is lost in it, or in the checkpoint after it."""
-        kept = [(trial, trial.best, replace(trial.early_stopping)) for trial in self.trials]
+        """Restore the best metrics if a worker is lost during an evaluation or the checkpoint after it."""
+        saved = [(trial, trial.best, replace(trial.early_stopping)) for trial in self.trials]
         try:
             yield
         except RuntimeError:
-            for trial, best, early_stopping in kept:
+            for trial, best, early_stopping in saved:
                 trial.best, trial.early_stopping = best, early_stopping
             raise

@@ -36,7 +36,7 @@ class MetricsLogger:
         self,
         worker: Worker,
         settings: TrainSettings,
-        parts: Components,
+        components: Components,
         folder: RunDir,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -44,10 +44,10 @@ class MetricsLogger:
         self._active = worker.rank == 0
         self._worker = worker
         self._settings = settings
-        self._device = str(parts.device)
-        self._modes = parts.modes
-        self._parameters = sum(p.numel() for p in parts.model.parameters())
-        self._samples_of_epoch = parts.train_set.length
+        self._device = str(components.device)
+        self._modes = components.modes
+        self._parameters = sum(p.numel() for p in components.model.parameters())
+        self._samples_of_epoch = components.train_set.length
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
         self._board = open_board(folder.tensorboard) if self._active and settings.tensorboard else None
@@ -65,11 +65,11 @@ class MetricsLogger:
         self._progress: dict[str, Any] = {}
         self._last_loss: torch.Tensor | None = None
         self._verified_s: float | None = None
-        # Told the step, the mean loss since the last event, and the last one, whenever losses are read.
+        # Called when losses are read, with the step, the mean loss since the last event, and the last loss.
         self.on_loss: Callable[[int, float, float], None] = lambda step, mean, last: None
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps of a run for which it was unknown, or has changed."""
+        """Set the total number of steps, if it was unknown or has changed."""
         self._total = steps
         self._progress["steps"] = steps
         self._report(force=True)
@@ -96,7 +96,7 @@ class MetricsLogger:
         self._progress = {"step": step, "steps": steps}
 
     def begin_steps(self) -> None:
-        """Count the seconds of the steps from now on: what came before was getting ready for them.
+        """Start the clock of the steps: the time before was preparation.
 
         The first report says that the run has begun: until now it could be refused.
         """
@@ -112,7 +112,7 @@ class MetricsLogger:
         samples: int,
         ended: float | None = None,
     ) -> None:
-        """Note one step that `ended` at that moment, or now; `loss` may still be on its way on the device."""
+        """Record one step that `ended` at that time (default: now); `loss` may not be computed yet."""
         if not self._active:
             return
         self._loss = self._loss + loss
@@ -126,7 +126,7 @@ class MetricsLogger:
             self._log_steps(step, epoch, lr, now)
 
     def log_rest(self) -> None:
-        """Record the steps that are in no event yet."""
+        """Record the steps that are not in an event yet."""
         if self._steps:
             step, epoch, lr, ended = self._last
             self._log_steps(step, epoch, lr, self._clock() if ended is None else ended)
@@ -142,7 +142,7 @@ class MetricsLogger:
             self._board.add_scalar("train/samples_per_s", self._samples / seconds, step)
         self._training_s += seconds
         self._all_samples += self._samples
-        # A running mean that forgets within a few seconds: time left should follow a change of speed.
+        # A running mean over a few seconds, so that the time left follows changes of speed.
         weight = min(1.0, max(seconds / 3.0, self._samples / max(self._all_samples, 1)))
         self._rate += weight * (self._samples / seconds - self._rate)
         self._progress |= {
@@ -187,10 +187,10 @@ class MetricsLogger:
         self._record(run_events.CheckpointRefused(str(path), reason))
         self.warn(f"checkpoint refused, trying the one before it: {reason}")
 
-    def warn(self, words: str) -> None:
+    def warn(self, message: str) -> None:
         """Warn the user, once for all workers."""
         if self._active:
-            log.warning("%s", words)
+            log.warning("%s", message)
 
     def end(
         self,
@@ -200,7 +200,7 @@ class MetricsLogger:
         best: dict[str, Any] | None,
         audited: tuple[int, float] | None = None,
     ) -> RunResult:
-        """Close the record; what the run came to, but for its folder."""
+        """Close the record; returns the result of the run, without its folder."""
         seconds = self._clock() - self._started
         rate = self._all_samples / self._training_s if self._training_s else 0.0
         self._record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
@@ -226,14 +226,14 @@ class MetricsLogger:
         )
 
     def take_over(self, log_: EventLog) -> None:
-        """Keep the record from now on, in this worker's own file: the one that kept it is gone."""
+        """Write the record from now on, in the events file of this worker: the previous writer is gone."""
         self._active, self._log = True, log_
         if self._settings.tensorboard:
             self._board = open_board(self._folder.tensorboard)
         self._mark = self._clock()
 
     def leave(self) -> None:
-        """Close the record: another worker keeps it from now on, if this one did."""
+        """Close the record: another worker writes it from now on."""
         self.log_rest()
         if self._log is not None:
             self._log.close()
@@ -241,7 +241,7 @@ class MetricsLogger:
             self._board.close()
 
     def flush(self) -> None:
-        """Write down what was recorded so far."""
+        """Flush all records."""
         if self._log is not None:
             self._log.flush()
         if self._board is not None:
@@ -253,14 +253,14 @@ class MetricsLogger:
         self._record(event)
 
     def signals(self, signals: run_events.Signals) -> None:
-        """Write signals down, as often as steps."""
+        """Record signals, as often as steps."""
         every, now = self._settings.log_every_steps, self._clock()
         if self._active and (signals.step % every == 0 if every else now - self._signals_at >= LOG_S):
             self._signals_at = now
             self._record(signals)
 
-    def note(self, event: Event) -> None:
-        """Write an event of another kind down."""
+    def record(self, event: Event) -> None:
+        """Record any other event."""
         self._record(event)
 
     def _record(self, event: Event) -> None:
@@ -275,7 +275,7 @@ class MetricsLogger:
 
 
 def open_board(folder: Path) -> Any:
-    """What writes TensorBoard's scalars into `folder`."""
+    """A TensorBoard writer for `folder`."""
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))

@@ -28,7 +28,7 @@ class TrainRequest(RunRequest):
 
 
 def begin_process(kind: type[R], order: Mapping[str, Any]) -> R:
-    """Prepare this process for training, and return its order, decoded as a request of that kind."""
+    """Prepare this process for training; returns `order` decoded as a request of that kind."""
     show_logs()
     use_eager_optimizers()
     return decode(kind, order, "order")
@@ -44,7 +44,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def use_device(wanted: str, worker: Worker) -> torch.device:
-    """The device of `worker`, which is torch's current one from now on."""
+    """The device of `worker`, set as torch's current device."""
     device = choose_device(wanted, worker.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -52,7 +52,7 @@ def use_device(wanted: str, worker: Worker) -> torch.device:
 
 
 def join_workers(worker: Worker, device: torch.device) -> None:
-    """Make the process group of all workers; all call it together.
+    """Create the process group of all workers; all call it together.
 
     Its backend is NCCL where every worker has a GPU to itself, else gloo, which goes through the host.
     """

@@ -1,4 +1,4 @@
-"""One run as its loop and its engine see it: the worker, what is trained, the progress, and the record."""
+"""The state that the loop and the engine of a run share: worker, components, progress and record."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from plait.training.trial import Trial
 
 
 class Run:
-    """What a loop and its engine share; the loop alone moves the progress of its trial."""
+    """What a loop and its engine share; only the loop advances the trial."""
 
-    def __init__(self, worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> None:
+    def __init__(
+        self, worker: Worker, settings: TrainSettings, components: Components, folder: RunDir
+    ) -> None:
         self.worker = worker
         # One; its engine has the same list.
-        self.trials = [Trial(settings, EarlyStopping(settings.early_stop, parts.modes))]
-        self.parts = parts
+        self.trials = [Trial(settings, EarlyStopping(settings.early_stop, components.modes))]
+        self.components = components
         self.folder = folder
-        self.metrics = MetricsLogger(worker, settings, parts, folder)
+        self.metrics = MetricsLogger(worker, settings, components, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
         self.signals = SignalHistory(self.metrics.signals)
-        # What is known of the gradients' noise, by whichever engine's monitor.
+        # The gradient noise, measured by the monitor of the engine.
         self.noise = GradientAverages()
-        # Of the whole run, where they are known.
+        # The total steps of the run, if known.
         self.total_steps: int | None = None
-        # What it took to open the engine that trains now, where layers may move.
+        # Seconds that opening the present engine took, for plans that may change.
         self.opened_s = 0.0
         self._keeps_record = worker.rank == 0
         # The version of the membership that an engine was opened in last, and how many were before it there.
@@ -58,7 +60,7 @@ class Run:
 
     @property
     def settings(self) -> TrainSettings:
-        """As changes have left them."""
+        """The settings with all changes applied."""
         return self.trial.settings
 
     @settings.setter
@@ -72,23 +74,23 @@ class Run:
 
     def lr(self, step: int) -> float:
         """The learning rate of the first parameter group."""
-        return self.parts.base_lrs[0] * self.trial.lr_factor(step)
+        return self.components.base_lrs[0] * self.trial.lr_factor(step)
 
     def name_of_opening(self) -> str:
-        """A name for the links of an engine that is opened now, the same on all members and used once."""
+        """A unique name for the links of an engine that is being opened, the same on all members."""
         version, count = self.worker.memberships.current.version, self._openings[1] + 1
         self._openings = (version, count if self._openings[0] == version else 0)
         return "{}.{}".format(*self._openings)
 
-    def begin_anew(self) -> None:
-        """Go back to where the run began, before a checkpoint is read."""
-        self.trial.begin_anew()
+    def reset(self) -> None:
+        """Reset the progress of the run, before a checkpoint is loaded."""
+        self.trial.reset()
         self.noise = GradientAverages()
 
-    def note(self, event: Event) -> None:
-        """Record an event of this worker's, in the run's record or in a file of its own."""
+    def record(self, event: Event) -> None:
+        """Record an event of this worker, in the run's record or in the events file of this worker."""
         if self._keeps_record:
-            self.metrics.note(event)
+            self.metrics.record(event)
         else:
             self._events().record(event)
 
@@ -97,14 +99,14 @@ class Run:
             self._own_events.flush()
 
     def flush_record(self) -> None:
-        """Write down what there is to record so far, steps that are in no event yet included."""
+        """Write all pending records, including steps that are in no event yet."""
         with contextlib.suppress(Exception):  # a loss may be on a device that has failed
             self.metrics.log_rest()
         self.metrics.flush()
         self.flush_events()
 
     def take_over_record(self) -> None:
-        """Keep the run's record from now on: the worker that kept it is gone."""
+        """Write the run's record from now on: the worker that wrote it is gone."""
         if not self._keeps_record:
             self.metrics.take_over(self._events())
             self._keeps_record, self._own_events = True, None
@@ -119,8 +121,8 @@ class Run:
         return self._own_events
 
     def order(self) -> Iterator[GlobalBatch]:
-        """The batches to come, by their samples."""
-        data, source = self.settings.data, self.parts.train_set
+        """The next batches, as sample numbers."""
+        data, source = self.settings.data, self.components.train_set
         return batches(
             self.trial.position,
             ENDLESS if source.length is None else len(source),
@@ -146,26 +148,26 @@ class Run:
             rank=share,
             world_size=shares,
             loaders=self.settings.data.loaders,
-            pin=self.parts.device.type == "cuda",
+            pin=self.components.device.type == "cuda",
         )
 
     def own_batches(self) -> Iterator[loader.Batch]:
-        """This worker's share of each batch to come."""
-        if self.parts.train_set.is_stream:
+        """This worker's share of the next batches."""
+        if self.components.train_set.is_stream:
             return self._stream()
         worker = self.worker
-        return self.load(self.parts.train_set, self.order(), worker.rank, worker.world_size)
+        return self.load(self.components.train_set, self.order(), worker.rank, worker.world_size)
 
     def _stream(self) -> Iterator[loader.Batch]:
-        settings, data, parts = self.settings, self.settings.data, self.parts
-        source, worker = parts.train_set, self.worker
+        settings, data, components = self.settings, self.settings.data, self.components
+        source, worker = components.train_set, self.worker
         order = StreamOrder(
             self.trial.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
         )
-        pin = parts.device.type == "cuda"
-        found = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
+        pin = components.device.type == "cuda"
+        batches = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
         begin = self.trial.step
-        for number, batch in enumerate(found):
+        for number, batch in enumerate(batches):
             # After 1, 2, 4, 8, ... batches, and after the last.
             is_last = batch.last or begin + number + 1 == settings.steps
             if (number & (number + 1) == 0 or is_last) and worker.world_size > 1:
@@ -179,10 +181,10 @@ class Run:
             yield batch
 
     def broadcast_weights(self) -> None:
-        """Give all workers the first one's parameters and buffers."""
+        """Broadcast parameters and buffers from the first worker."""
         if self.worker.world_size == 1:
             return
-        model = self.parts.model
+        model = self.components.model
         with torch.no_grad():
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 dist.broadcast(tensor, src=0)

@@ -32,7 +32,7 @@ from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import read_options
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
-from plait.training.change.members import NO_STATE, Mark, RunMembers, WorkerLeft, loss_of
+from plait.training.change.members import NO_STATE, ProgressMark, RunMembers, WorkerLeft, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.replicas import check_kept
@@ -44,7 +44,7 @@ from plait.training.components import emulated, total_steps
 from plait.training.early_stopping import gain
 from plait.training.engine import Engine, IntervalResult, ask_rank_0
 from plait.training.engines.whole_model import warm_up
-from plait.training.loop import Loop, keep_what_was_built
+from plait.training.loop import Loop, freeze_garbage_collector
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
 from plait.training.trial import UNKNOWN_STEPS, Due, Trial
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 class RunLoop(Loop):
     """Trains a run with an engine, from where the last good checkpoint left off.
 
-    `sources` are asked for changes between two steps; the loop alone applies them, and records them. Where
-    workers may come and go, the engine is closed and opened again among others between two steps; where one
-    is lost, what it was lost in is done again by the rest. `make_engine` gives another engine for the
-    settings as they are then, where how workers agree may change.
+    Between two steps the loop asks `sources` for changes, applies them and records them. In an elastic run,
+    the engine is closed between two steps and opened again among the new members; if a worker is lost, the
+    remaining workers repeat the interrupted step. `make_engine` builds an engine for the current settings; it
+    is given where the sync may change.
     """
 
     engine: Engine
@@ -74,21 +74,21 @@ class RunLoop(Loop):
         self.engine = engine
         self._sources = tuple(sources)
         self._make_engine = make_engine
-        over_stream = run.parts.train_set.is_stream and run.settings.epochs is not None
-        # Whole models are trained on a stream until that ends, whatever length it claims.
+        over_stream = run.components.train_set.is_stream and run.settings.epochs is not None
+        # Whole models are trained on a stream until it ends, even if its declared length is wrong.
         self._until_data_ends = over_stream and run.settings.pipeline is None
-        # The step of the last checkpoint that this worker wrote, and of the last that it did not write.
+        # The step of the last checkpoint that this worker wrote, and of the last that it refused to write.
         self._saved_step: int | None = None
         self._broken_step: int | None = None
-        self._stopped = self._change_asked = self._has_begun = self._told_of_unsaved = False
-        # Whether this worker holds a state that others could go on from.
+        self._stopped = self._change_asked = self._has_begun = self._warned_of_unsaved = False
+        # Whether this worker holds a state that others can continue from.
         self._has_state = False
-        # How the run was seen to have diverged, where that ends it; on the worker that keeps the record.
+        # Why the run ends as diverged, on the worker that writes the record.
         self.diverged: str | None = None
         self._bad_losses = 0
         self._warned_of_loss = False
         run.metrics.on_loss = self._judge_loss
-        # The step after which changes were made last, and how many.
+        # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
         self._unsaved: UnsavedState | None = None
         self._members = RunMembers(run, run.worker.memberships)
@@ -98,9 +98,9 @@ class RunLoop(Loop):
         return self.run.trials
 
     def train(self, resume: bool) -> RunResult | None:
-        """Train to the end or until asked to stop; what the run came to. All ranks call it together.
+        """Train to the end or until asked to stop; returns the result. All ranks call it together.
 
-        A worker that has left the run meanwhile has no result.
+        A worker that left the run during training has no result.
         """
         run = self.run
         try:
@@ -121,7 +121,7 @@ class RunLoop(Loop):
         return result
 
     def _train_with_the_rest(self) -> tuple[str, dict[str, float]]:
-        """Train to the end; where a worker is lost meanwhile, the rest goes on."""
+        """Train to the end; if a worker is lost, the remaining workers continue."""
         while True:
             try:
                 return self._train_and_finish()
@@ -129,14 +129,14 @@ class RunLoop(Loop):
                 loss = loss_of(self.run.worker, failure)
                 if loss is None:
                     raise
-            # Outside of the clause, whose traceback keeps the broken process group alive.
+            # Outside the except clause: its traceback keeps the broken process group alive.
             self._go_on_among(partial(self._members.after, loss), was_lost=True)
 
     def _go_on_among(self, find: Callable[[], Membership], was_lost: bool = False) -> None:
-        """Go on among the members that `find` returns; again with later ones where one is lost meanwhile.
+        """Continue among the members that `find` returns; try again if another one is lost during this.
 
-        Workers that stay close their engine, meet the others of the new version, agree on the state that all
-        go on from, and open the engine again.
+        Workers that stay close their engine, join the process group of the new version, agree on the state
+        that all continue from, and open the engine again.
         """
         members = self._members
         while True:
@@ -154,16 +154,16 @@ class RunLoop(Loop):
             find, was_lost = partial(members.after, loss), True
 
     def _agree_on_state(self) -> None:
-        """Go on from the most advanced state that the members have; all of them call it together."""
+        """Continue from the most advanced state that a member has; all members call it together."""
         worker = self.run.worker
         marks = [self._mark()]
         if worker.world_size > 1:
             marks = [tuple(mark) for mark in all_gather_values(list(marks[0]))]
-        handed = self.engine.hand_over(marks)
-        if handed is None:
+        chosen = self.engine.find_source(marks)
+        if chosen is None:
             self._go_back_to_checkpoint()
         elif len(set(marks)) > 1:
-            source, state = handed
+            source, state = chosen
             self._take_progress(source, state, marks[worker.rank] == marks[source])
 
     def _train_and_finish(self) -> tuple[str, dict[str, float]]:
@@ -177,72 +177,72 @@ class RunLoop(Loop):
         check_data(self.run)
         check_loss(self.run)
         check_kept(self.run)
-        # An evaluation that a checkpoint still waits for is done first.
+        # If the checkpoint was written before its evaluation, evaluate first.
         self.run.trial.moved, self._has_state = self.run.trial.owes_evaluation, True
 
     def _enter(self, resume: bool) -> None:
-        """Get ready to take steps, with the workers that start together or with those that train already."""
+        """Start training together with the other workers, or join those that already train."""
         if self._members.is_joining:
             if self.run.settings.pipeline is None:
-                # The first step should take no longer than others.
-                warm_up(self.run.parts, self.run.settings)
-            keep_what_was_built()
+                # Otherwise the first step would take longer than others.
+                warm_up(self.run.components, self.run.settings)
+            freeze_garbage_collector()
             self._go_on_among(self._members.first)
             return
         if self.run.worker.rank == 0:
-            # Nobody has begun to write; workers of another launch may have been killed while they did.
+            # No worker writes yet; an earlier launch may have been killed while it was writing.
             self.run.folder.remove_unfinished()
         self.start(resume)
-        # Counted from the position: the batch size may have changed since the steps before were taken.
+        # Counted from the position: the batch size may have changed in earlier steps.
         self.begin(self._total_steps())
         self._members.report_joined()
 
     def _finish(self, reason: str) -> dict[str, float]:
-        # Only who keeps the record knows of a divergence; the others do what they do when asked to stop.
-        evaluates = reason not in ("stopped", "difference") and self.run.parts.test_set is not None
+        # Only the worker that writes the record knows of a divergence; for the others the run was stopped.
+        evaluates = reason not in ("stopped", "difference") and self.run.components.test_set is not None
         with self.undone_by_losses():
             self._save(evaluates)
             metrics = self.evaluate([0])[0] if evaluates else {}
             if metrics:
                 self._keep_evaluation(metrics)
         if self._members.can_change and self.run.worker.world_size > 1:
-            # Were the one that writes lost, another would have to be there to do it.
+            # If the writer is lost, another worker must still be here to write.
             all_gather_values(None)
         return metrics
 
     def _leave(self) -> None:
-        """End this worker; the others go on."""
+        """End this worker; the others continue."""
         self.run.metrics.leave()
         self.run.close()
         self._members.worker.report_left()
 
     def begin(self, steps: int) -> None:
-        """Get ready to go on until `steps` steps are done."""
+        """Prepare to train until `steps` steps are done."""
         run, metrics = self.run, self.run.metrics
         run.trial.until = UNKNOWN_STEPS if self._until_data_ends else steps
         run.trial.schedule = build_lr_factor(run.settings.lr_schedule, self._schedule_steps(steps))
         metrics.batch_size = run.batch_size
-        self._tell_of_parts()
+        self._warn_of_loss_parts()
         run.total_steps = None if steps == UNKNOWN_STEPS else steps
         metrics.start(run.trial.step, run.total_steps)
-        if slow := emulated(run.settings.precision, run.parts.device):
+        if slow := emulated(run.settings.precision, run.components.device):
             metrics.warn(slow)
-        for note in run.parts.notes:
-            metrics.warn(note)
-        if run.parts.train_set.is_stream:
+        for warning in run.components.warnings:
+            metrics.warn(warning)
+        if run.components.train_set.is_stream:
             self._warn_of_skipping()
         self.engine.open()
         self._has_begun = True
-        self._unsaved = UnsavedState(run.parts.model) if run.parts.pieces is None else None
-        keep_what_was_built()
+        self._unsaved = UnsavedState(run.components.model) if run.components.local_tensors is None else None
+        freeze_garbage_collector()
         metrics.begin_steps()
 
-    def _tell_of_parts(self) -> None:
-        """Warn where a batch that is trained in parts has another loss than as a whole."""
+    def _warn_of_loss_parts(self) -> None:
+        """Warn where the loss of a batch is not the mean of the losses of its microbatches."""
         run = self.run
-        asked = run.worker.rank == 0 and run.settings.verify.start != "off"
-        if asked and (words := describe_parts(run.settings, run.parts, run.worker.world_size)):
-            run.metrics.warn(words)
+        checks = run.worker.rank == 0 and run.settings.verify.start != "off"
+        if checks and (message := describe_parts(run.settings, run.components, run.worker.world_size)):
+            run.metrics.warn(message)
 
     def _warn_of_skipping(self) -> None:
         run, position = self.run, self.run.trial.position
@@ -266,7 +266,7 @@ class RunLoop(Loop):
         return "stopped" if self._stopped else None
 
     def _judge_loss(self, step: int, mean: float, last: float) -> None:
-        """Notice a loss that is no number; where the job wants it so, the run is asked to end."""
+        """Warn of a loss that is not finite; with `stop_on_nan` the run ends."""
         settings = self.run.settings
         self._bad_losses = 0 if math.isfinite(last) else self._bad_losses + 1
         if not math.isfinite(mean) and not self._warned_of_loss:
@@ -274,15 +274,15 @@ class RunLoop(Loop):
             self.run.metrics.warn(
                 f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm"
             )
-        # A step whose gradients overflow fp16 is left out by the loss scale, and the next ones are fine.
+        # The loss scaler skips a step whose fp16 gradients overflow; the next steps are fine.
         overflows_allowed = 1 if settings.precision == "fp16" else 0
         if settings.stop_on_nan and self._bad_losses > overflows_allowed:
-            self._note_divergence(step, "the loss is not a number")
+            self._record_divergence(step, "the loss is not a number")
 
-    def _note_divergence(self, step: int, words: str) -> None:
-        """The run is to end: `words` say what is wrong with it after that step."""
+    def _record_divergence(self, step: int, reason: str) -> None:
+        """End the run, with `reason` as the cause."""
         if self.diverged is None:
-            self.diverged = f"{words} at step {step}"
+            self.diverged = f"{reason} at step {step}"
             self.run.worker.ask_to_stop()
 
     def observe(self, result: IntervalResult) -> None:
@@ -292,26 +292,27 @@ class RunLoop(Loop):
             self._until_data_ends, run.trial.until = False, run.trial.step
             run.metrics.set_steps(run.trial.step)
         if result.lost is not None:
-            # Of the steps before the one that a worker was lost in, the last may have something due.
+            # The last complete step before the loss may have an evaluation or a checkpoint due.
             raise result.lost
 
-    def _mark(self) -> Mark:
-        """How far this worker is."""
+    def _mark(self) -> ProgressMark:
+        """The progress of this worker."""
         if not self._has_state:
             return NO_STATE
-        # Of those at one step, the one with the fewest changes is gone on from: the others take them back.
+        # Of the workers at one step, all continue from the one with the fewest changes; the others undo
+        # theirs.
         changes = self._changes[1] if self._changes[0] == self.run.trial.step else 0
         return (self.run.trial.step, int(not self.run.trial.moved) + changes)
 
-    def _take_progress(self, source: int, own: EngineState, is_there: bool) -> None:
-        """Take what rank `source` knows of the run, unless this worker is there already; all call it.
+    def _take_progress(self, source: int, local: EngineState, is_current: bool) -> None:
+        """Load the progress of rank `source`, unless this worker `is_current`; all workers call it.
 
-        `own` is what this worker would give, were it the source.
+        `local` is the state that this worker would send as the source.
         """
-        given = self.run.worker.rank == source
-        state = checkpoints.broadcast(self._checkpoint(own) if given else None, source)
-        rest = broadcast_value(self._position_in_loop() if given else None, source)
-        if not is_there:
+        is_source = self.run.worker.rank == source
+        state = checkpoints.broadcast(self._checkpoint(local) if is_source else None, source)
+        rest = broadcast_value(self._position_in_loop() if is_source else None, source)
+        if not is_current:
             self._take_position(rest)
             self._load_checkpoint(state)
             self.run.metrics.batch_size = self.run.batch_size
@@ -319,19 +320,19 @@ class RunLoop(Loop):
             self._has_state = self._has_begun or not rest["moved"]
 
     def _go_back_to_checkpoint(self) -> None:
-        """Go on from the newest checkpoint; all workers call it together."""
+        """Continue from the newest checkpoint; all workers call it together."""
         self.run.metrics.log_rest()
-        self.run.begin_anew()
+        self.run.reset()
         for source in self._sources:
             if isinstance(source, SavedSource):
                 source.load({})
-        # Until all have it, this worker has no state that others could go on from.
+        # Until all have loaded it, this worker has no state that others can continue from.
         self._has_begun, self._has_state, self._changes = False, False, (0, 0)
         self.start(resume=True)
         self.run.trial.until = self._total_steps()
 
     def _reopen(self, was_lost: bool) -> None:
-        """Get ready to take steps among the new members; `was_lost` where the old ones did not agree."""
+        """Open the engine among the new members; `was_lost` if the change follows the loss of a worker."""
         if self.run.worker.rank == 0:
             self.run.take_over_record()
         self._change_asked = False
@@ -343,11 +344,11 @@ class RunLoop(Loop):
             self.begin(self._total_steps())
             self.run.trial.until = until
         if was_lost:
-            # In agreement, all have done so before they parted.
-            self.engine.settle(range(self.run.worker.world_size))
+            # In a planned change, the old members have already synchronized.
+            self.engine.synchronize(range(self.run.worker.world_size))
 
     def _position_in_loop(self) -> dict[str, Any]:
-        """What a worker that is behind must know beside the state of a checkpoint."""
+        """What a joining worker needs in addition to a checkpoint."""
         return {
             "until": self.run.trial.until,
             "until_data_ends": self._until_data_ends,
@@ -357,70 +358,70 @@ class RunLoop(Loop):
             "settings": encode(self.run.settings),
         }
 
-    def _take_position(self, found: Mapping[str, Any]) -> None:
-        self.run.trial.until, self._until_data_ends = found["until"], found["until_data_ends"]
-        self._stopped, self._changes = found["stopped"], tuple(found["changes"])
-        # As changes have left them.
-        before, self.run.settings = self.run.settings, decode(TrainSettings, found["settings"])
+    def _take_position(self, position: Mapping[str, Any]) -> None:
+        self.run.trial.until, self._until_data_ends = position["until"], position["until_data_ends"]
+        self._stopped, self._changes = position["stopped"], tuple(position["changes"])
+        # The settings with all changes applied so far.
+        before, self.run.settings = self.run.settings, decode(TrainSettings, position["settings"])
         if self.run.settings.sync != before.sync and self._make_engine is not None:
             self.engine = self._make_engine()
 
     def _total_steps(self) -> int:
-        """The steps of the whole run, counted from where it is with the batches that it takes now."""
+        """The total steps of the run, from its present position with the present batch size."""
         run = self.run
         data = replace(run.settings.data, batch_size=run.batch_size)
         settings = replace(run.settings, data=data)
-        return total_steps(settings, run.parts.train_set.length, run.trial.step, run.trial.position)
+        return total_steps(settings, run.components.train_set.length, run.trial.step, run.trial.position)
 
     def _schedule_steps(self, steps: int) -> int:
-        """The steps that the learning rate's schedule is made for, of a run of `steps`."""
+        """The length of the learning rate schedule in a run of `steps` steps."""
         run = self.run
         if run.trial.batch.since == 0 or run.settings.epochs is None:
             return steps
-        # A schedule that follows the samples is made for batches of the job's own size.
-        return total_steps(run.settings, run.parts.train_set.length, 0, Position())
+        # A schedule that follows the samples is computed for the batch size of the job file.
+        return total_steps(run.settings, run.components.train_set.length, 0, Position())
 
     def apply_changes(self) -> None:
         if self.run.trial.moved:
             return
         step = self.run.trial.step
-        for asked in self._requests(step):
-            self._apply(asked)
+        for request in self._requests(step):
+            self._apply(request)
             self._changes = (step, self._changes[1] + 1 if self._changes[0] == step else 1)
-            kind = type(asked.change).__name__
-            self.run.metrics.note(Changed(step, kind, encode(asked.change), asked.by, asked.why))
+            kind = type(request.change).__name__
+            self.run.metrics.record(Changed(step, kind, encode(request.change), request.by, request.why))
         if self._change_asked and self._members.can_change:
             membership = self._members.agree()
-            self.engine.settle(self._members.staying(membership))
+            self.engine.synchronize(self._members.staying(membership))
             self._go_on_among(lambda: membership)
 
     def _requests(self, step: int) -> list[ChangeRequest]:
-        """What sources ask for now: the first worker asks them, and all workers get its answer."""
+        """The changes that sources request now: rank 0 asks them and broadcasts the answer."""
         due = [source for source in self._sources if source.next_due(step - 1) == step]
         if not due:
             return []
-        own: Any = None
+        local: Any = None
 
         def ask() -> Any:
-            nonlocal own
-            own = _ask(due, step)
-            return own
+            nonlocal local
+            local = _ask(due, step)
+            return local
 
         answer = ask_rank_0(self.run.worker, ask)
         if answer["failed"] is not None:
             raise JobError(answer["failed"])
-        if answer != own:
+        if answer != local:
             for source, state in zip(due, answer["states"]):
                 if isinstance(source, SavedSource):
                     source.load(state)
         return [ChangeRequest.from_values(values) for values in answer["requests"]]
 
-    def _apply(self, asked: ChangeRequest) -> None:
-        change = asked.change
+    def _apply(self, request: ChangeRequest) -> None:
+        change = request.change
         if isinstance(change, SyncChange) and self._make_engine is not None:
             self._change_sync(change, self._make_engine)
         elif isinstance(change, WorkersChange):
-            self._ask_for_workers(change, f"{asked.by}: {asked.why}")
+            self._ask_for_workers(change, f"{request.by}: {request.why}")
         else:
             if isinstance(change, BatchSizeChange):
                 self._change_batch(change)
@@ -435,23 +436,23 @@ class RunLoop(Loop):
             self._members.worker.ask_to_resize(change.workers, why)
 
     def _change_sync(self, change: SyncChange, make_engine: Callable[[], Engine]) -> None:
-        """Let workers agree otherwise from the next step on.
+        """Switch to another sync from the next step on.
 
-        At the end of an interval all are in the same state under any sync, so the next engine goes on from
-        the model and the optimizer as they are. Links are made anew.
+        At the end of an interval all workers have the same state under any sync, so the new engine continues
+        with the same model and optimizer. Connections are opened again.
         """
         run = self.run
         if change.sync == run.settings.sync.kind:
             return
         read_options(change.sync, change.options, run.worker.world_size)
-        self.engine.settle(range(run.worker.world_size))
+        self.engine.synchronize(range(run.worker.world_size))
         self.engine.close()
         run.settings = replace(run.settings, sync=SyncSettings(change.sync, change.options))
         self.engine = make_engine()
         self.engine.open()
 
     def _change_batch(self, change: BatchSizeChange) -> None:
-        """Take batches of another size from the next step on; the samples go on where they are."""
+        """Use another batch size from the next step on; the order of samples is unchanged."""
         run, workers = self.run, self.run.worker.world_size
         if change.batch_size < workers or not math.isfinite(change.lr_factor) or change.lr_factor <= 0:
             raise JobError(
@@ -468,21 +469,21 @@ class RunLoop(Loop):
 
     def steps_until_change(self) -> int | None:
         step = self.run.trial.step
-        asked = (source.next_due(step) for source in self._sources)
-        return min((at - step for at in asked if at is not None), default=None)
+        due = (source.next_due(step) for source in self._sources)
+        return min((at - step for at in due if at is not None), default=None)
 
     def find_due(self) -> dict[int, Due]:
-        """The end of the run has an evaluation and a checkpoint of its own."""
+        """What is due now; the evaluation and the checkpoint at the end of the run are done by `_finish`."""
         trial = self.run.trial
         look_again(self.run, is_last=trial.has_reached)
         due = None if trial.has_reached else trial.due()
         if due is None:
             return {}
-        evaluates = due.evaluation and self.run.parts.test_set is not None
+        evaluates = due.evaluation and self.run.components.test_set is not None
         return {0: Due(evaluates, due.checkpoint, end=False)}
 
     def before_evaluation(self, due: Mapping[int, Due]) -> None:
-        # Saved first: what goes wrong in an evaluation must not cost the training.
+        # Saved first: a failing evaluation must not lose training progress.
         for each in due.values():
             if each.evaluation or each.checkpoint:
                 self._save(each.evaluation)
@@ -492,7 +493,7 @@ class RunLoop(Loop):
             self._keep_evaluation(each)
 
     def evaluate(self, slots: Sequence[int]) -> dict[int, dict[str, float]]:
-        """Evaluate, once there is a checkpoint of this step."""
+        """Evaluate; this step already has a checkpoint."""
         try:
             return super().evaluate(slots)
         except Exception as failure:
@@ -504,12 +505,12 @@ class RunLoop(Loop):
 
     def record_evaluation(self, metrics: Mapping[int, dict[str, float]], seconds: float) -> None:
         run = self.run
-        assert run.parts.test_set is not None
+        assert run.components.test_set is not None
         for each in metrics.values():
-            run.metrics.evaluated(run.trial.step, each, run.parts.test_set.length or 0, seconds)
+            run.metrics.evaluated(run.trial.step, each, run.components.test_set.length or 0, seconds)
 
     def _keep_evaluation(self, metrics: dict[str, float]) -> None:
-        """Have the checkpoint of this step, on the worker that wrote it, say what the evaluation said."""
+        """Add the metrics to the checkpoint of this step, on the worker that wrote it."""
         run, folder, started = self.run, self.run.folder.checkpoints, time.perf_counter()
         run.trial.owes_evaluation, is_best = False, self._is_best(metrics)
         if is_best:
@@ -532,10 +533,10 @@ class RunLoop(Loop):
         ):
             return False
         best = self.run.trial.best
-        return best is None or gain(self.run.parts.modes[name], metrics[name], best[name]) > 0
+        return best is None or gain(self.run.components.modes[name], metrics[name], best[name]) > 0
 
     def _save(self, is_evaluation_due: bool) -> None:
-        """One worker writes a checkpoint of the state after this step; the others go on."""
+        """Write a checkpoint of this step on one worker; the others continue."""
         run, started = self.run, time.perf_counter()
         run.trial.owes_evaluation = is_evaluation_due
         state = self.engine.state()
@@ -545,12 +546,12 @@ class RunLoop(Loop):
         if (broken := self._find_broken(state)) is not None:
             run.metrics.warn(f"no checkpoint of step {run.trial.step}: {broken}; earlier ones stay")
             if run.settings.stop_on_nan:
-                self._note_divergence(run.trial.step, broken)
+                self._record_divergence(run.trial.step, broken)
             state.discard()
             self._broken_step = run.trial.step
             return
-        if state.unsaved and not self._told_of_unsaved:
-            self._told_of_unsaved = True
+        if state.unsaved and not self._warned_of_unsaved:
+            self._warned_of_unsaved = True
             run.metrics.warn(
                 f"optimizer: {run.settings.optimizer.kind} keeps {', '.join(state.unsaved)}, which no "
                 f"checkpoint holds (expected tensors and numbers): a resumed run begins without it"
@@ -562,19 +563,19 @@ class RunLoop(Loop):
         run.metrics.saved(run.trial.step, time.perf_counter() - started, best=False)
 
     def _warn_of_unsaved(self) -> None:
-        """Warn once of what the model keeps and no checkpoint holds; each worker looks at its own stages."""
+        """Warn once of model state that is in no checkpoint; each worker checks its stages."""
         if self._unsaved is None or not (names := self._unsaved.changed()):
             return
         self._unsaved = None
-        words = (
+        message = (
             f"model: {listed(names)} of {self.run.settings.model.factory} changed while it trained, and no "
             f"checkpoint holds it: a resumed run begins without it; keep it in a persistent buffer, or give "
             f"it out by get_extra_state and take it back by set_extra_state"
         )
         if self.run.settings.pipeline is None:
-            self.run.metrics.warn(words)
+            self.run.metrics.warn(message)
         else:
-            log.warning("%s", words)
+            log.warning("%s", message)
 
     def _prune(self) -> None:
         best, folder = self.run.trial.best, self.run.folder.checkpoints
@@ -582,11 +583,11 @@ class RunLoop(Loop):
         checkpoints.prune(folder, self.run.trial.step, self.run.settings.checkpoint.keep_last, kept)
 
     def _find_broken(self, state: EngineState) -> str | None:
-        """Why a state should not take the place of earlier checkpoints, in words."""
+        """Why a state must not replace earlier checkpoints; None if it may."""
         run = self.run
         if run.settings.stop_on_nan and not run.metrics.is_loss_finite:
             return "its loss is not a number"
-        name = state.find_broken(run.parts.weights)
+        name = state.find_broken(run.components.weights)
         return None if name is None else f"{name!r} holds values that are no numbers"
 
     def _checkpoint(self, state: EngineState) -> Checkpoint:
@@ -596,20 +597,20 @@ class RunLoop(Loop):
         )
 
     def _progress(self) -> dict[str, Any]:
-        """What a checkpoint says besides its tensors."""
+        """The progress of the run that a checkpoint stores besides tensors."""
         run = self.run
         return {
-            **run.trial.progress(run.parts.scaler.state_dict(), run.worker.world_size),
+            **run.trial.progress(run.components.scaler.state_dict(), run.worker.world_size),
             "shuffle": run.settings.data.shuffle,
-            "samples": run.parts.train_set.length,
-            "order": order_id(run.parts.train_set.dataset, run.settings),
-            "fingerprint": fingerprint_of(run.parts.train_set.dataset),
+            "samples": run.components.train_set.length,
+            "order": order_id(run.components.train_set.dataset, run.settings),
+            "fingerprint": fingerprint_of(run.components.train_set.dataset),
             "gradient_noise": run.noise.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
 
     def _restore(self) -> Checkpoint | None:
-        """Load the newest checkpoint that is complete and of this model; record those that are not."""
+        """Load the newest checkpoint that is complete and fits this model; record those that are refused."""
         run, refused, loaded = self.run, list[str](), list[Checkpoint]()
 
         def refuse(path: Path, why: str) -> None:
@@ -623,7 +624,7 @@ class RunLoop(Loop):
             return True
 
         folder = run.folder.checkpoints
-        read = checkpoints.load if run.parts.pieces is None else checkpoints.load_in_pieces
+        read = checkpoints.load if run.components.local_tensors is None else checkpoints.load_lazily
         if checkpoints.newest(folder, use, refuse):
             return loaded[0]
         if refused:
@@ -632,10 +633,10 @@ class RunLoop(Loop):
         return None
 
     def _load_checkpoint(self, state: Checkpoint) -> None:
-        """Continue from a checkpoint; CheckpointError changes nothing."""
+        """Continue from a checkpoint; on CheckpointError nothing has changed."""
         run, progress = self.run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
-        check_same_data(progress, run.parts.train_set.dataset, run.settings.data)
+        check_same_data(progress, run.components.train_set.dataset, run.settings.data)
         trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
         trial.load(state.step, progress)
         try:
@@ -644,41 +645,41 @@ class RunLoop(Loop):
             noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
         except (KeyError, TypeError, ValueError, ArtefactError) as failure:
             raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, trial.position, run.settings, run.parts.train_set.length)
+        check_order(progress, trial.position, run.settings, run.components.train_set.length)
         check_end(state.step, trial.position, run.settings)
         if trial.position.sample:
-            check_same_order(progress, run.parts.train_set.dataset, run.settings)
+            check_same_order(progress, run.components.train_set.dataset, run.settings)
         self.engine.load(state)
         if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
             trial.best = None
         run.trial = trial
         run.noise.load(noise)
         saved = [source for source in self._sources if isinstance(source, SavedSource)]
-        for source, own in zip(saved, policies):
-            source.load(own)
-        # A run that had no loss scale begins with a fresh one.
-        if loss_scale and run.parts.scaler.is_enabled():
-            run.parts.scaler.load_state_dict(loss_scale)
+        for source, values in zip(saved, policies):
+            source.load(values)
+        # A run that had no loss scale starts with a new one.
+        if loss_scale and run.components.scaler.is_enabled():
+            run.components.scaler.load_state_dict(loss_scale)
 
     def _agree_on_start(self, loaded: Checkpoint | None) -> None:
-        """All workers start from what rank 0 has `loaded`, also where their folders are not shared."""
-        worker, parts = self.run.worker, self.run.parts
+        """All workers start from what rank 0 has `loaded`, even if they cannot read its files."""
+        worker, components = self.run.worker, self.run.components
         if worker.world_size == 1:
             return
-        found = all_gather_values([self.run.trial.step, self.run.trial.owes_evaluation])
-        if any(each != found[0] for each in found):
-            fresh = EngineState({}, {}) if parts.pieces is not None else parts.state()
+        progress = all_gather_values([self.run.trial.step, self.run.trial.owes_evaluation])
+        if any(each != progress[0] for each in progress):
+            fresh = EngineState({}, {}) if components.local_tensors is not None else components.state()
             state = checkpoints.broadcast((loaded or self._checkpoint(fresh)) if worker.rank == 0 else None)
             if worker.rank != 0:
                 self._load_checkpoint(state)
-        if parts.pieces is None:
+        if components.local_tensors is None:
             self.run.broadcast_weights()
 
 
 def _ask(sources: Sequence[ChangeSource], step: int) -> dict[str, Any]:
-    """What sources ask for, and their states, as plain values; what is wrong, in words, for all workers."""
+    """The requests of sources and their states, or the error message, as plain values for all workers."""
     try:
-        requests = [asked.as_values() for source in sources for asked in source.due(step)]
+        requests = [request.as_values() for source in sources for request in source.due(step)]
     except JobError as failure:
         return {"failed": str(failure)}
     states = [source.state() if isinstance(source, SavedSource) else None for source in sources]

@@ -21,7 +21,7 @@ UNKNOWN_STEPS = 1 << 62
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done for a trial after a step; `end` where it has come to its end, or stops early."""
+    """What is due for a trial after a step; `end` if it has finished or stops early."""
 
     evaluation: bool
     checkpoint: bool
@@ -30,7 +30,7 @@ class Due:
 
 @dataclass
 class Trial:
-    """One setting of hyperparameters, and its progress: what a checkpoint says besides tensors.
+    """One hyperparameter setting and its progress: what a checkpoint stores besides tensors.
 
     A run has one; those of a sweep have numbers.
     """
@@ -46,7 +46,7 @@ class Trial:
     owes_evaluation: bool = False
     # The step after which it ends, or, in some sweeps, is compared with others.
     until: int = UNKNOWN_STEPS
-    # Whether what is due after its last step has yet to be done.
+    # Whether it has advanced since what is due was last done.
     moved: bool = False
     # The learning rate's schedule, and the batches to come, once they are read.
     schedule: LrFactor = field(default=lambda step: 1.0)
@@ -56,8 +56,8 @@ class Trial:
     def __post_init__(self) -> None:
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
 
-    def begin_anew(self) -> None:
-        """Go back to the first step, before a checkpoint is read."""
+    def reset(self) -> None:
+        """Reset to the first step, before a checkpoint is loaded."""
         self.step, self.position, self.best, self.moved = 0, Position(), None, False
         self.early_stopping = EarlyStopping(self.early_stopping.rule, self.early_stopping.modes)
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
@@ -68,36 +68,36 @@ class Trial:
 
     @property
     def has_reached(self) -> bool:
-        """Whether it came to its end, or to where trials are compared."""
+        """Whether it has finished, or reached the step at which trials are compared."""
         return self.step >= self.until
 
     @property
     def stops_early(self) -> bool:
-        """Whether evaluations ask for its end."""
+        """Whether early stopping ends it."""
         return self.early_stopping.should_stop()
 
     def advance(self, steps: int, position: Position) -> None:
-        """Some steps were taken, which brought it to `position`; the loop alone calls this."""
+        """Record that `steps` steps were taken, up to `position`; only the loop calls it."""
         self.step, self.position, self.moved = self.step + steps, position, self.moved or steps > 0
 
     def is_time(self, every: int | None) -> bool:
-        """Whether what is done every so many steps is due now."""
+        """Whether something that is done every `every` steps is due now."""
         return self.moved and every is not None and self.step % every == 0
 
     @property
     def periods(self) -> tuple[int | None, ...]:
-        """After how many steps something is due, again and again."""
+        """The intervals, in steps, at which something is due."""
         return self.settings.evaluate.every_steps, self.settings.checkpoint.every_steps
 
     def steps_until_due(self) -> int:
-        """Steps until `due` says more; 0 where it has come to its end already."""
+        """Steps until something is due; 0 if the trial has finished."""
         if self.has_reached or self.stops_early:
             return 0
         left = [every - self.step % every for every in self.periods if every]
         return min([self.until - self.step, *left])
 
     def due(self) -> Due | None:
-        """What is to be done now; None where nothing is."""
+        """What is due now; None if nothing is."""
         ends = self.has_reached or self.stops_early
         if not ends and not any(self.is_time(every) for every in self.periods):
             return None

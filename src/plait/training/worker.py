@@ -1,4 +1,4 @@
-"""What a worker process runs: build the parts of the run and train them."""
+"""The entry point of a worker process: build the components of the run and train."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training import components
 from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream
 from plait.training.change.members import join_members
 from plait.training.checkpoint import EngineState
 from plait.training.checks.data_reads import look_at_data
 from plait.training.checks.sanity import try_evaluation
-from plait.training.components import Components
+from plait.training.components import Components, find_local_tensors
+from plait.training.components import build as build_components
+from plait.training.components import check as check_settings
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, MakeMember, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
@@ -39,7 +40,8 @@ from plait.training.process import TrainRequest, begin_process, join_workers, us
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 
-# How often policies are asked where workers must come together for it: pipelines, workers at their own pace.
+# Steps between two requests to policies where workers must stop for them: in pipelines, and in decentralized
+# training.
 APART_STEPS = 25
 
 
@@ -47,7 +49,7 @@ def check_request(order: Mapping[str, Any]) -> None:
     """Refuse settings that cannot run, before any worker starts; each host's agent calls it."""
     request = begin_process(TrainRequest, order)
     settings = request.settings.as_run()
-    components.check(settings)
+    check_settings(settings)
     if settings.in_stages:
         from plait.training.engines.pipeline import check_pipeline  # imports all that tracing needs
 
@@ -55,7 +57,7 @@ def check_request(order: Mapping[str, Any]) -> None:
 
 
 def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Be one worker of a training run; rank 0's answer is the run's result."""
+    """Run one worker of a training run; rank 0 returns the result of the run."""
     request = begin_process(TrainRequest, order)
     settings, folder = request.settings.as_run(), RunDir(request.folder)
     device = use_device(settings.device, worker)
@@ -64,15 +66,15 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     elif worker.world_size > 1 or settings.in_stages:
         join_workers(worker, device)
     # Where layers may move, each worker makes the model whole, and keeps its own.
-    pieces = None if worker.memberships.can_change else components.find_pieces(settings, device)
-    parts = components.build(settings, device, pieces=pieces)
-    look_at_data(worker, (parts.train_set, parts.test_set), settings.seed)
-    words = ""
+    local_tensors = None if worker.memberships.can_change else find_local_tensors(settings, device)
+    components = build_components(settings, device, local_tensors=local_tensors)
+    look_at_data(worker, (components.train_set, components.test_set), settings.seed)
+    message = ""
     if worker.rank >= 0:  # those that join later go on with what works already
-        words = try_evaluation(parts, settings, worker.rank, worker.world_size)
-    loop = make_job_loop(worker, settings, parts, folder)
-    if words:
-        loop.run.metrics.warn(words)
+        message = try_evaluation(components, settings, worker.rank, worker.world_size)
+    loop = make_job_loop(worker, settings, components, folder)
+    if message:
+        loop.run.metrics.warn(message)
     try:
         result = loop.train(resume=request.resume)
     except BaseException:
@@ -91,30 +93,30 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
 class DivergedError(PlaitError):
     """The loss or the weights are no numbers any more."""
 
-    def __init__(self, words: str, kept: Sequence[Path]) -> None:
+    def __init__(self, message: str, kept: Sequence[Path]) -> None:
         where = f"the newest checkpoint is {kept[0]}" if kept else "there is no checkpoint from before"
         super().__init__(
-            f"the run has diverged: {words}; {where}. Try a smaller learning rate, warm-up or clip_norm; "
+            f"the run has diverged: {message}; {where}. Try a smaller learning rate, warm-up or clip_norm; "
             f"stop_on_nan: false lets such a run go on, without checkpoints until its state is finite again"
         )
 
 
-def make_job_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
+def make_job_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
     """The loop of a job; where it leaves the sync open, all workers measure and choose one together."""
     if settings.sync.kind != "auto" or settings.in_stages or worker.world_size == 1:
-        return make_loop(worker, settings, parts, folder)
+        return make_loop(worker, settings, components, folder)
     from plait.training.engines.auto_sync import choose_sync  # imports the profiler
 
-    chosen = choose_sync(worker, settings, parts)
-    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), parts, folder)
-    loop.run.metrics.note(chosen)
+    chosen = choose_sync(worker, settings, components)
+    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
+    loop.run.metrics.record(chosen)
     return loop
 
 
-def make_loop(worker: Worker, settings: TrainSettings, parts: Components, folder: RunDir) -> RunLoop:
+def make_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
     """The loop with the engine that the settings ask for; all workers make one together."""
-    check_unchanged(settings, parts.train_set.dataset, elastic=worker.memberships.can_change)
-    run = Run(worker, settings, parts, folder)
+    check_unchanged(settings, components.train_set.dataset, elastic=worker.memberships.can_change)
+    run = Run(worker, settings, components, folder)
     if settings.in_stages:
         return _with_stages(run)
     is_alone = worker.world_size == 1 and not worker.memberships.can_change
@@ -142,18 +144,18 @@ def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngi
         run.metrics.step(step, epoch, loss, run.lr(step - 1), samples)
 
     def on_components(components: Components) -> None:
-        run.parts = components
+        run.components = components
 
     return DecentralizedEngine(
         run.worker,
         run.trials,
-        run.parts,
+        run.components,
         make_member,
         run.name_of_opening,
         run.order,
         run.audits,
         on_step,
-        run.note,
+        run.record,
         on_components,
     )
 
@@ -172,7 +174,7 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
     def make_monitor(shared: bool) -> StepMonitor | None:
         if not is_monitored(run.settings):
             return None
-        return StepMonitor(worker, trials, run.parts, run.noise, run.signals.add, metrics.warn, shared)
+        return StepMonitor(worker, trials, run.components, run.noise, run.signals.add, metrics.warn, shared)
 
     def on_step(done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
         step, (batch,) = run.trial.step + done, batches
@@ -181,11 +183,11 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
     return WholeModelEngine(
         worker,
         trials,
-        run.parts,
+        run.components,
         feed=lambda trial: BatchStream(run.own_batches(), trial.position),
         on_step=on_step,
-        on_event=metrics.note,
-        audit=ReplicaAudit(worker, trials, run.parts, run.audits),
+        on_event=metrics.record,
+        audit=ReplicaAudit(worker, trials, run.components, run.audits),
         make_monitor=make_monitor,
     )
 
@@ -223,7 +225,7 @@ def _with_stages(run: Run) -> RunLoop:
     def make_member(components: Components, name: str, held: EngineState) -> PipelineMember:
         trial, folder, monitor = run.trial, run.folder, share_monitor(run, components)
         return PipelineMember(
-            run.worker, trial, components, layout, folder, run.metrics, run.note, monitor, name
+            run.worker, trial, components, layout, folder, run.metrics, run.record, monitor, name
         )
 
     return RunLoop(run, decentralized_engine(run, make_member), make_sources(run))

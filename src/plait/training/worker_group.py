@@ -1,4 +1,4 @@
-"""Workers that train the same trials together, in lockstep; what the first finds out, all of them know."""
+"""Groups of workers that train the same trials in lockstep; the first worker decides for all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorkerGroup:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which share of a batch is this worker's, and of how many."""
+        """The index of this worker's share of a batch, and the number of shares."""
         return (self.place, self.size) if self.channels is None else (0, 1)
 
     @property
@@ -61,23 +61,23 @@ class WorkerGroup:
         return self.channels is None or self.is_first
 
     def from_first(self, find: Callable[[], Any]) -> Any:
-        """What `find` returns on the first member, on all of them; plain values."""
+        """Call `find` on the first member and broadcast its result, which consists of plain values."""
         if self.is_alone:
             return find()
         return broadcast_value(find() if self.is_first else None, self.first_rank, self._answers)
 
     def any_of(self, value: str | None) -> str | None:
-        """What the first member that does not give None gives, on all of them."""
+        """The first value that is not None among those of all members, on all of them."""
         if self.is_alone:
             return value
         return next((each for each in all_gather_values(value, self._answers) if each is not None), None)
 
     def checkpoint_of_first(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-        """The checkpoint that `find` returns on the first member, on all of them."""
-        own = find() if self.is_first else None
-        if self.is_alone or not self.from_first(lambda: own is not None):
-            return own
-        return checkpoints.broadcast(own, self.first_rank, self._answers)
+        """Call `find` on the first member and broadcast the checkpoint that it returns."""
+        local = find() if self.is_first else None
+        if self.is_alone or not self.from_first(lambda: local is not None):
+            return local
+        return checkpoints.broadcast(local, self.first_rank, self._answers)
 
     def total(self, numbers: Tensor, device: torch.device) -> Tensor:
         """The sum of all members' numbers."""
@@ -88,11 +88,11 @@ class WorkerGroup:
         return carried.to(numbers.device)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the first member the named tensors of all; elsewhere nothing."""
+        """The named tensors of all members on the first one; empty on others."""
         return gather_named(tensors, self.first_rank, self._answers)
 
     def close(self) -> None:
-        """End the channels between its stages; all members call it at the end."""
+        """Close the channels between its stages; all members call it at the end."""
         if self.channels is not None:
             self.channels.close()
 

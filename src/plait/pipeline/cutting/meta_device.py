@@ -29,7 +29,7 @@ class NotInPiecesError(InputError):
     """The model cannot be built piece by piece; the message says why."""
 
 
-class OwnTensors:
+class LocalTensors:
     """A model of fake tensors, some of which can be materialized with the values that its factory gives them.
 
     `make` runs the factory, with the same random numbers each time; its result is not used otherwise.

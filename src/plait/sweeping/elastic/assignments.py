@@ -1,6 +1,6 @@
-"""Which worker trains which trials, and which trials a worker hands over to idle ones.
+"""Which worker trains which trials, and how many trials a worker returns for idle ones.
 
-Pure: the coordinator passes in what workers ask and what becomes of them.
+No I/O: the coordinator calls it with the requests and losses of workers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-# An array that ends sooner is not divided: another worker needs a few seconds to make an array of its part.
+# An array that ends within this time is not divided: building another array takes a few seconds.
 HAND_OVER_S = 5.0
 
 
@@ -25,7 +25,7 @@ class Assignments:
     def has(self, worker: int, trial: int) -> bool:
         """Whether `worker` trains the trial.
 
-        One that is lost may have asked something that is answered later: its trials are others' by then.
+        A question of a lost worker may arrive late, when its trials belong to others.
         """
         return self._worker_of.get(trial) == worker
 
@@ -37,7 +37,7 @@ class Assignments:
             self._idle.discard(worker)
 
     def release(self, trial: int) -> None:
-        """No worker trains the trial any more: it ended, waits for others, or was handed back."""
+        """No worker trains the trial any more: it ended, waits for others, or was returned."""
         self._worker_of.pop(trial, None)
 
     def lose(self, worker: int) -> list[int]:
@@ -70,7 +70,7 @@ class Assignments:
         return not self._idle or worker in self._idle
 
     def to_hand_over(self, worker: int, left_s: float) -> int:
-        """How many of its trials `worker`, whose array ends in `left_s`, hands back for idle workers.
+        """How many of its trials `worker`, whose array ends in `left_s`, must return for idle workers.
 
         The worker with the most trials divides them among the idle workers and itself.
         """
@@ -79,5 +79,5 @@ class Assignments:
         counts = Counter(self._worker_of.values())
         if not counts or worker != max(counts, key=lambda each: (counts[each], -each)):
             return 0
-        own_share = -(-counts[worker] // (len(self._idle) + 1))
-        return counts[worker] - own_share
+        kept = -(-counts[worker] // (len(self._idle) + 1))
+        return counts[worker] - kept

@@ -1,4 +1,4 @@
-"""A worker of a sweep among the others: how it becomes a member and ceases to be one."""
+"""The membership of one worker in an elastic sweep: joining and leaving."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import cast
 
 from plait.launch.worker import ElasticWorker, Worker
 
-# How long a joiner waits to be made a member: the supervisor ends one that it has no use for.
+# How long a joining worker waits; the supervisor ends workers that are not needed.
 WAIT_S = 86400.0
 
 
 class SweepMembers:
-    """This worker among the members of a sweep, which may be fixed.
+    """This worker as a member of a sweep, elastic or not.
 
-    Where they change, each trains trials of its own, so nobody waits.
+    In an elastic sweep each worker trains separate arrays, so changes need no synchronization.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -22,11 +22,11 @@ class SweepMembers:
 
     @property
     def can_change(self) -> bool:
-        """Whether workers come and go."""
+        """Whether the sweep is elastic."""
         return self._memberships.can_change
 
     def join(self) -> None:
-        """Become a member; one that joins a running sweep waits until it is made one."""
+        """Become a member; wait for it if the sweep is already running."""
         if not self.can_change:
             return
         if self._worker.rank < 0:
@@ -36,12 +36,12 @@ class SweepMembers:
 
     @property
     def is_changed(self) -> bool:
-        """Whether there is a version of the members that this worker has not entered."""
+        """Whether there is a newer membership version."""
         return self._memberships.is_asked
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the others go on without this worker."""
+        """Whether the latest version is without this worker."""
         return self._worker.id not in self._memberships.latest().members
 
     def enter(self) -> None:
@@ -50,9 +50,9 @@ class SweepMembers:
         self._worker.report_joined()
 
     def leave(self) -> bool:
-        """End as a member, without trials, once the others have taken their places.
+        """Leave, without trials, once the other members have joined the latest version.
 
-        False where this worker is a member again, as others were lost meanwhile.
+        False if this worker is a member again, because others were lost.
         """
         while self.is_leaving:
             version = self._memberships.latest().version

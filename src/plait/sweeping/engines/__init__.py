@@ -1,1 +1,1 @@
-"""How the trials of an array take their steps: fused, unfused, in stages, led by one of several workers."""
+"""Arrays in stages, and the verification and audit of fused trials."""

@@ -1,4 +1,4 @@
-"""The audit of fused trials: some of them take a step alone, too, and both are compared."""
+"""The audit of fused trials: a step of some trials is repeated without the array and compared."""
 
 from __future__ import annotations
 
@@ -32,82 +32,84 @@ _AT_ONCE = 1 << 26
 
 def most_at_once(array: FusedComponents) -> int:
     """How many of the array's trials may be audited at one step, by the memory that it takes."""
-    own = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
-    return max(1, _AT_ONCE // max(1, own))
+    trial_bytes = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
+    return max(1, _AT_ONCE // max(1, trial_bytes))
 
 
 class AuditedTrial:
-    """The trial in a slot of an array, as it is before a step, which it then takes alone, too."""
+    """A copy of a trial of an array before a step, which repeats the step without the array."""
 
     def __init__(self, array: FusedComponents, slot: int, batch: Batch, factor: float) -> None:
         started = time.perf_counter()
         self._array, self._slot, self._factor = array, slot, factor
-        # Whether forward goes by what it keeps in Python, which is not known of a trial after its first step.
-        self.goes_by_python = False
+        # Whether forward depends on Python attributes, whose values are unknown after the first step.
+        self.uses_python_state = False
         # A forward may write into what it is given.
         content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
         self._batch = replace(batch, content=content)
         with unchanged_random_numbers():
             self._entry = rebuild_trial(array, slot)
-        parts = self._entry.parts
+        components = self._entry.components
         self._before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
-        self._optimizer = copy.deepcopy(parts.optimizer.state_dict())
-        self._scaler = copy.deepcopy(parts.scaler.state_dict())
+        self._optimizer = copy.deepcopy(components.optimizer.state_dict())
+        self._scaler = copy.deepcopy(components.scaler.state_dict())
         fused = array.fused
         # What its random numbers follow, before the step.
         self._stream = int(fused.seeds[slot]), int(fused.ages[slot]), dict(fused.unfused)
-        self._python = state_of(parts.model)
+        self._python = state_of(components.model)
         self.seconds = time.perf_counter() - started
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        model = self._entry.parts.model
+        model = self._entry.components.model
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def compare(self, loss: Tensor) -> tuple[float, list[Difference]]:
         """The largest difference of the step that the array took, and those beyond rounding.
 
-        They mean nothing where it `goes_by_python`.
+        They mean nothing where it `uses_python_state`.
         """
         started = time.perf_counter()
-        found = self._observed(loss, self._array.state(self._slot))
-        with unchanged_random_numbers(), unchanged_state({"": self._entry.parts.model}):
+        observed = self._observed(loss, self._array.state(self._slot))
+        with unchanged_random_numbers(), unchanged_state({"": self._entry.components.model}):
             expected = self._take()
-            differences = list(find_differences(expected, found, Noise({})))
+            differences = list(find_differences(expected, observed, Noise({})))
             if differences:
                 noise = measure_noise(expected, self._take)
-                differences = list(find_differences(expected, found, noise))
+                differences = list(find_differences(expected, observed, noise))
                 if differences and self._entry.age:
                     self._take()
                     again = self._take(as_kept=True)
-                    self.goes_by_python = bool(find_differences(expected, again, noise))
+                    self.uses_python_state = bool(find_differences(expected, again, noise))
         self.seconds += time.perf_counter() - started
-        return largest_difference(expected, found), differences
+        return largest_difference(expected, observed), differences
 
     def _take(self, seed: int | None = None, as_kept: bool = False) -> Observation:
         """Take the step alone; with a `seed` from weights that are rounded otherwise.
 
         What forward keeps in Python is as before the step, or as the last one has left it.
         """
-        entry, parts = self._entry, self._entry.parts
+        entry, components = self._entry, self._entry.components
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 tensor.copy_(self._before[name])
             if seed is not None:
-                weights = list(parts.model.parameters())
+                weights = list(components.model.parameters())
                 for weight, moved in zip(
                     weights, perturb([w.data for w in weights], seed, coarsest_rounding(entry))
                 ):
                     weight.copy_(moved)
-        parts.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
-        parts.scaler.load_state_dict(self._scaler)
+        components.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
+        components.scaler.load_state_dict(self._scaler)
         if not as_kept:  # else what a model draws or counts would pass for rounding
             self._python.restore()
-        with drawing_as(parts.model, *self._stream):
+        with drawing_as(components.model, *self._stream):
             loss = step_alone(entry, self._batch, self._factor)
-        return self._observed(loss, parts.state())
+        return self._observed(loss, components.state())
 
     def _observed(self, loss: Tensor, state: EngineState) -> Observation:
         # A model may compute its loss in a coarser type than its weights have.
-        found: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
-        found |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
-        return found | {f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()}
+        tensors: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
+        tensors |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
+        return tensors | {
+            f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()
+        }

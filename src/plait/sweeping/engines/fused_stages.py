@@ -1,7 +1,7 @@
 """The stages of fused trials: each worker of a group holds one stage of all of them.
 
-Batches go through in microbatches under a schedule that drains before the update, so a trial comes to what
-one worker makes of it with as many microbatches. Trials join and leave between two steps.
+The schedule drains before each update, so a trial computes the same as on one worker with the same number of
+microbatches. Trials join and leave between two steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage
 from plait.training.batch_streams import BatchStream, next_batches, with_replacements
-from plait.training.change.members import Mark, most_advanced
+from plait.training.change.members import ProgressMark, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
@@ -65,13 +65,13 @@ class FusedStages:
         self.layout, self._values = stages.layout, stages.values
         stage = cut(stages.traced, self._layers)
         self._first_names = stage.first_names
-        self._further = tied_aliases(entries[0].parts.model)
-        # The models' weights are the array's own from now on.
+        self._aliases = tied_aliases(entries[0].components.model)
+        # From now on the array holds the weights of the models.
         self._traced = replace(stages.traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
-        own = [self._stage_of(entry) for entry in entries]
-        kept = of_stage(verdict or FusionReport(), own[0].parts.model)
-        self.components = FusedComponents(own, stream=workers.place, verdict=kept)
+        staged = [self._stage_of(entry) for entry in entries]
+        kept = of_stage(verdict or FusionReport(), staged[0].components.model)
+        self.components = FusedComponents(staged, stream=workers.place, verdict=kept)
         self.components.optimizer.sum_squares = lambda squares: workers.total(squares, squares.device)
         self._stage = FusedStage(self.components.fused)
         # As the pipeline holds it: its module is that of all trials.
@@ -87,30 +87,30 @@ class FusedStages:
         return torch.zeros(self.components.trials, dtype=torch.float64, device=self.components.device)
 
     def _stage_of(self, entry: TrialInit) -> TrialInit:
-        """What of a trial belongs to this worker's stage."""
-        check_values(self._traced, self._values, plain_values(entry.parts.model))
-        module = cut(replace(self._traced, model=entry.parts.model), self._layers).module
+        """The part of a trial in this worker's stage."""
+        check_values(self._traced, self._values, plain_values(entry.components.model))
+        module = cut(replace(self._traced, model=entry.components.model), self._layers).module
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise JobError(
                 f"parallel.plan: stage {self._workers.place} ({self._layers[0]} to {self._layers[-1]}) has "
                 f"no parameter to train; use a plan with fewer stages"
             )
-        optimizer = build_optimizer(entry.settings.optimizer, parameters, entry.parts.names)
-        known = entry.parts.optimizer.state
+        optimizer = build_optimizer(entry.settings.optimizer, parameters, entry.components.names)
+        known = entry.components.optimizer.state
         optimizer.state.update({p: known[p] for p in parameters if p in known})
-        return replace(entry, parts=replace(entry.parts, model=module, optimizer=optimizer))
+        return replace(entry, components=replace(entry.components, model=module, optimizer=optimizer))
 
     def _held_by_none(self, entry: TrialInit) -> Tensors:
-        """What of a trial's state no stage uses."""
+        """The part of a trial's state that no stage uses."""
         used = {name for layer in self._traced.layers for name in (*layer.parameters, *layer.buffers)}
-        state = model_state(entry.parts.model) if self._workers.is_first else {}
+        state = model_state(entry.components.model) if self._workers.is_first else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
 
     def open(self) -> Pipeline:
         first, channels = self.components.of_trial(0), self._workers.channels
         assert channels is not None
-        parts = PipelineParts(
+        options = PipelineParts(
             self._loss,
             lambda _: self.components.optimizer,
             first.device,
@@ -118,10 +118,10 @@ class FusedStages:
             self._worker.rendezvous,
             stages=StageKind(lambda traced, layers: self._cut, stacked_inputs, has_plain_layers=False),
         )
-        return Pipeline(self._worker.rank, self.layout, self._traced, channels, parts)
+        return Pipeline(self._worker.rank, self.layout, self._traced, channels, options)
 
     def close(self, pipeline: Pipeline) -> None:
-        """End the pipeline; the channels of the group stay for the next."""
+        """Close the pipeline; the channels of the group are kept for the next one."""
         pipeline.close()
 
     def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
@@ -135,16 +135,16 @@ class FusedStages:
             rounds = rounds_of(batches, self.layout.microbatches)
             self._stage.begin(rounds)
             epoch, total = batches[0].epoch, batches[0].total
-            sizes = [max(count for _, count in pieces) for pieces, _ in rounds]
+            sizes = [max(count for _, count in shares) for shares, _ in rounds]
             microbatches = [Microbatch(number, i, epoch, range(size)) for i, size in enumerate(sizes)]
             yield StepBatch(microbatches, tuple(batch.after for batch in batches), epoch, total)
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
-        for pieces, _ in self._stage.rounds:
-            for content, _ in pieces:
+        for shares, _ in self._stage.rounds:
+            for content, _ in shares:
                 check_sizes(self._traced, content)
-            contents = [content for content, _ in pieces]
-            yield self.components.stacked(contents, max(count for _, count in pieces))
+            contents = [content for content, _ in shares]
+            yield self.components.stacked(contents, max(count for _, count in shares))
 
     def test_contents(self, settings: TrainSettings, microbatches: list[Microbatch]) -> Iterator[Any]:
         """Each microbatch of the test split for all trials."""
@@ -155,7 +155,7 @@ class FusedStages:
             yield self.components.stacked([batch.content] * self.components.trials, batch.count)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        """The sum of what each trial's microbatch adds to its loss."""
+        """The loss of each trial, summed over its microbatches."""
         with self._stage.padded():
             losses = self.components.losses_of(output, target, self._stage.counts)
         weighted = losses * torch.tensor(self._stage.weights, dtype=losses.dtype, device=losses.device)
@@ -170,26 +170,26 @@ class FusedStages:
     def run_interval(
         self, train: Callable[[], IntervalResult], positions: Callable[[int], tuple[Position, ...]]
     ) -> IntervalResult:
-        """The loss of a worker ends the sweep."""
+        """No recovery: the loss of a worker ends the sweep."""
         return train()
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
-        own = self.components.state(slot)
-        named = {self._further.get(name, name): value for name, value in own.model.items()}
-        model, optimizer = group.gather(named), group.gather(self._by_first_names(own.optimizer))
+        local = self.components.state(slot)
+        named = {self._aliases.get(name, name): value for name, value in local.model.items()}
+        model, optimizer = group.gather(named), group.gather(self._by_first_names(local.optimizer))
         if not group.is_first:
             return None
         model = {**self._rest[slot], **model}
         # Aliases of tied weights that no stage uses keep their initial value.
-        model |= {name: model[first] for name, first in self._further.items()}
-        return EngineState(model, optimizer, age=own.age)
+        model |= {name: model[first] for name, first in self._aliases.items()}
+        return EngineState(model, optimizer, age=local.age)
 
     def _by_first_names(self, state: Tensors) -> Tensors:
         paths = {path: path.rpartition("/") for path in state}
         return {f"{self._first_names[paths[p][0]]}/{paths[p][2]}": value for p, value in state.items()}
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before anything changes, trials whose code differs from that of those that are there."""
+        """Refuse trials whose traced code differs from that of the present ones, before anything changes."""
         self.components.check_entering([self._stage_of(entry) for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
@@ -198,20 +198,20 @@ class FusedStages:
         self._losses = self._no_losses()
 
     def load(self, state: Checkpoint) -> None:
-        """Trials bring their state along as they enter."""
+        """Does nothing: trials bring their state when they join."""
 
     def with_plan(self, change: PlanChange) -> TrainSettings:
         raise cannot_apply(change, "an array of trials")
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
         return most_advanced(marks), EngineState({}, {})
 
     def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
-        """Nobody leaves the group."""
+        """Does nothing: the group of an array is fixed."""
 
 
 class FusedStage(nn.Module):
-    """A fused stage that knows the microbatch which passes: the rows that are each trial's own."""
+    """A fused stage that knows the current microbatch: how many rows each trial has in it."""
 
     def __init__(self, fused: FusedModule) -> None:
         super().__init__()
@@ -234,14 +234,14 @@ class FusedStage(nn.Module):
         return self.rounds[self._passed - 1][1]
 
     def padded(self) -> Any:
-        """Within, rows that are padding in it are left out of losses and norms."""
+        """A context in which padded rows are excluded from losses and norms."""
         return self.fused.padded(self.counts) if len(set(self.counts)) > 1 else nullcontext()
 
     def forward(self, *inputs: Tensor) -> Any:
         if not self.training:
             return self.fused(*inputs)
         self._passed += 1
-        without = [place for place, weight in enumerate(self.weights) if weight == 0.0]
+        without = [slot for slot, weight in enumerate(self.weights) if weight == 0.0]
         if without:
             self.fused.freeze(without)
         with self.padded():

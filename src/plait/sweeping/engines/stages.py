@@ -30,17 +30,17 @@ def _arranged(pipeline: PipelineSettings) -> PipelineLayout:
 
 
 def check_stages_of(settings: SweepSettings) -> None:
-    """Refuse a plan that arrays cannot follow, and what they cannot do in stages."""
+    """Refuse a plan or settings that arrays in stages do not support."""
     if settings.train.pipeline is not None:
         _check_plan(settings.train.pipeline)
         check_in_stages(settings)
 
 
 def check_in_stages(settings: SweepSettings) -> None:
-    """Refuse what arrays in stages cannot do, whatever the plan."""
+    """Refuse settings that arrays in stages do not support, for any plan."""
     if settings.replicas > 1:
         raise InputError(
-            f"--replicas: found {settings.replicas} beside a plan; an array is replicated or in stages"
+            f"--replicas: found {settings.replicas} with a plan; an array is replicated or in stages"
         )
     if settings.width is None:
         raise InputError("--width: found none; how many trials pay in stages is not measured: say it")
@@ -59,10 +59,10 @@ def check_in_stages(settings: SweepSettings) -> None:
             )
 
 
-def _values(settings: SweepSettings, key: str, own: Any) -> Sequence[Any]:
+def _values(settings: SweepSettings, key: str, default: Any) -> Sequence[Any]:
     """The values that trials have of `key`: those swept, or the job's own."""
     swept = [dimension.ends() for dimension in settings.over if dimension.key == key]
-    return swept[0] if swept else (own,)
+    return swept[0] if swept else (default,)
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -83,7 +83,7 @@ def _check_plan(pipeline: PipelineSettings) -> None:
             f"parallel.plan: found stages with {counts} workers on {plan.devices_used} in all, expected one "
             f"stage for each worker; use --plan model-parallel"
         )
-    # Refuses depths that would have a stage wait for ever.
+    # Refuses depths that deadlock.
     operations(plan.schedule, plan.layout(), plan.microbatches, _arranged(pipeline).depths)
     if plan.recompute or pipeline.recompute:
         raise JobError("parallel.recompute: stages of fused trials cannot run forward twice; leave it out")

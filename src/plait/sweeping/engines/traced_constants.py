@@ -22,16 +22,16 @@ Values = Mapping[tuple[str, str], Any]
 
 def plain_values(model: nn.Module) -> Values:
     """The tensors, numbers and words that code of the model may use, but for parameters and buffers."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = {}
+    tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    constants = {}
     for path, part in model.named_modules():
         for name, value in vars(part).items():
             leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, _PLAIN)]
-            leaves = [leaf for leaf in leaves if id(leaf) not in own]
+            leaves = [leaf for leaf in leaves if id(leaf) not in tensors]
             if name not in _OWN and leaves:
                 # One that is a list is another object, lest the model change it.
-                found[path, name] = leaves[0] if leaves[0] is value else tuple(leaves)
-    return found
+                constants[path, name] = leaves[0] if leaves[0] is value else tuple(leaves)
+    return constants
 
 
 def check_values(traced: TracedModel, first: Values, other: Values) -> None:
@@ -43,10 +43,10 @@ def check_values(traced: TracedModel, first: Values, other: Values) -> None:
     for path, name in {**first, **other}:
         if any(path == module or path.startswith(f"{module}.") for module in called):
             continue
-        known, found = first.get((path, name)), other.get((path, name))
-        if not _equal(known, found):
+        known, value = first.get((path, name)), other.get((path, name))
+        if not _equal(known, value):
             raise FusionError(
-                f"{path or 'the model'}.{name} is {found} in one trial, {known} in another, and belongs to "
+                f"{path or 'the model'}.{name} is {value} in one trial, {known} in another, and belongs to "
                 f"none of torch's own modules; in stages trials share the code between those: sweep it "
                 f"without a plan, or, if it is a tensor, register it as a buffer"
             )

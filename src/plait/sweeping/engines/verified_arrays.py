@@ -52,7 +52,7 @@ def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[
             settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
             key = (settings.seed, settings.data.batch_size)
             if key not in streams:
-                stream = open_stream(entry.parts.train_set, settings, Position(), share)
+                stream = open_stream(entry.components.train_set, settings, Position(), share)
                 streams[key] = next_batches([stream]) + next_batches([stream])
     keys = [(entry.settings.seed, entry.settings.data.batch_size) for entry in entries]
     return [[streams[key][number] for key in keys] for number in range(2)]
@@ -66,9 +66,9 @@ class ArrayCandidate(Candidate):
     ) -> None:
         self._entries = entries
         count = microbatches or entries[0].settings.accumulate
-        self._pieces = [rounds_of(step, count)[0][0] for step in batches]
+        self._microbatches = [rounds_of(step, count)[0][0] for step in batches]
         super().__init__(
-            [entry.parts.model for entry in entries],
+            [entry.components.model for entry in entries],
             [mix(entry.settings.seed) for entry in entries],
             [entry.age for entry in entries],
             coarsest_rounding(entries[0]),
@@ -78,17 +78,17 @@ class ArrayCandidate(Candidate):
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused
         contents, counts = self._contents(trials, batch)
-        parts = self._entries[0].parts
-        inputs, target = together(parts, contents, max(counts))
-        with padded_rows(whole, counts), parts.autocast():
+        components = self._entries[0].components
+        inputs, target = together(components, contents, max(counts))
+        with padded_rows(whole, counts), components.autocast():
             outputs = forward(whole, inputs)
             losses = self._losses(whole, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
     def _contents(self, trials: Sequence[int], batch: int) -> tuple[list[Any], list[int]]:
         """What each trial gets, and of how many rows."""
-        pieces = [self._pieces[batch][trial] for trial in trials]
-        return [content for content, _ in pieces], [count for _, count in pieces]
+        microbatches = [self._microbatches[batch][trial] for trial in trials]
+        return [content for content, _ in microbatches], [count for _, count in microbatches]
 
     def _losses(
         self, fused: FusedModule, trials: Sequence[int], outputs: Any, target: Any, counts: Sequence[int]
@@ -100,15 +100,15 @@ class ArrayCandidate(Candidate):
         return losses_of(fused, entries, loss, outputs, target, counts)
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
-        parts: Components = self._entries[trial].parts
-        inputs, target = to_device(self._pieces[batch][trial][0], parts.device, parts.dtype)
-        with parts.autocast():
-            outputs = forward(parts.model, inputs)
-            return self._comparable(outputs, batch), parts.loss(outputs, target)
+        components: Components = self._entries[trial].components
+        inputs, target = to_device(self._microbatches[batch][trial][0], components.device, components.dtype)
+        with components.autocast():
+            outputs = forward(components.model, inputs)
+            return self._comparable(outputs, batch), components.loss(outputs, target)
 
     def _comparable(self, outputs: Any, batch: int) -> Any:
         """Outputs with padding have no counterpart alone: there, only losses and gradients are compared."""
-        return outputs if len({count for _, count in self._pieces[batch]}) == 1 else None
+        return outputs if len({count for _, count in self._microbatches[batch]}) == 1 else None
 
 
 def coarsest_rounding(entry: TrialInit) -> float:
@@ -116,9 +116,9 @@ def coarsest_rounding(entry: TrialInit) -> float:
     precision = entry.settings.precision
     if precision in AUTOCAST:
         return torch.finfo(AUTOCAST[precision]).eps
-    return TF32_EPS if entry.parts.device.type == "cuda" and precision == "float32" else 0.0
+    return TF32_EPS if entry.components.device.type == "cuda" and precision == "float32" else 0.0
 
 
 def padded_rows(fused: FusedModule, counts: Sequence[int]) -> AbstractContextManager[None]:
-    """Within, each trial has so many rows of its own; padding after them where they differ."""
+    """A context in which trial i has `counts[i]` rows, followed by padding if the counts differ."""
     return fused.padded(counts) if len(set(counts)) > 1 else nullcontext()

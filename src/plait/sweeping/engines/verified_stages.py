@@ -34,9 +34,9 @@ from plait.training.fused.fused_components import stacked
 
 @dataclass(frozen=True)
 class StagesOfTrials:
-    """How the trials of an array are cut: as the first of them, whose values the code between modules has.
+    """The stages of the trials of an array: those of the first trial, whose constants the traced code has.
 
-    `checked.fine` are the stages in the layers of the plan, from which other workers come to the same.
+    `checked.fine` are the stages as layers of the plan, from which other workers build the same stages.
     """
 
     checked: VerifiedStages
@@ -52,9 +52,9 @@ def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify:
     """The stages of these trials in whole modules; with `verify` those of the first are compared with it."""
     first = entries[0]
     # Before its code runs, which may count or remember.
-    values = plain_values(first.parts.model)
+    values = plain_values(first.components.model)
     try:
-        checked, layout = prepare_pipeline(first.settings, first.parts, layout, verify)
+        checked, layout = prepare_pipeline(first.settings, first.components, layout, verify)
     except JobError:
         raise
     except InputError as failure:
@@ -79,8 +79,8 @@ def of_stage(verdict: FusionReport, module: nn.Module) -> FusionReport:
 class StagedCandidate(ArrayCandidate):
     """The trials of an array in stages, all of them in this process, on the first microbatches of two steps.
 
-    Later stages go on with the draws of those before, as a model alone does; in training each has streams of
-    its own.
+    Later stages continue the random stream of earlier ones, as in a single model; in training each stage has
+    separate streams.
     """
 
     in_stages = True
@@ -98,19 +98,19 @@ class StagedCandidate(ArrayCandidate):
 
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> list[FusedModule]:
         for entry in self._entries:
-            check_values(self._traced, self._stages.values, plain_values(entry.parts.model))
+            check_values(self._traced, self._stages.values, plain_values(entry.components.model))
         fused, self._cut = [], []
         for layers in self._stages.layout.stages:
-            own = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
-            kept = of_stage(FusionReport(unfused), own[0].module).unfused
+            stages = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
+            kept = of_stage(FusionReport(unfused), stages[0].module).unfused
             seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-            fused.append(fuse([stage.module for stage in own], seeds, steps, kept, verify=False))
-            self._cut.append(own[0])
+            fused.append(fuse([stage.module for stage in stages], seeds, steps, kept, verify=False))
+            self._cut.append(stages[0])
         return fused
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         contents, counts = self._contents(trials, batch)
-        inputs, target = stacked(self._entries[0].parts, contents, max(counts))
+        inputs, target = stacked(self._entries[0].components, contents, max(counts))
         training = fused[0].training
         traced = self._traced if training else self._evaluated
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
@@ -121,7 +121,7 @@ class StagedCandidate(ArrayCandidate):
             values |= self._run(number, one, values, counts)
             draws, one.draws_before = one.draws, 0
         outputs = traced.rebuild_output([values[name] for name in traced.outputs])
-        with padded_rows(fused[-1], counts), self._entries[0].parts.autocast():
+        with padded_rows(fused[-1], counts), self._entries[0].components.autocast():
             losses = self._losses(fused[-1], trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
@@ -130,15 +130,15 @@ class StagedCandidate(ArrayCandidate):
     ) -> dict[str, Tensor]:
         """The values that one stage gives."""
         stage = self._cut[number]
-        own = stage.inputs if fused.training else stage.evaluation_inputs
+        inputs = stage.inputs if fused.training else stage.evaluation_inputs
         given = stage.outputs if fused.training else stage.evaluation_outputs
         routes = self._routes if fused.training else self._evaluated_routes
         received = dict(values)
         for route in routes:
             if route.target == number:
                 received |= {name: _received(values[name], name, route) for name in route.names}
-        with padded_rows(fused, counts), self._entries[0].parts.autocast():
-            outcome = fused(*(received[value.name] for value in own))
+        with padded_rows(fused, counts), self._entries[0].components.autocast():
+            outcome = fused(*(received[value.name] for value in inputs))
         return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:

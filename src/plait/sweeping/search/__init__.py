@@ -1,1 +1,1 @@
-"""Which values trials have and which of them go on, as pure functions."""
+"""Search algorithms as pure functions: the values of trials, and which of them continue."""

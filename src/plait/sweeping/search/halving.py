@@ -1,4 +1,4 @@
-"""Which trials go on: successive halving, ASHA and population-based training as pure functions of results.
+"""Which trials continue: successive halving, ASHA and population-based training as pure functions of results.
 
 A result is a loss, or anything else of which less is better; what is not a number is worst.
 """
@@ -44,11 +44,11 @@ def _check_eta(eta: int) -> None:
 
 
 def goes_on(result: float, reached: Sequence[float], eta: int = 3) -> bool:
-    """Whether a trial that reached a rung goes on (ASHA's stopping rule).
+    """Whether a trial that reached a rung continues (ASHA's stopping rule).
 
-    `reached` holds the results of all trials that reached the rung before it. It goes on while it is among
-    the best 1/eta of those and itself, rounded down but to one at least; the first to come always does, so
-    nobody waits for a rung to fill.
+    `reached` holds the results of all trials that reached the rung before it. It continues if it is among
+    the best 1/eta of those and itself, rounded down but at least one. The first trial at a rung always
+    continues, so no trial waits for a rung to fill.
     """
     _check_eta(eta)
     if math.isnan(result):

@@ -17,7 +17,7 @@ from plait.fusion.errors import FusionError
 
 # Values of one key, and trials of a grid, at most.
 MOST_VALUES = 10_000
-# Of values of one key that are no numbers each is checked, and of numbers so many.
+# Values of one key that are checked: of those that are not numbers, and of numbers.
 MOST_OTHERS = 2000
 FEW_VALUES = 100
 _FORM = "key=v1,v2,... or key=log:low:high[:count], also with linear, int or logint in place of log"
@@ -42,7 +42,7 @@ class Dimension:
         return not self.values
 
     def at(self, share: float) -> Any:
-        """The value that lies at `share`, from 0 to 1, of the way through."""
+        """The value at `share`, from 0 to 1, of the range or of the listed values."""
         if not self.is_range:
             return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
         if self.whole and self.log:
@@ -119,23 +119,23 @@ def parse_over(text: str) -> tuple[str, list[Any]]:
 
 
 def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
-    found = f"--over: found {shown(text)}, expected"
+    prefix = f"--over: found {shown(text)}, expected"
     try:
         low, high, *more = (float(part) for part in rest.split(":"))
         (count,) = more or (None,)
     except ValueError:
-        raise FusionError(f"{found} {_FORM}") from None
+        raise FusionError(f"{prefix} {_FORM}") from None
     if not low < high or not math.isfinite(high - low) or (kind.startswith("log") and low <= 0):
         limit = "0 < low < high" if kind.startswith("log") else "low < high"
-        raise FusionError(f"{found} {limit}, and finite numbers")
+        raise FusionError(f"{prefix} {limit}, and finite numbers")
     whole = kind in ("int", "logint")
     if whole and not (low.is_integer() and high.is_integer() and max(-low, high) <= 2**53):
-        raise FusionError(f"{found} whole numbers after {kind}:, 2**53 at most")
+        raise FusionError(f"{prefix} whole numbers after {kind}:, 2**53 at most")
     dimension = Dimension(key, low=low, high=high, log=kind.startswith("log"), whole=whole)
     if count is None:
         return dimension
     if not (count.is_integer() and 2 <= count <= MOST_VALUES):
-        raise FusionError(f"{found} a count of 2 to {MOST_VALUES:,}")
+        raise FusionError(f"{prefix} a count of 2 to {MOST_VALUES:,}")
     spaced_evenly = replace(dimension, whole=False) if kind == "logint" else dimension
     inner = [spaced_evenly.at(i / (count - 1)) for i in range(1, int(count) - 1)]
     inner = [round(value) for value in inner] if whole else inner
@@ -146,11 +146,11 @@ def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
 def _parts(text: str) -> list[str]:
     """`text` cut at commas that stand outside of brackets."""
     parts, start, depth = [], 0, 0
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:
-            parts.append(text[start:place])
-            start = place + 1
+            parts.append(text[start:index])
+            start = index + 1
     return [*parts, text[start:]]
 
 

@@ -29,7 +29,7 @@ def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: 
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions = {d.key: _distribution(d, optuna) for d in over}
-    # A sampler of its own for each trial: nothing but the past decides.
+    # A new sampler for each trial, so that its values depend only on the past trials.
     sampler = optuna.samplers.TPESampler(seed=(seed * 1_000_003 + number) % 2**32, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     study.add_trials([_known(one, over, distributions, optuna) for one in past])

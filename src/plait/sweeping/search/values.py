@@ -40,7 +40,7 @@ class Search:
 
     @property
     def waits(self) -> bool:
-        """Whether trials are compared once all have come as far: halving and population-based training."""
+        """Whether trials wait for each other at each rung: halving and population-based training."""
         return self.settings.kind in ("halving", "pbt")
 
     @property
@@ -66,7 +66,7 @@ class Search:
         if self.settings.kind == "pbt":
             every = least or max(1, steps // 10)
             return [*range(every, steps, every), steps]
-        # Rounded up, so that no rung lies just before the end.
+        # Rounded up, so that no rung is just before the end.
         first = min(steps, least or -(-steps // self.settings.eta**2))
         return rungs(first, steps, self.settings.eta)
 

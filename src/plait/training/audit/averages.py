@@ -1,4 +1,4 @@
-"""Whether members that average hold the mean of what each of them brought, told by sums of their weights."""
+"""Checks averaging: whether members hold the mean of their weights, by comparing sums of weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _ROUNDING = 1e-4
 def is_mean(averaging: Averaging, before: Sequence[Sequence[float]], after: Sequence[float]) -> bool:
     """Whether `after` are the means of all members' sums `before`.
 
-    Only of syncs that take the plain mean of what members hold when they come to it, and where no member
-    was left out; else True.
+    Only checked for syncs that take the plain mean of all members, if no member was left out; else True.
     """
     if not isinstance(averaging, (PartialReduce, PairSync)) or averaging.full_average.behind:
         return True

@@ -19,15 +19,15 @@ _NAMED = 3
 
 
 class DifferenceError(PlaitError):
-    """A step of the run was not what plain PyTorch does."""
+    """A step of the run differs from the same step in plain PyTorch."""
 
 
 @dataclass(frozen=True)
 class Findings:
     """What one worker found in an audit.
 
-    `largest` is the largest difference, relative to the largest value of its kind. `unseen` names what
-    forward may go by and no audit can read.
+    `largest` is the largest difference, relative to the largest value of its kind. `unseen` names
+    state that forward may depend on and no audit can read.
     """
 
     largest: float = 0.0
@@ -57,22 +57,22 @@ class AuditRecord:
     # the step after which they were last read again.
     samples: int | None = None
     looked: int = 0
-    _said: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     def add(self, step: int, seconds: float, workers: Sequence[Sequence[Any]], advice: str) -> None:
         """Take down what all workers found in step `step`, in the order of their ranks."""
         self.steps += 1
         self.largest = max([self.largest, *(largest for largest, _, _ in workers)])
-        words = _by_worker([differences for _, differences, _ in workers])
+        texts = _by_worker([differences for _, differences, _ in workers])
         unseen = sorted({name for _, _, names in workers for name in names})
-        self.metrics.note(Audited(step, round(seconds, 6), self.largest, tuple(words[:_NAMED])))
-        if words and unseen:
+        self.metrics.record(Audited(step, round(seconds, 6), self.largest, tuple(texts[:_NAMED])))
+        if texts and unseen:
             self.say(
-                f"audit: {_differs(step, words)}; but the step has {', '.join(unseen)}, which no audit can "
+                f"audit: {_differs(step, texts)}; but the step has {', '.join(unseen)}, which no audit can "
                 f"read, so that it may be the audit that differs; keep such state in buffers"
             )
-        elif words:
-            self._judge(_differs(step, words), advice)
+        elif texts:
+            self._judge(_differs(step, texts), advice)
 
     def add_difference(self, step: int, what: str, advice: str) -> None:
         """Take down a difference that all workers know of."""
@@ -84,25 +84,26 @@ class AuditRecord:
         else:
             self.say(f"audit: {text}; {advice}")
 
-    def say(self, words: str) -> None:
+    def say(self, message: str) -> None:
         """Warn the user, of the same thing once."""
-        if words not in self._said:
-            self._said.add(words)
-            self.metrics.warn(words)
+        if message not in self._warned:
+            self._warned.add(message)
+            self.metrics.warn(message)
 
 
-def _differs(step: int, words: Sequence[str]) -> str:
-    more = f"; and {count_of(len(words) - _NAMED, 'more difference')}" if len(words) > _NAMED else ""
-    return f"step {step} is not what plain PyTorch does: {'; '.join(words[:_NAMED])}{more}"
+def _differs(step: int, texts: Sequence[str]) -> str:
+    more = f"; and {count_of(len(texts) - _NAMED, 'more difference')}" if len(texts) > _NAMED else ""
+    return f"step {step} is not what plain PyTorch does: {'; '.join(texts[:_NAMED])}{more}"
 
 
-def _by_worker(found: Sequence[Sequence[str]]) -> list[str]:
+def _by_worker(differences: Sequence[Sequence[str]]) -> list[str]:
     """Each difference once, with the workers that see it where others do not."""
     ranks: dict[str, list[str]] = {}
-    for rank, words in enumerate(found):
-        for each in words:
+    for rank, texts in enumerate(differences):
+        for each in texts:
             ranks.setdefault(each, []).append(str(rank))
-    everyone = len(found)
+    workers = len(differences)
     return [
-        each if len(own) == everyone else f"{each} (worker {', '.join(own)})" for each, own in ranks.items()
+        each if len(seen_by) == workers else f"{each} (worker {', '.join(seen_by)})"
+        for each, seen_by in ranks.items()
     ]

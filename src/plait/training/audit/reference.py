@@ -12,11 +12,13 @@ from plait.workloads.losses import build_loss
 _CLOSE_STEPS = 16
 
 
-def take_reference(record: AuditRecord, parts: Components, settings: TrainSettings, step: int) -> FreshModel:
-    """Model and loss made anew, or those of the audit before, to be given the state of now."""
-    found = record.reference
-    if found is None:
-        model = build_model(settings.model, settings.seed).to(parts.device, parts.dtype)
-        found = FreshModel(model, build_loss(settings.loss, settings.loss_args), parts.autocast)
-    record.reference = found if step < _CLOSE_STEPS else None
-    return found
+def take_reference(
+    record: AuditRecord, components: Components, settings: TrainSettings, step: int
+) -> FreshModel:
+    """A newly built model and loss, or those of the last audit; the caller loads the present state."""
+    reference = record.reference
+    if reference is None:
+        model = build_model(settings.model, settings.seed).to(components.device, components.dtype)
+        reference = FreshModel(model, build_loss(settings.loss, settings.loss_args), components.autocast)
+    record.reference = reference if step < _CLOSE_STEPS else None
+    return reference

@@ -15,7 +15,7 @@ from plait.verification.replay import Part, PlainModel, State
 
 @dataclass
 class ReplicatedModel(PlainModel):
-    """A model whose stages have replicas, each with buffers of its own, which see its microbatches alone.
+    """A model whose stages have replicas; each has separate buffers, which see only its microbatches.
 
     `stages` are the stages that use each parameter and buffer, and `copies` each worker's buffers by name.
     """
@@ -27,18 +27,18 @@ class ReplicatedModel(PlainModel):
     def load(self, state: State) -> None:
         super().load(state)
         self._now = {
-            name: {worker: buffer.clone() for worker, buffer in own.items()}
-            for name, own in self.copies.items()
+            name: {worker: buffer.clone() for worker, buffer in by_worker.items()}
+            for name, by_worker in self.copies.items()
         }
 
     def backward(self, part: Part) -> Tensor:
         buffers = self.buffers()
-        used = {name: own[self._worker(name, part)] for name, own in self._now.items()}
-        for name, own in used.items():
-            buffers[name].copy_(own)
+        used = {name: by_worker[self._worker(name, part)] for name, by_worker in self._now.items()}
+        for name, buffer in used.items():
+            buffers[name].copy_(buffer)
         loss = super().backward(part)
-        for name, own in used.items():
-            own.copy_(self.buffers()[name])
+        for name, buffer in used.items():
+            buffer.copy_(self.buffers()[name])
         return loss
 
     def _worker(self, name: str, part: Part) -> int:
@@ -50,8 +50,8 @@ class ReplicatedModel(PlainModel):
     def buffers_left(self) -> dict[str, Tensor]:
         replicated = {
             f"{name} of worker {worker}": buffer
-            for name, own in self._now.items()
-            for worker, buffer in own.items()
+            for name, by_worker in self._now.items()
+            for worker, buffer in by_worker.items()
         }
         return {name: b for name, b in self.buffers().items() if name not in self._now} | replicated
 
@@ -116,8 +116,8 @@ class DelayedModel(ReplicatedModel):
         _put(parameters, newest)
         whole = sum(count for count, _ in gradients)
         for name in names:
-            own = [(count, grads[name]) for count, grads in gradients]
-            means = [grad * (count / whole) for count, grad in own if grad is not None]
+            weighted = [(count, grads[name]) for count, grads in gradients]
+            means = [grad * (count / whole) for count, grad in weighted if grad is not None]
             if means:
                 parameters[name].grad = torch.stack(means).sum(0)
         if self.clip_norm is not None:

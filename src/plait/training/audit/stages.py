@@ -1,7 +1,7 @@
-"""The audit of a pipeline: the first worker takes the step of all stages again, with the whole model.
+"""The audit of a pipeline: the first worker repeats a step with the whole model.
 
-Weights come to it before the step, gradients and what forward left behind after it. Each worker repeats the
-updates of its own stages itself.
+It receives the weights before the step, and the gradients and buffers after it. Each worker repeats the
+updates of its stages.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from plait.verification.twin import OptimizerTwin, is_torchs
 
 FIRST = 0
 _ADVICE = (
-    "what forward, a hook or the optimizer goes by besides weights, buffers and the batch belongs into "
-    "one of these; cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
+    "state that forward, a hook or the optimizer uses must be in weights, buffers or the batch; "
+    "cut elsewhere, or train without a plan (data parallel), which keeps the model in one "
     "piece; verify: {on_difference: warn} goes on regardless"
 )
 # Microbatches by their numbers, each with its samples.
@@ -47,7 +47,7 @@ Contents = dict[int, tuple[Part, int]]
 
 
 class AuditedStages:
-    """One step of a trial in stages that is taken a second time: made before it, and ended after it, by all.
+    """One audited step of a trial in stages: all workers create it before the step and end it afterwards.
 
     `stages` are the stages that use each parameter and buffer of the model.
     """
@@ -56,7 +56,7 @@ class AuditedStages:
         self,
         worker: Worker,
         trial: Trial,
-        parts: Components,
+        components: Components,
         pipeline: Pipeline,
         stages: Mapping[str, tuple[int, ...]],
         record: AuditRecord,
@@ -65,7 +65,7 @@ class AuditedStages:
         self._worker = worker
         self._rank = worker.rank
         self._trial = trial
-        self._parts = parts
+        self._components = components
         self._pipeline = pipeline
         self._layout = pipeline.pipeline_layout
         self._record = record
@@ -74,7 +74,7 @@ class AuditedStages:
         self._contents: Contents = {}
         self._frozen = {n: _checksum(p) for n, p in pipeline.parameters.items() if not p.requires_grad}
         self._blind = self._why_blind()
-        # Updates of stages apart do not show what an optimizer of the whole model does.
+        # Separate updates of stages do not show what an optimizer of the whole model does.
         self._needs_optimizer = not self._layout.schedule.synchronous or not is_torchs(pipeline.optimizer)
         if not self._blind:
             self._gather_before()
@@ -91,12 +91,12 @@ class AuditedStages:
 
     def _why_blind(self) -> str:
         """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
-        parts = self._parts
-        if not broadcast_value(has_room_for_whole(parts), FIRST):
+        components = self._components
+        if not broadcast_value(has_room_for_whole(components), FIRST):
             return "no worker has memory for the whole model"
         tied = any(
             len(self._stages[name]) > 1
-            for name in dict(parts.model.named_parameters())
+            for name in dict(components.model.named_parameters())
             if name in self._stages
         )
         if tied and not self._layout.schedule.synchronous:
@@ -104,8 +104,8 @@ class AuditedStages:
         return ""
 
     def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
-        own = [p for group in self._pipeline.optimizer.param_groups for p in group["params"]]
-        return {twin: self._names.get(parameter, "") for parameter, twin in zip(own, twins)}
+        parameters = [p for group in self._pipeline.optimizer.param_groups for p in group["params"]]
+        return {twin: self._names.get(parameter, "") for parameter, twin in zip(parameters, twins)}
 
     def _note_content(self, part: Part, samples: int) -> None:
         layout = self._layout
@@ -116,7 +116,7 @@ class AuditedStages:
 
     def _gather_before(self) -> None:
         """Bring what all stages hold to the first worker."""
-        pipeline, parts = self._pipeline, self._parts
+        pipeline, components = self._pipeline, self._components
         weights = {n: p for n, p in pipeline.parameters.items() if self._is_first(n)}
         state = optimizer_state(pipeline.optimizer, self._names) if self._needs_optimizer else {}
         state = {path: t for path, t in state.items() if self._is_first(path.rpartition("/")[0])}
@@ -127,10 +127,11 @@ class AuditedStages:
         attributes = self._gather_attributes()
         if self._rank == FIRST:
             known = {
-                n: t.detach() for n, t in (*parts.model.named_parameters(), *parts.model.named_buffers())
+                n: t.detach()
+                for n, t in (*components.model.named_parameters(), *components.model.named_buffers())
             }
             known |= _below("weights", gathered)
-            known |= {name: next(iter(own.values())) for name, own in self._buffers.items()}
+            known |= {name: next(iter(copies.values())) for name, copies in self._buffers.items()}
             self._before = State(known, attributes).copied()
 
     def _is_first(self, name: str) -> bool:
@@ -138,24 +139,24 @@ class AuditedStages:
         return self._layout.holders(*self._stages[name])[0] == self._rank
 
     def _gather_buffers(self) -> dict[str, dict[int, Tensor]]:
-        """On the first worker the buffers that stages hold, by name and worker, in memory of their own."""
-        known = {name for name, _ in self._parts.model.named_buffers()}
-        own = {
+        """Copies of the buffers of all stages on the first worker, by name and worker."""
+        known = {name for name, _ in self._components.model.named_buffers()}
+        local = {
             f"{self._rank}/{name}": buffer
             for module in self._pipeline.modules.values()
             for name, buffer in module.named_buffers()
             if name in known and name in self._stages
         }
-        found: dict[str, dict[int, Tensor]] = {}
-        for path, buffer in gather_named(own, FIRST).items():
+        copies: dict[str, dict[int, Tensor]] = {}
+        for path, buffer in gather_named(local, FIRST).items():
             rank, _, name = path.partition("/")
-            found.setdefault(name, {})[int(rank)] = buffer.clone()
-        return found
+            copies.setdefault(name, {})[int(rank)] = buffer.clone()
+        return copies
 
     def _gather_attributes(self) -> Attributes:
         """What modules keep in Python, each where it runs; of those in no stage what the first worker has."""
-        own = read_attributes(self._held_objects())
-        workers = all_gather_values([dict(own.values), own.unseen, sorted(self._held_objects())])
+        local = read_attributes(self._held_objects())
+        workers = all_gather_values([dict(local.values), local.unseen, sorted(self._held_objects())])
         rest = read_attributes({p: m for p, m in self._modules().items() if not _is_in(p, workers)})
         values = dict(rest.values)
         for theirs, _, _ in reversed(workers):
@@ -165,19 +166,19 @@ class AuditedStages:
     def _held_objects(self) -> dict[str, Any]:
         """The modules of the model that this worker's stages call, and the loss of the last stage."""
         modules = self._modules()
-        found = {
+        objects = {
             path: module
             for stage in self._pipeline.modules.values()
             for path, module in stage.named_modules()
             if modules.get(path) is module
         }
-        loss = self._parts.loss
+        loss = self._components.loss
         if self._layout.last in self._pipeline.modules and hasattr(loss, "__dict__"):
-            found[LOSS] = loss
-        return found
+            objects[LOSS] = loss
+        return objects
 
     def _modules(self) -> dict[str, Any]:
-        return dict(keeping_attributes(self._parts.model))
+        return dict(keeping_attributes(self._components.model))
 
     # After the step.
 
@@ -195,14 +196,16 @@ class AuditedStages:
                 "only updates are audited; make it longer"
             )
         elif all_gather_values(self._twin.updates) != [0] * self._worker.world_size:
-            found, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
+            observed, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
             if self._rank == FIRST:
-                largest, differences = self._replay(found, contents, after)
+                largest, differences = self._replay(observed, contents, after)
         differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
         # The state of one that is inside of another is in no name of the whole model's.
-        own = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
-        unseen += tuple(f"optimizer.{name}" for name, each in own if isinstance(each, torch.optim.Optimizer))
+        attributes = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
+        unseen += tuple(
+            f"optimizer.{name}" for name, each in attributes if isinstance(each, torch.optim.Optimizer)
+        )
         seconds = time.perf_counter() - started
         record.metrics.leave_out(seconds)
         self._seconds += seconds
@@ -229,11 +232,11 @@ class AuditedStages:
         written |= {n: pipeline.parameters[n] for n in self._frozen if self._is_written(n)}
         gathered = gather_named(_prefixed("gradients", gradients) | _prefixed("written", written), FIRST)
         buffers, attributes = self._gather_buffers(), self._gather_attributes()
-        trained = [n for n, p in self._parts.model.named_parameters() if p.requires_grad]
-        found = _below("gradients", gathered)
+        trained = [n for n, p in self._components.model.named_parameters() if p.requires_grad]
+        gradients = _below("gradients", gathered)
         return ObservedStep(
             torch.tensor(loss, dtype=torch.float64),
-            {name: found.get(name) for name in trained},
+            {name: gradients.get(name) for name in trained},
             {**self._unused_buffers(buffers), **_by_worker(buffers)},
             _below("written", gathered),
             attributes.values,
@@ -243,46 +246,46 @@ class AuditedStages:
         return self._is_first(name) and _checksum(self._pipeline.parameters[name]) != self._frozen[name]
 
     def _unused_buffers(self, held: Mapping[str, object]) -> Named:
-        return {n: b.detach() for n, b in self._parts.model.named_buffers() if n not in held}
+        return {n: b.detach() for n, b in self._components.model.named_buffers() if n not in held}
 
     def _gather_after(self) -> Named:
         """On the first worker the weights after the step, where it takes the update of all of them."""
         if not self._needs_optimizer or not self._layout.schedule.synchronous:
             return {}
-        own = {n: p for n, p in self._pipeline.parameters.items() if p.requires_grad and self._is_first(n)}
-        return {name: tensor.clone() for name, tensor in gather_named(own, FIRST).items()}
+        local = {n: p for n, p in self._pipeline.parameters.items() if p.requires_grad and self._is_first(n)}
+        return {name: tensor.clone() for name, tensor in gather_named(local, FIRST).items()}
 
     def _gather_contents(self) -> Contents:
         """On the first worker the microbatches of all pipelines."""
         if self._layout.holders(0) == (FIRST,):
             return self._contents
-        tensors, notes = Named(), dict[str, Any]()
+        tensors, specs = Named(), dict[str, Any]()
         for number, (part, samples) in self._contents.items():
-            leaves, note = pack_tree((part.inputs, part.target))
+            leaves, spec = pack_tree((part.inputs, part.target))
             tensors |= {f"{number}/{i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
-            notes[str(number)] = [note, len(leaves), part.weight, part.seed, samples]
-        gathered, found = gather_named(tensors, FIRST), Contents()
-        for key, (note, count, weight, seed, samples) in _merged(all_gather_values(notes)).items():
+            specs[str(number)] = [spec, len(leaves), part.weight, part.seed, samples]
+        gathered, merged = gather_named(tensors, FIRST), Contents()
+        for key, (spec, count, weight, seed, samples) in _merged(all_gather_values(specs)).items():
             if self._rank == FIRST:
-                device, number = self._parts.device, int(key)
+                device, number = self._components.device, int(key)
                 leaves = [gathered.get(f"{number}/{i}") for i in range(count)]
                 moved = [None if leaf is None else leaf.to(device) for leaf in leaves]
-                inputs, target = unpack_tree(moved, note)
-                found[number] = Part(inputs, target, weight, seed, number), samples
-        return found
+                inputs, target = unpack_tree(moved, spec)
+                merged[number] = Part(inputs, target, weight, seed, number), samples
+        return merged
 
     def _replay(
-        self, found: ObservedStep, contents: Contents, after: Named
+        self, observed: ObservedStep, contents: Contents, after: Named
     ) -> tuple[float, list[Difference]]:
         """The largest difference, and those beyond rounding, which the first worker finds."""
         layout, step, settings, record = self._layout, self._trial.step, self._trial.settings, self._record
-        kept = {**self._modules(), LOSS: self._parts.loss}
+        kept = {**self._modules(), LOSS: self._components.loss}
         parts = [part for _, (part, _) in sorted(contents.items())]
-        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(self._parts.device):
+        with unchanged_random_numbers(), unchanged_state(kept), _all_cores(self._components.device):
             if step == 0:
                 load_attributes(kept, self._before.attributes.values)
-            fresh = take_reference(record, self._parts, settings, step)
-            replicated = {name: own for name, own in self._buffers.items() if len(own) > 1}
+            fresh = take_reference(record, self._components, settings, step)
+            replicated = {name: copies for name, copies in self._buffers.items() if len(copies) > 1}
             scale = self._pipeline.loss_scale
             how: dict[str, Any] = {
                 "autocast": fresh.autocast,
@@ -298,8 +301,8 @@ class AuditedStages:
                 how |= {"make_optimizer": self._make_optimizer, "samples": samples}
                 plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=settings.clip_norm)
             replay = Replay(plain, self._before, parts, self._finish, is_first=step == 0)
-            largest, differences = replay.compare(found, record.rounding, record.harmless)
-            differences += self._update_differences(plain, found, after)
+            largest, differences = replay.compare(observed, record.rounding, record.harmless)
+            differences += self._update_differences(plain, observed, after)
         return largest, differences
 
     def _finish(self, loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
@@ -321,18 +324,18 @@ class AuditedStages:
         optimizer = build_plain_optimizer(trial.settings.optimizer, trained, names)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
-        set_lr(optimizer, self._parts.base_lrs, trial.lr_factor(trial.step))
+        set_lr(optimizer, self._components.base_lrs, trial.lr_factor(trial.step))
         return optimizer
 
     def _update_differences(
-        self, plain: ReplicatedModel, found: ObservedStep, after: Named
+        self, plain: ReplicatedModel, observed: ObservedStep, after: Named
     ) -> list[Difference]:
         """Where an optimizer of the whole model writes something else than those of the stages."""
         if not after:
             return []
         plain.load(self._before)
         parameters = plain.parameters()
-        for name, grad in found.gradients.items():
+        for name, grad in observed.gradients.items():
             parameters[name].grad = None if grad is None else grad.to(parameters[name].device)
         self._make_optimizer(parameters).step()
         expected = {f"the parameter {name}": parameters[name].detach() for name in after}
@@ -350,9 +353,9 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> Named:
 def _by_worker(buffers: Mapping[str, Mapping[int, Tensor]]) -> Named:
     """The names under which buffers are compared: those of replicas by worker."""
     return {
-        name if len(own) == 1 else f"{name} of worker {worker}": buffer
-        for name, own in buffers.items()
-        for worker, buffer in own.items()
+        name if len(copies) == 1 else f"{name} of worker {worker}": buffer
+        for name, copies in buffers.items()
+        for worker, buffer in copies.items()
     }
 
 

@@ -1,1 +1,1 @@
-"""What changes while a run goes on: its members, its batches, and where the layers of its model are."""
+"""Changes of a running job: its members, its batch size, and the placement of its layers."""

@@ -1,4 +1,4 @@
-"""The batch size of a run that may change, and the learning rate that goes with it."""
+"""The batch size of a run, which may change, and the learning rate for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from plait.adapt.changes import BatchSizeChange
 class BatchSize:
     """Samples of a step over all workers: `size` now, `job_size` as the job file says.
 
-    `lr_factor` is a factor on the learning rate that the schedule gives. The schedule stood at
-    `schedule_step` when `since` steps were done, and goes on by `pace` a step: in a run of epochs it follows
-    the samples, so that it ends with the last one, whatever the batches were.
+    `lr_factor` multiplies the learning rate of the schedule. The schedule was at `schedule_step` after
+    `since` steps and advances by `pace` per step. In a run of epochs it follows the samples, so that it ends
+    with the last sample at any batch size.
     """
 
     size: int
@@ -24,13 +24,13 @@ class BatchSize:
     pace: float = 1.0
 
     def schedule_at(self, step: int) -> int:
-        """The schedule's step when `step` steps are done."""
+        """The step of the schedule after `step` steps of training."""
         if self.pace == 1.0 and self.schedule_step == self.since:
             return step
         return round(self.schedule_step + (step - self.since) * self.pace)
 
     def changed(self, change: BatchSizeChange, step: int, by_samples: bool) -> BatchSize:
-        """From step `step` on; `by_samples` where the schedule follows the samples."""
+        """The batch size from step `step` on; `by_samples` if the schedule follows the samples."""
         return replace(
             self,
             size=change.batch_size,
@@ -42,5 +42,5 @@ class BatchSize:
 
 
 def resumed(kept: BatchSize, job_size: int) -> BatchSize:
-    """The batch size to go on with from a checkpoint: what it was, unless the job file now says another."""
+    """The batch size to resume with: that of the checkpoint, unless the job file has changed."""
     return kept if kept.job_size == job_size else BatchSize(job_size, job_size)

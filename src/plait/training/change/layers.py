@@ -1,4 +1,4 @@
-"""Layers that move between workers: who holds what, who needs it, and what therefore travels."""
+"""Moving layers between workers: which rank holds which tensors, which needs them, and who sends what."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from plait.pipeline import named_state
 from plait.pipeline.named_state import Tensors, tensors_of
 from plait.training.components import Components
 
-# A tensor by name, the rank that sends it, and the rank that it goes to.
+# The name of a tensor, the rank that sends it, and the rank that receives it.
 Move = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class HeldLayers:
+class LayerState:
     """The parameters and buffers that a worker holds, by name, and the optimizer's state for them."""
 
     model: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
 
 
-def held_layers(
-    parts: Components, names: Collection[str] | None, optimizer: torch.optim.Optimizer
-) -> HeldLayers:
-    """What a worker holds: the tensors of these `names` (None: all), and what `optimizer` keeps for them."""
-    model = {n: t.detach() for n, t in tensors_of(parts.model).items() if names is None or n in names}
-    return HeldLayers(model, named_state.optimizer_state(optimizer, parts.names))
+def layer_state(
+    components: Components, names: Collection[str] | None, optimizer: torch.optim.Optimizer
+) -> LayerState:
+    """The tensors of these `names` (None: all) on this worker, and the state of `optimizer` for them."""
+    model = {n: t.detach() for n, t in tensors_of(components.model).items() if names is None or n in names}
+    return LayerState(model, named_state.optimizer_state(optimizer, components.names))
 
 
 def find_complete(
     marks: Sequence[Sequence[int]], held: Sequence[Collection[str]], names: Collection[str]
 ) -> int | None:
-    """The rank whose progress all go on from: of the last step after which all of `names` are held.
+    """The rank whose progress all workers continue from: at the last step for which all of `names` are held.
 
-    `held[rank]` is what a rank holds after the step that `marks[rank]` tells of. Of ranks at the same step
-    it is one that has not done all that was due then. None where the ranks of no step hold all.
+    `held[rank]` are the names that a rank holds, after the step `marks[rank][0]`. Of ranks at the same step,
+    the one that has done the least of what was due after it. None if at no step all names are held.
     """
     for step in sorted({mark[0] for mark in marks if mark[0] >= 0}, reverse=True):
         ranks = [rank for rank, mark in enumerate(marks) if mark[0] == step]
@@ -48,9 +48,9 @@ def find_complete(
 
 
 def find_moves(held: Sequence[Collection[str]], needed: Mapping[str, Collection[int]]) -> list[Move]:
-    """What travels so that each rank has what it needs: nothing that it holds, from the first that does.
+    """The moves after which each rank has what it needs.
 
-    Ranks send in turn: where several hold a tensor, those that need it take it from different ones.
+    If several ranks hold a tensor, they take turns in sending it.
     """
     moves: list[Move] = []
     for name, ranks in needed.items():
@@ -60,29 +60,29 @@ def find_moves(held: Sequence[Collection[str]], needed: Mapping[str, Collection[
     return moves
 
 
-def taken(moves: Sequence[Move], held: HeldLayers, rank: int) -> HeldLayers:
-    """What comes to this worker by the moves, which all workers make together; `held` is what it can send.
+def receive_layers(moves: Sequence[Move], held: LayerState, rank: int) -> LayerState:
+    """Execute the moves, sending from `held`; returns what this worker received. All workers call it.
 
-    What the optimizer keeps for a parameter goes along.
+    The optimizer state of a parameter moves with it.
     """
     pairs = sorted({(source, target) for _, source, target in moves})
-    going = {target: {name for name, *pair in moves if pair == [rank, target]} for _, target in pairs}
-    model = exchange_named({t: _chosen(held.model, names) for t, names in going.items()}, pairs)
+    outgoing = {target: {name for name, *pair in moves if pair == [rank, target]} for _, target in pairs}
+    model = exchange_named({t: _chosen(held.model, names) for t, names in outgoing.items()}, pairs)
     optimizer = exchange_named(
-        {t: _chosen(held.optimizer, names, of_state=True) for t, names in going.items()}, pairs
+        {t: _chosen(held.optimizer, names, of_state=True) for t, names in outgoing.items()}, pairs
     )
-    return HeldLayers(model, optimizer)
+    return LayerState(model, optimizer)
 
 
-def put_beside(parts: Components, layers: HeldLayers) -> None:
-    """Give `parts` further layers, beside those that have their values already."""
-    own = tensors_of(parts.model)
+def merge_into(components: Components, layers: LayerState) -> None:
+    """Load additional layers into `components`; layers that are already loaded keep their values."""
+    tensors = tensors_of(components.model)
     with torch.no_grad():
         for name, value in layers.model.items():
-            own[name].copy_(value)
+            tensors[name].copy_(value)
     if layers.optimizer:
-        state = named_state.optimizer_state(parts.optimizer, parts.names) | layers.optimizer
-        named_state.load_optimizer_state(parts.optimizer, parts.names, state)
+        state = named_state.optimizer_state(components.optimizer, components.names) | layers.optimizer
+        named_state.load_optimizer_state(components.optimizer, components.names, state)
 
 
 def _chosen(tensors: Tensors, names: Collection[str], of_state: bool = False) -> Tensors:

@@ -1,7 +1,7 @@
-"""Workers that come and go: how those of one version of the membership become those of the next.
+"""Elastic runs: how the members of one membership version are replaced by those of the next.
 
-Nothing here decides who takes part: the supervisor makes versions (`launch/membership.py`). Members change in
-agreement after the same step, or, where one is lost, from the most advanced state that one of them has.
+The supervisor decides who takes part and makes the versions (`launch/membership.py`). In a planned change all
+members stop after the same step; after a loss they continue from the most advanced state that a member has.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from plait.schema.settings import TrainSettings
 if TYPE_CHECKING:
     from plait.training.run import Run
 
-# How far a worker is: its step, and how much of what comes between it and the next is done. It holds no state
-# below 0.
-Mark = Sequence[int]
-NO_STATE: Mark = (-1, 0)
-# A joiner waits for as long as the job needs to switch to it: the supervisor ends one it has no use for.
+# The progress of a worker: its step (negative: it holds no state), and how much of what is due after that
+# step is done.
+ProgressMark = Sequence[int]
+NO_STATE: ProgressMark = (-1, 0)
+# A joining worker waits until the members switch to it; the supervisor ends workers that are not needed.
 WAIT_S = 86400.0
-# NCCL gives no way to wake a worker that waits for one that is lost.
+# NCCL cannot interrupt a worker that waits for a lost one.
 BACKEND = "gloo"
 
 
 class WorkerLeft(Exception):
-    """This worker is no member any more, in agreement with the others."""
+    """This worker left the run in a planned change."""
 
 
 class CannotGoOn(PeerError):
-    """This worker lacks what it needs of others that are lost: it ends, and the rest goes on without it."""
+    """This worker needs data that only lost workers had: it ends, and the others continue without it."""
 
 
 def loss_of(worker: Worker, failure: RuntimeError) -> PeerError | None:
-    """The loss of another worker that `failure` reports, if workers may be lost; else None.
+    """The loss of another worker that `failure` reports, if the run can continue without it; else None.
 
-    Once a loss is known, whatever the process group says is a consequence of it.
+    Once a loss is known, any error of the process group counts as a consequence of it.
     """
     if not worker.memberships.can_change or isinstance(failure, CannotGoOn):
         return None
@@ -51,29 +51,29 @@ def loss_of(worker: Worker, failure: RuntimeError) -> PeerError | None:
     return as_loss(failure)
 
 
-def most_advanced(marks: Sequence[Mark]) -> int:
-    """The rank whose state all go on from: the latest step, and there what was not done for all."""
-    found = max(range(len(marks)), key=lambda rank: (marks[rank][0], -marks[rank][1], -rank))
-    if marks[found][0] < 0:
+def most_advanced(marks: Sequence[ProgressMark]) -> int:
+    """The rank whose state all continue from: at the latest step, the one with most work still due."""
+    best = max(range(len(marks)), key=lambda rank: (marks[rank][0], -marks[rank][1], -rank))
+    if marks[best][0] < 0:
         raise PlaitError("all workers that held the state of the run are lost; go on with --resume")
-    return found
+    return best
 
 
 def join_members(worker: Worker, settings: TrainSettings) -> None:
-    """Make the process group of the members, where this worker is one and anything uses the group."""
+    """Create the process group of the members, if this worker is a member and the group is used."""
     averages = settings.sync.kind != "all-reduce" or bool(settings.adapt)
     if worker.world_size > 1 or (worker.rank >= 0 and (settings.pipeline is not None or averages)):
         worker.join(BACKEND)
 
 
 class RunMembers:
-    """The members of a run, as its loop sees them; those of a fixed job never change."""
+    """The members of a run; those of a fixed job never change."""
 
     def __init__(self, run: Run, memberships: Memberships) -> None:
         self._run = run
         self.worker = cast("ElasticWorker", run.worker)
         self._memberships = memberships
-        # When steps ended for the change under way, and the members that took the last one.
+        # When steps stopped for the current change, and the members before it.
         self._since: float | None = None
         self._before: Membership | None = None if self.is_joining else memberships.current
 
@@ -93,12 +93,12 @@ class RunMembers:
         return self.worker.rank < 0
 
     def first(self) -> Membership:
-        """The first version with this worker, once there is one; the job goes on without it until then."""
+        """Wait for the first version with this worker; the job continues without it until then."""
         self.worker.report_ready()
         return self._memberships.after(-1, WAIT_S)
 
     def agree(self) -> Membership:
-        """The version to change to; all members call it after the same step and get the same."""
+        """The version to change to, the same on all members, who call it after the same step."""
         self._since = self._since or time.perf_counter()
         latest = self._memberships.latest().version
         if self.worker.world_size > 1:
@@ -106,7 +106,7 @@ class RunMembers:
         return self._memberships.get(latest, self.worker.timeout_s)
 
     def staying(self, membership: Membership) -> list[int]:
-        """The present ranks of the members that are still there in `membership`."""
+        """The current ranks of the members that are also in `membership`."""
         return [
             rank for rank, each in enumerate(self._memberships.current.members) if each in membership.members
         ]
@@ -120,14 +120,14 @@ class RunMembers:
         return self._memberships.after(self._memberships.current.version, worker.timeout_s)
 
     def enter(self, membership: Membership) -> None:
-        """Leave the process group of the members before for that of `membership`; all of them call it.
+        """Leave the current process group and join that of `membership`; all of its members call it.
 
-        WorkerLeft where this worker is not among them.
+        WorkerLeft if this worker is not one of them.
         """
         worker = self.worker
         worker.leave_world()
         while worker.id not in membership.members:
-            # Until the members have taken their places, this worker may be the only one with the state.
+            # Until all members have joined, this worker may be the only one with the state.
             later = self._memberships.dismissal_or_later(membership.version)
             if later is None:
                 raise WorkerLeft
@@ -144,15 +144,15 @@ class RunMembers:
         self._before, self._since = now, None
         if before is None or since is None:
             return
-        gone = set(before.members) - set(now.members)
-        self._run.metrics.note(
+        removed = set(before.members) - set(now.members)
+        self._run.metrics.record(
             WorkersChanged(
                 step=self._run.trial.step,
                 version=now.version,
                 members=now.members,
                 joined=tuple(sorted(set(now.members) - set(before.members))),
-                left=tuple(sorted(gone - set(now.lost))),
-                lost=tuple(sorted(gone & set(now.lost))),
+                left=tuple(sorted(removed - set(now.lost))),
+                lost=tuple(sorted(removed & set(now.lost))),
                 seconds=round(time.perf_counter() - since, 6),
                 by=now.by,
                 why=now.why,

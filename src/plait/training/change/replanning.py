@@ -1,4 +1,4 @@
-"""Plans made anew while a run goes on: for other workers, or because some have become slower or faster."""
+"""New plans for a running job: after a change of workers, or because some became slower or faster."""
 
 from __future__ import annotations
 
@@ -20,82 +20,82 @@ from plait.training.run import Run
 
 
 def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
-    """The settings with a plan for as many workers as there are now: that of rank 0, or one it makes for all.
+    """The settings with a plan for the current number of workers, which rank 0 has or makes.
 
-    Others may have an earlier one, from before they joined.
+    Other workers may have an earlier plan, from before they joined.
     """
-    found: dict[str, Any] | None = None
+    answer: dict[str, Any] | None = None
     if worker.rank == 0:
         try:
             plan = settings.stages.plan
             if plan.devices_used != worker.world_size:
                 plan, graph = plan_and_graph(settings)
                 plan = plan_for(plan, graph, [1.0] * worker.world_size)
-            found = {"plan": encode(plan), "failure": None}
+            answer = {"plan": encode(plan), "failure": None}
         except PlanError as failure:
-            found = {"plan": None, "failure": str(failure)}
-    found = broadcast_value(found, 0)
-    if found["failure"] is not None:
-        raise JobError(f"parallel.plan: {found['failure']}")
-    return settings.with_stages(plan=decode(Plan, found["plan"], "plan"))
+            answer = {"plan": None, "failure": str(failure)}
+    answer = broadcast_value(answer, 0)
+    if answer["failure"] is not None:
+        raise JobError(f"parallel.plan: {answer['failure']}")
+    return settings.with_stages(plan=decode(Plan, answer["plan"], "plan"))
 
 
 def plan_and_graph(settings: TrainSettings) -> tuple[Plan, Graph]:
-    """The plan of a run, and what its layers cost."""
+    """The plan of a run and its costed graph."""
     if settings.stages.graph is None:
         raise PlanError("the run does not know what its layers cost, so no other plan can be made")
     return settings.stages.plan, settings.stages.graph
 
 
 def why_to_move(
-    found: Replanned, gain: float, steps_left: int | None, opening_s: float, bytes_per_s: float
+    replanned: Replanned, gain: float, steps_left: int | None, opening_s: float, bytes_per_s: float
 ) -> str | None:
-    """In words, why to change over to the plan that was found; None where that does not pay.
+    """The reason to switch to the new plan, as text; None if the switch costs more than it saves.
 
-    It takes `opening_s` to open a pipeline, besides what it takes to move layers.
+    A switch takes `opening_s` to open the pipeline, plus the time to move layers.
     """
-    saved_s = found.before_s - found.step_s
-    move_s = opening_s + found.moved_bytes / bytes_per_s
-    if saved_s <= 0 or saved_s < gain * found.before_s:
+    saved_s = replanned.before_s - replanned.step_s
+    move_s = opening_s + replanned.moved_bytes / bytes_per_s
+    if saved_s <= 0 or saved_s < gain * replanned.before_s:
         return None
     if steps_left is not None and saved_s * steps_left <= move_s:
         return None
     return (
-        f"a step would take {found.step_s * 1e3:.3g} ms instead of {found.before_s * 1e3:.3g} ms, which pays "
-        f"for the move ({show_bytes(found.moved_bytes)}, about {move_s:.2g} s) within "
+        f"a step would take {replanned.step_s * 1e3:.3g} ms instead of {replanned.before_s * 1e3:.3g} ms, "
+        f"which pays for the move ({show_bytes(replanned.moved_bytes)}, about {move_s:.2g} s) within "
         f"{max(1, round(move_s / saved_s))} steps"
     )
 
 
 class Replanning:
-    """Answers requests to plan again: the planner runs beside the training, and steps go on meanwhile.
+    """Answers `Replan` requests of `source`: the planner runs in a thread, overlapped with training.
 
-    `source` is where requests come from. What it asks for besides goes through. The first worker plans.
+    Other requests of `source` pass through unchanged. Only rank 0 plans.
     """
 
     def __init__(self, run: Run, source: SavedSource) -> None:
         self._run = run
         self._source = source
-        # The request that is being answered, the thread, and what it found.
-        self._asked: ChangeRequest | None = None
+        # The request that is being answered, the membership version, the planner thread, and its answer.
+        self._request: ChangeRequest | None = None
         self._version: int | None = None
         self._planner: threading.Thread | None = None
-        self._found: dict[str, Any] = {}
+        self._answer: dict[str, Any] = {}
 
     def next_due(self, step: int) -> int | None:
         return self._source.next_due(step)
 
     def due(self, step: int) -> Sequence[ChangeRequest]:
-        found = []
-        if self._asked is not None and self._members_version() != self._version:
-            # Asked for by other members: those that have joined know nothing of it.
-            self._asked = self._planner = None
+        requests = []
+        if self._request is not None and self._members_version() != self._version:
+            # Requested before a change of members: those that have joined do not know of it.
+            self._request = self._planner = None
         for request in self._source.due(step):
             if not isinstance(request.change, Replan):
-                found.append(request)
-            elif self._asked is None:
+                requests.append(request)
+            elif self._request is None:
                 self._begin(request, request.change)
-        return [*found, *self._answers()]
+        return [*requests, *self._answers()]
 
     def state(self) -> Any:
         return self._source.state()
@@ -103,36 +103,36 @@ class Replanning:
     def load(self, state: Any) -> None:
         self._source.load(state)
 
-    def _begin(self, request: ChangeRequest, asked: Replan) -> None:
-        self._asked, self._version = request, self._members_version()
-        found = self._found = dict[str, Any]()
-        self._planner = threading.Thread(target=self._plan, args=(asked, found), name="plait-planner")
+    def _begin(self, request: ChangeRequest, change: Replan) -> None:
+        self._request, self._version = request, self._members_version()
+        answer = self._answer = dict[str, Any]()
+        self._planner = threading.Thread(target=self._plan, args=(change, answer), name="plait-planner")
         self._planner.daemon = True
         self._planner.start()
 
     def _members_version(self) -> int:
         return self._run.worker.memberships.current.version
 
-    def _plan(self, asked: Replan, answer: dict[str, Any]) -> None:
+    def _plan(self, change: Replan, answer: dict[str, Any]) -> None:
         run = self._run
         try:
             plan, graph = plan_and_graph(run.settings)
             devices = [plan.machines.device(rank) for rank in range(plan.machines.count)]
-            speeds = [device.speed / slow for device, slow in zip(devices, asked.slowness)]
-            found = replan(plan, graph, speeds)
+            speeds = [device.speed / slow for device, slow in zip(devices, change.slowness)]
+            replanned = replan(plan, graph, speeds)
             left = None if run.total_steps is None else run.total_steps - run.trial.step
             rate = min(level.bytes_per_s for level in plan.machines.levels)
-            why = why_to_move(found, asked.gain, left, run.opened_s, rate)
-            answer |= {"plan": found.plan if why else None, "why": why}
+            why = why_to_move(replanned, change.gain, left, run.opened_s, rate)
+            answer |= {"plan": replanned.plan if why else None, "why": why}
         except PlanError as failure:
             answer |= {"plan": None, "why": str(failure)}
 
     def _answers(self) -> list[ChangeRequest]:
-        """The change to the plan that was found, once the planner is done and where it pays."""
-        asked, planner, answer = self._asked, self._planner, self._found
-        if asked is None or planner is None or planner.is_alive():
+        """The change to the new plan, once the planner is done and if it pays."""
+        request, planner, answer = self._request, self._planner, self._answer
+        if request is None or planner is None or planner.is_alive():
             return []
-        self._asked = self._planner = None
+        self._request = self._planner = None
         if answer.get("plan") is None:
             return []
-        return [ChangeRequest(PlanChange(answer["plan"]), asked.by, f"{asked.why}: {answer['why']}")]
+        return [ChangeRequest(PlanChange(answer["plan"]), request.by, f"{request.why}: {answer['why']}")]

@@ -1,4 +1,4 @@
-"""All workers of a pipeline write a step's update, or none does, also where one is lost in between."""
+"""Makes the update of a step atomic over the workers of a pipeline, even if one is lost during it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from plait.pipeline.executor import Pipeline
 
 
 class StepCommit:
-    """Has the workers of a pipeline that drains wait for each other before each update.
+    """Lets the workers of a draining pipeline wait for each other before each update.
 
-    Whoever goes on knows that all have the gradients of the whole batch. So where one has written an update
-    and another was lost meanwhile, the rest can write it still. Otherwise nobody has: all go back to before
-    the step, and take it again.
+    A worker that passes this barrier knows that all have the gradients of the whole batch. So if one worker
+    has applied an update and another was lost, the remaining workers can still apply it. If none has applied
+    it, all undo the step and repeat it.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._buffers = [b for module in pipeline.modules.values() for b in module.buffers()]
         self._kept: list[torch.Tensor] = []
-        # Steps of the interval whose updates are written, and whether that of the next one can be.
+        # Steps of the interval whose updates are applied, and whether the next update can be applied.
         self.written = 0
         self.is_ready = False
         self.optimizer = pipeline.optimizer
-        pipeline.before_update, pipeline.after_update = self._wait_for_all, self._note_written
+        pipeline.before_update, pipeline.after_update = self._wait_for_all, self._record_written
 
     def begin_interval(self) -> None:
         self.written, self.is_ready = 0, False
         self._keep_buffers()
 
     def end_interval(self) -> None:
-        """All steps are written: nothing is left to undo."""
+        """All updates are applied: nothing is left to undo."""
         self._kept = []
 
     def _wait_for_all(self) -> None:
         self.is_ready = True
         dist.all_reduce(torch.zeros(1))
 
-    def _note_written(self) -> None:
+    def _record_written(self) -> None:
         self.written, self.is_ready = self.written + 1, False
         self._keep_buffers()
 
@@ -46,13 +46,13 @@ class StepCommit:
         self._kept = [buffer.detach().clone() for buffer in self._buffers]
 
     def keep_gradients(self) -> None:
-        """Hold what an update needs after the pipeline is closed; called once a worker is lost."""
+        """Copy the gradients, so that they outlive the pipeline; called when a worker is lost."""
         for parameter in self._pipeline.parameters.values():
             if self.is_ready and parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
     def finish(self, write: bool) -> None:
-        """Write the update that this worker was about to write, or go back to before the step."""
+        """Apply the pending update (`write`), or restore the state before the step."""
         if write:
             self.optimizer.step()
         else:

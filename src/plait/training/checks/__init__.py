@@ -1,1 +1,1 @@
-"""What is looked at before a run's first update: its data, its loss, and what forwards keep or write."""
+"""Checks before the first update of a run: its data, its loss, and the state that forward keeps."""

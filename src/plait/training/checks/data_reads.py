@@ -1,4 +1,4 @@
-"""Whether all workers train on the same data, and whether the test split is new: looked at before step 1."""
+"""Checks before step 1 that all workers have the same data, and that no test sample is trained on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class UnlikeDataError(DataError):
-    """This worker has other data than another one; the others may go on without it."""
+    """This worker's data differ from another worker's; the others may continue without it."""
 
     everywhere = False
 
 
 @dataclass(frozen=True)
 class _WorkerData:
-    """What one worker sees of the splits."""
+    """The fingerprints of the splits on one worker."""
 
     worker: int
     host: str
@@ -34,7 +34,7 @@ class _WorkerData:
 
 
 def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -> None:
-    """Refuse data that another worker has otherwise, and warn of test samples that are trained on.
+    """Refuse data that differ from another worker's, and warn of test samples that are trained on.
 
     `sources` are the training and the test split. The first worker that comes says in the job's store what
     it sees of the data of that `name`; all others compare with that.
@@ -51,37 +51,37 @@ def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -
 
 
 def _compare(worker: Worker, seen: Sequence[Fingerprint | None], name: str) -> None:
-    own = _WorkerData(worker.id, worker.host, dict(zip(SPLITS, seen)))
-    found = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(own)))
-    other = decode(_WorkerData, json.loads(found), "data")
-    for split, mine in own.splits.items():
-        if (words := _difference(mine, other.splits[split])) is not None:
+    local = _WorkerData(worker.id, worker.host, dict(zip(SPLITS, seen)))
+    stored = worker.store.compare_set(f"plait/data/{name}", "", json.dumps(encode(local)))
+    other = decode(_WorkerData, json.loads(stored), "data")
+    for split, fingerprint in local.splits.items():
+        if (difference := _difference(fingerprint, other.splits[split])) is not None:
             raise UnlikeDataError(
-                f"data: worker {own.worker} on {own.host} has {words[0]} in the {split} split, worker "
-                f"{other.worker} on {other.host} has {words[1]}; every worker must have the same data: is a "
-                f"copy of its files incomplete or listed in another order? What is drawn at random must "
-                f"follow torch's, numpy's or Python's own generator, which are seeded alike"
+                f"data: worker {local.worker} on {local.host} has {difference[0]} in the {split} split, "
+                f"worker {other.worker} on {other.host} has {difference[1]}; every worker must have the same "
+                f"data: is a copy of its files incomplete or listed in another order? What is drawn at "
+                f"random must follow torch's, numpy's or Python's own generator, which are seeded alike"
             )
 
 
 def _difference(mine: Fingerprint | None, other: Fingerprint | None) -> tuple[str, str] | None:
-    """What two workers have of a split, in words, where that is not the same."""
+    """Descriptions of the split on two workers if it differs; else None."""
     if mine is None or other is None:
         return None if mine is other else (_length(mine), _length(other))
     if mine.length != other.length:
         return _length(mine), _length(other)
     both = sorted(set(mine.samples) & set(other.samples))
     unlike = [number for number in both if mine.samples[number] != other.samples[number]]
-    # A few that differ may be drawn anew each time they are read.
+    # A few differences may be random augmentation.
     if 2 * len(unlike) <= len(both):
         return None
     return f"other samples ({len(unlike)} of {len(both)} looked at, such as number {unlike[0]})", "its own"
 
 
-def _length(found: Fingerprint | None) -> str:
-    if found is None:
+def _length(fingerprint: Fingerprint | None) -> str:
+    if fingerprint is None:
         return "no data"
-    return "a stream without length" if found.length is None else count_of(found.length, "sample")
+    return "a stream without length" if fingerprint.length is None else count_of(fingerprint.length, "sample")
 
 
 def _warn_of_repeats(train: Fingerprint, test: Fingerprint) -> None:

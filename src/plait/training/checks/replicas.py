@@ -26,30 +26,30 @@ from plait.verification.python_state import changed, state_of, unchanged_state
 from plait.workloads.language.carried_state import CarriedState
 
 _TOLERANCE = 1e-6
-# Samples that a forward must have for two of them to be changed apart.
+# The fewest samples of a forward for changing two of them separately.
 _FEWEST = 3
 
 
 def own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers of modules that are not torch's own; those that carry rows over by themselves aside."""
-    found: dict[str, Tensor] = {}
+    """Buffers of custom modules, except those that carry rows between batches (`CarriedState`)."""
+    buffers: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CarriedState):
-            found |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
-    return found
+            buffers |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
+    return buffers
 
 
 class FirstStep:
-    """Looks at the first step of data-parallel workers, before its update; made before its forward."""
+    """Checks the first step of data-parallel workers before its update; created before its forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._buffers = {name: buffer.detach().clone() for name, buffer in own_buffers(model).items()}
 
     def check(self, inputs: Any) -> None:
-        """Refuse a model whose forward writes what is not the same on all workers, which call it together.
+        """Refuse a model whose forward writes different values on each worker; all workers call it together.
 
-        `inputs` are those of this worker's forward, None where it had none.
+        `inputs` are those of this worker's forward, or None.
         """
         now = own_buffers(self._model)
         written = [n for n, b in self._buffers.items() if n in now and not _equal(b, now[n])]
@@ -58,16 +58,16 @@ class FirstStep:
         for (name, _), *values in zip(self._model.named_parameters(), *(answer[0] for answer in answers)):
             if any(not _close(value, values[0]) for value in values):
                 raise JobError(
-                    f"model: forward writes parameter {name!r} by the samples of its own worker, as data-"
+                    f"model: forward writes parameter {name!r} by the samples of each worker, as data-"
                     f"dependent initialisation does, so workers would train unlike weights; run one batch "
                     f"through the model in its factory, or use one worker"
                 )
         names = sorted({name for answer in answers for name in answer[1]})
         if names and all(count >= _FEWEST for *_, count in answers):
             # All workers look, since a forward may itself gather from all of them.
-            own = describe_rows(self._model, inputs, names, self._buffers)
-            if words := next(filter(None, all_gather_values(own)), ""):
-                raise JobError(f"model: {words}")
+            description = describe_rows(self._model, inputs, names, self._buffers)
+            if message := next(filter(None, all_gather_values(description)), ""):
+                raise JobError(f"model: {message}")
 
 
 def check_kept(run: Run) -> None:
@@ -75,20 +75,24 @@ def check_kept(run: Run) -> None:
 
     That is what forwards keep in Python, and of layers that move also what `get_extra_state` gives.
     """
-    parts, settings = run.parts, run.settings
+    components, settings = run.components, run.settings
     moves = settings.pipeline is not None and settings.pipeline.graph is not None
     if not run.worker.memberships.can_grow and not moves:
         return
     key = "parallel.elastic" if run.worker.memberships.can_grow else "adapt"
-    if settings.pipeline is not None and has_extra_state(parts.model):
+    if settings.pipeline is not None and has_extra_state(components.model):
         raise JobError(
             f"{key}: a module of {settings.model.factory} has get_extra_state, which does not move between "
             f"workers with its layer; leave {key} out, or keep that state in buffers"
         )
-    if parts.pieces is None and not parts.train_set.is_stream and settings.verify.start != "off":
-        (content,) = parts.train_set.example_batches((2,), settings.seed)
-        inputs, _ = loader.to_device(content, parts.device, parts.dtype)
-        if shown := find_kept(parts.model, inputs):
+    if (
+        components.local_tensors is None
+        and not components.train_set.is_stream
+        and settings.verify.start != "off"
+    ):
+        (content,) = components.train_set.example_batches((2,), settings.seed)
+        inputs, _ = loader.to_device(content, components.device, components.dtype)
+        if shown := find_kept(components.model, inputs):
             raise JobError(
                 f"{key}: forward of {settings.model.factory} changes {shown}, which a worker that joins, or "
                 f"takes a layer over, would not have; keep it in a buffer, or leave {key} out"
@@ -99,11 +103,11 @@ def find_kept(model: nn.Module, inputs: Any) -> str:
     """What two forwards in a row change in Python, one after the other, as people know it; else nothing."""
     try:
         with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
-            found = copy.deepcopy(model)
-            state = state_of(found)
-            forward(found, inputs)
+            copied = copy.deepcopy(model)
+            state = state_of(copied)
+            forward(copied, inputs)
             after_one = state.tokens()
-            forward(found, inputs)
+            forward(copied, inputs)
             names = changed(after_one, state.tokens())
     except Exception:  # a model that cannot be copied, or takes no such batch
         return ""
@@ -149,7 +153,7 @@ def describe_rows(
         if one.any() and other.any() and not (one & other).any() and is_part:
             return (
                 f"forward writes buffer {name!r} for single samples (what each row carries over, or a memory "
-                f"of samples), and each worker would have those of its own samples only; use one worker, or "
+                f"of samples), and each worker would only have those of its share; use one worker, or "
                 f"gather what all workers write in forward"
             )
     return ""
@@ -160,12 +164,12 @@ def _after(
 ) -> dict[str, Tensor]:
     """Buffers of a copy of the model after a forward on `inputs`, or before one (None)."""
     with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
-        found = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
         for name, value in (before or {}).items():
-            own_buffers(found)[name].copy_(value)
+            own_buffers(copied)[name].copy_(value)
         if inputs is not None:
-            forward(found, inputs)
-    return {name: own_buffers(found)[name].detach() for name in names}
+            forward(copied, inputs)
+    return {name: own_buffers(copied)[name].detach() for name in names}
 
 
 def _samples(inputs: Any) -> int | None:
@@ -179,8 +183,8 @@ def _replaced(inputs: Any, row: int, by: int) -> Any:
     """The inputs with one sample in the place of another."""
 
     def replace(tensor: Tensor) -> Tensor:
-        found = tensor.clone()
-        found[row] = tensor[by]
-        return found
+        changed_tensor = tensor.clone()
+        changed_tensor[row] = tensor[by]
+        return changed_tensor
 
     return pytree.tree_map_only(Tensor, replace, inputs)

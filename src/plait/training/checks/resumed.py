@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint with the settings that it has now."""
+"""Checks that a run can resume from a checkpoint with its present settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.schema.settings import TrainSettings
 def check_order(
     progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int | None
 ) -> None:
-    """Refuse to go on in the middle of an epoch whose samples would come in another order."""
+    """Refuse to resume in the middle of an epoch if the order of samples has changed."""
     if position.sample == 0:
         return
     now = {"seed": settings.seed, "data.shuffle": settings.data.shuffle, "samples": samples}
@@ -28,7 +28,7 @@ def check_order(
 
 
 def check_end(step: int, position: Position, settings: TrainSettings) -> None:
-    """Refuse to go on to an end that the run is beyond."""
+    """Refuse to resume a run that is already beyond its end."""
     if settings.steps is not None and step > settings.steps:
         raise JobError(
             f"steps: found {settings.steps}, but the run has made {step} steps; give {step} or more, or "

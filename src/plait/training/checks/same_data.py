@@ -1,4 +1,4 @@
-"""What is looked at of a run's data: whether workers see the same, and it stays the same when read again."""
+"""Checks that workers read the same samples, and that samples are the same when read again."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from plait.data.streams import checksum, refuse_unlike
 from plait.training.run import Run
 from plait.verification import same_random_numbers
 
-# Samples of a map-style set, and batches of a stream, that are looked at.
+# How many samples of a map-style set, and batches of a stream, are compared.
 _SAMPLES, _BATCHES = 4, 4
-# The steps after which samples are first read once more.
+# The steps after which samples are read a second time.
 _LATER = 8
-# What another process may take for some samples.
+# Time limit for reading samples in another process.
 _ASIDE_S = 20.0
 
 
 def check_data(run: Run) -> None:
-    """Refuse data of which workers see unlike samples; warn of samples that are not the same when read again.
+    """Refuse data that differ between workers; warn of samples that change when read again.
 
     All workers call it together. A stream is read here only for a pipeline, whose model is traced with its
     first samples anyway; data-parallel workers compare it while they read it.
     """
-    source, settings = run.parts.train_set, run.settings
+    source, settings = run.components.train_set, run.settings
     if source.is_stream:
         if settings.in_stages and run.worker.world_size > 1:
             count = settings.data.batch_size * _BATCHES
             with same_random_numbers(settings.seed):
-                own = checksum(source.first_samples(count, settings.seed))
-            refuse_unlike(all_gather_values([source.length, own]))
+                local = checksum(source.first_samples(count, settings.seed))
+            refuse_unlike(all_gather_values([source.length, local]))
     elif settings.verify.start != "off":
         _check_map_style(run)
 
 
 def _check_map_style(run: Run) -> None:
-    found = list(_read_in_turn(run))
-    is_same_twice = found[0] == found[-1]
+    checksums = list(_read_in_turn(run))
+    is_same_twice = checksums[0] == checksums[-1]
     if is_same_twice:
-        run.audits.samples = found[0]
+        run.audits.samples = checksums[0]
         if run.worker.rank == 0 and _keeps_draws(run):
             run.metrics.warn(
                 "data.kind: samples were others where they had been read for an epoch before: the data set "
@@ -57,18 +57,18 @@ def _check_map_style(run: Run) -> None:
             "each sample"
         )
     if run.worker.world_size > 1:
-        answers = all_gather_values([len(run.parts.train_set), found[0], is_same_twice])
-        # Where samples are never the same, nothing can be said about workers.
+        answers = all_gather_values([len(run.components.train_set), checksums[0], is_same_twice])
+        # If samples change at every read, workers cannot be compared.
         are_same = all(is_same for *_, is_same in answers)
         refuse_unlike([[length, number if are_same else 0] for length, number, _ in answers])
 
 
 def look_again(run: Run, is_last: bool) -> None:
-    """Read the first samples once more, and warn where they have changed meanwhile.
+    """Read the first samples again, and warn if they have changed.
 
     That is done after some steps, after twice as many, and so on, and after the last.
     """
-    known, source = run.audits.samples, run.parts.train_set
+    known, source = run.audits.samples, run.components.train_set
     due = _LATER if is_last else max(_LATER, 2 * run.audits.looked)
     if known is None or run.trial.step < due:
         return
@@ -87,7 +87,7 @@ def look_again(run: Run, is_last: bool) -> None:
 
 def _keeps_draws(run: Run) -> bool:
     """Whether the last samples of the set are others in epoch 1 where they were read in epoch 0, too."""
-    source, count = run.parts.train_set, len(run.parts.train_set)
+    source, count = run.components.train_set, len(run.components.train_set)
     numbers = tuple(range(max(0, count - _SAMPLES), count))
 
     def read(*epochs: int) -> list[int] | None:
@@ -95,18 +95,18 @@ def _keeps_draws(run: Run) -> bool:
 
     try:
         second, first = read(0, 1), read(1)
-    except Exception:  # whoever trains on them meets it, and says so
+    except Exception:  # training reports the same error
         return False
     return second is not None and first is not None and second[-1] != first[-1]
 
 
 def _first_samples(run: Run) -> tuple[int, ...]:
-    return tuple(range(min(_SAMPLES, len(run.parts.train_set))))
+    return tuple(range(min(_SAMPLES, len(run.components.train_set))))
 
 
 def _read_in_turn(run: Run) -> Iterator[int]:
     """Checksums of the same first samples, read twice by the process that reads the run's data."""
-    source, loaders = run.parts.train_set, run.settings.data.loaders
+    source, loaders = run.components.train_set, run.settings.data.loaders
     samples = _first_samples(run)
     # Loader processes take turns: the first is asked first and last.
     order = itertools.repeat(GlobalBatch(0, samples, Position()), max(loaders, 1) + 1)

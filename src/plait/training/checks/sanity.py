@@ -1,4 +1,4 @@
-"""The first test batches, evaluated before step 1: a broken metric or test file shows before the training."""
+"""Evaluates the first test batches before step 1, so that a broken metric or test file shows early."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from plait.workloads.metrics import NAMED
 
 # How long a test batch may take to be read in another process.
 LONGEST_S = 60.0
-# So many samples of a batch are also given to a metric one by one.
+# How many samples of a batch are also given to a metric one by one.
 _SINGLY = 16
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_size: int) -> str:
+def try_evaluation(components: Components, settings: TrainSettings, rank: int, world_size: int) -> str:
     """Evaluate this worker's share of the first `evaluate.sanity_batches` test batches; its error is raised.
 
     What to say of a metric that is no sum over samples is returned, else nothing. Nothing is left of it:
@@ -40,15 +40,19 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
     of the model, and of a loss or metric that is a module, are put back.
     """
     wanted = settings.evaluate.sanity_batches
-    if wanted == 0 or parts.test_set is None:
+    if wanted == 0 or components.test_set is None:
         return ""
     try:
-        batches = _read(parts, settings, wanted, rank, world_size)
-        # A model without memory is evaluated in its stages only.
-        if batches and parts.is_whole:
-            held = {"model": parts.model, "loss": parts.loss, "metric": parts.metric and parts.metric[1]}
+        batches = _read(components, settings, wanted, rank, world_size)
+        # A model on the meta device is only evaluated in stages.
+        if batches and components.is_whole:
+            held = {
+                "model": components.model,
+                "loss": components.loss,
+                "metric": components.metric and components.metric[1],
+            }
             with unchanged_random_numbers(), unchanged_state(held):
-                return _evaluate(parts, batches)
+                return _evaluate(components, batches)
         return ""
     except Exception as failure:
         failure.add_note(
@@ -59,72 +63,72 @@ def try_evaluation(parts: Components, settings: TrainSettings, rank: int, world_
 
 
 def _read(
-    parts: Components, settings: TrainSettings, wanted: int, rank: int, world_size: int
+    components: Components, settings: TrainSettings, wanted: int, rank: int, world_size: int
 ) -> list[tuple[Any, int]]:
     """This worker's share of the first test batches, each with its number of samples."""
-    assert parts.test_set is not None
+    assert components.test_set is not None
     alone = replace(settings, data=replace(settings.data, loaders=0))
     size = settings.evaluate.batch_size or settings.data.batch_size
 
     def shares() -> Iterator[tuple[Any, int]]:
-        for batch in itertools.islice(evaluation_batches(parts, alone, size, rank, world_size), wanted):
+        for batch in itertools.islice(evaluation_batches(components, alone, size, rank, world_size), wanted):
             if batch.count:
                 yield batch.content, batch.count
-        source = parts.test_set
+        source = components.test_set
         assert source is not None
         if settings.evaluate.metric in ("auto", "none", *NAMED) or source.is_stream or wanted >= len(source):
             return
-        # Of a metric of one's own also samples from all over the split, whose first ones may be alike.
+        # For a custom metric also samples from the whole split, since the first ones may be alike.
         spread = [i * len(source) // size for i in range(min(size, len(source)))]
         yield source.batch(0, spread, settings.seed), len(spread)
 
-    found = load_aside(shares(), LONGEST_S)
-    if found is None and parts.test_set.is_stream:
-        # Read here, it might have no samples left for the evaluations to come.
+    batches = load_aside(shares(), LONGEST_S)
+    if batches is None and components.test_set.is_stream:
+        # If it were read here, later evaluations might find no samples.
         log.info("the test split is a stream that cannot be read in another process; it is not tried")
         return []
-    if found is None:
+    if batches is None:
         with unchanged_random_numbers():
-            found = list(shares())
-    return found
+            batches = list(shares())
+    return batches
 
 
-def _evaluate(parts: Components, batches: list[tuple[Any, int]]) -> str:
-    words = ""
-    with torch.no_grad(), evaluation_mode(parts.model):
+def _evaluate(components: Components, batches: list[tuple[Any, int]]) -> str:
+    message = ""
+    with torch.no_grad(), evaluation_mode(components.model):
         for content, count in batches:
-            output, target = output_of(parts, content)
-            own = _own(parts)
-            state = PythonState({} if own.metric is None else {"": own.metric[1]})
+            output, target = output_of(components, content)
+            copied = _own(components)
+            state = PythonState({} if copied.metric is None else {"": copied.metric[1]})
             before = state.tokens()
-            found = sums_of(own, output, target, count)
-            words = words or _describe_state(parts, state, before)
-            words = words or _describe_metric(parts, output, target, count, found[2:])
-    return words
+            sums = sums_of(copied, output, target, count)
+            message = message or _describe_state(components, state, before)
+            message = message or _describe_metric(components, output, target, count, sums[2:])
+    return message
 
 
-def _own(parts: Components) -> Components:
-    """With a loss and a metric that leave nothing behind."""
-    metric = None if parts.metric is None else (parts.metric[0], _copied(parts.metric[1]))
-    return replace(parts, loss=_copied(parts.loss), metric=metric)
+def _own(components: Components) -> Components:
+    """The components with copies of loss and metric, so that their state is not changed."""
+    metric = None if components.metric is None else (components.metric[0], _copied(components.metric[1]))
+    return replace(components, loss=_copied(components.loss), metric=metric)
 
 
-def _describe_metric(parts: Components, output: Any, target: Any, count: int, found: Tensor) -> str:
-    """What to say where the sum and count of samples are not those of their parts together; else nothing."""
-    if parts.metric is None or count < 2:
+def _describe_metric(components: Components, output: Any, target: Any, count: int, whole_sums: Tensor) -> str:
+    """A warning if the metric of a batch is not the sum over its parts; else empty."""
+    if components.metric is None or count < 2:
         return ""
 
     def sums(*ends: int) -> Tensor:
-        """Those of the parts that end there, together."""
+        """The sums over the parts with these ends."""
         total = torch.zeros(2, dtype=torch.float64)
         for begin, end in itertools.pairwise((0, *ends)):
             own_output, own_target = rows_of((output, target), count, begin, end)
-            total += sums_of(_own(parts), own_output, own_target, end - begin)[2:]
+            total += sums_of(_own(components), own_output, own_target, end - begin)[2:]
         return total
 
     few = min(count, _SINGLY)
     try:
-        tried = [(count, found, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
+        tried = [(count, whole_sums, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
     except JobError:
         raise
     except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it
@@ -133,27 +137,27 @@ def _describe_metric(parts: Components, output: Any, target: Any, count: int, fo
         if not torch.allclose(together, whole, rtol=1e-3, equal_nan=True):
             value, mean = (float(pair[0] / pair[1]) for pair in (whole, together))
             return (
-                f"evaluate.metric: {parts.metric[0]} of {samples} test samples is {value:.6g}, but "
-                f"{mean:.6g} by the sums and counts of their parts, so that it goes by how samples are cut "
+                f"evaluate.metric: {components.metric[0]} of {samples} test samples is {value:.6g}, but "
+                f"{mean:.6g} by the sums and counts of their parts, so it depends on how samples are cut "
                 f"into batches and over workers; return (sum, count) over samples"
             )
     return ""
 
 
-def _describe_state(parts: Components, state: PythonState, before: Mapping[Name, Any]) -> str:
-    """What to say of a metric that keeps something from one call to the next; else nothing."""
+def _describe_state(components: Components, state: PythonState, before: Mapping[Name, Any]) -> str:
+    """A warning if the metric keeps state between calls; else empty."""
     names = [shown for _, shown in changed(before, state.tokens())]
-    if parts.metric is None or not names:
+    if components.metric is None or not names:
         return ""
     return (
-        f"evaluate.metric: {parts.metric[0]} changes {names[0]} when it is called, and each worker calls it "
-        f"for its own batches, a resumed run anew; return (sum, count) of a batch by itself, and let "
-        f"`finish` make of the quotient what is reported"
+        f"evaluate.metric: {components.metric[0]} changes {names[0]} when it is called, but each worker "
+        f"calls it only for its local batches, and a resumed run starts over; return (sum, count) of each "
+        f"batch, and let `finish` compute what is reported from the quotient"
     )
 
 
 def _copied(function: T) -> T:
-    """A copy, which may have state of its own; modules, and what cannot be copied, as they are."""
+    """A copy with separate state; modules, and objects that cannot be copied, are returned unchanged."""
     if not isinstance(function, torch.nn.Module):
         with contextlib.suppress(Exception):
             return copy.deepcopy(function)

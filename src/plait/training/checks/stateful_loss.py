@@ -1,4 +1,4 @@
-"""Losses that keep something from one call to the next, which no checkpoint holds and no worker shares."""
+"""Checks for losses with state, which is neither saved in checkpoints nor shared by workers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def check_loss(run: Run) -> None:
 
     It is called on copies: the loss itself is as it was afterwards.
     """
-    parts, loss = run.parts, run.parts.loss
-    is_seen = parts.is_whole and not parts.train_set.is_stream and run.settings.verify.start != "off"
+    components, loss = run.components, run.components.loss
+    is_seen = (
+        components.is_whole and not components.train_set.is_stream and run.settings.verify.start != "off"
+    )
     if not isinstance(loss, OwnLoss) or not is_seen:
         return
-    own = loss.loss
-    buffers = list(own.buffers()) if isinstance(own, nn.Module) else []
-    if not buffers and not any(True for _ in _state_of(own).roots()):
+    custom = loss.loss
+    buffers = list(custom.buffers()) if isinstance(custom, nn.Module) else []
+    if not buffers and not any(True for _ in _state_of(custom).roots()):
         return
-    with unchanged_state({"loss": own, "model": parts.model}), same_random_numbers(run.settings.seed):
+    with unchanged_state({"loss": custom, "model": components.model}), same_random_numbers(run.settings.seed):
         try:
-            tried = copy.deepcopy(own)
+            tried = copy.deepcopy(custom)
             before = _tensors(tried)
             state = _state_of(tried)
             tokens = state.tokens()
@@ -44,15 +46,15 @@ def check_loss(run: Run) -> None:
             return
     if written:
         raise JobError(
-            f"loss: {loss.kind} changes tensors of its own when it is called, which no checkpoint holds and "
+            f"loss: {loss.kind} changes its tensors when it is called, which no checkpoint holds and "
             f"workers do not share; {IN_THE_MODEL}"
         )
     if not kept:
         return
-    words = f"loss: {loss.kind} changes {kept[0]} when it is called"
+    message = f"loss: {loss.kind} changes {kept[0]} when it is called"
     if _has_several(run):
-        raise JobError(f"{words}, and some workers would not call it as often as others; {IN_THE_MODEL}")
-    run.metrics.warn(f"{words}, which no checkpoint holds: a resumed run begins without it; {IN_THE_MODEL}")
+        raise JobError(f"{message}, and some workers would not call it as often as others; {IN_THE_MODEL}")
+    run.metrics.warn(f"{message}, which no checkpoint holds: a resumed run begins without it; {IN_THE_MODEL}")
 
 
 def _has_several(run: Run) -> bool:
@@ -63,12 +65,12 @@ def _has_several(run: Run) -> bool:
 
 
 def _call(run: Run, loss: object) -> None:
-    parts, settings = run.parts, run.settings
-    count = min(_SAMPLES, len(parts.train_set), settings.data.batch_size)
-    (content,) = parts.train_set.example_batches((count,), settings.seed)
-    inputs, target = loader.to_device(content, parts.device, parts.dtype)
-    model = copy.deepcopy(parts.model)
-    with parts.autocast():  # with gradients, by which a loss may know that it trains
+    components, settings = run.components, run.settings
+    count = min(_SAMPLES, len(components.train_set), settings.data.batch_size)
+    (content,) = components.train_set.example_batches((count,), settings.seed)
+    inputs, target = loader.to_device(content, components.device, components.dtype)
+    model = copy.deepcopy(components.model)
+    with components.autocast():  # with gradients, by which a loss may know that it trains
         loss(forward(model, inputs), target)  # type: ignore[operator]
 
 
@@ -77,7 +79,7 @@ def _state_of(loss: object) -> PythonState:
 
 
 def _tensors(loss: object) -> list[Tensor]:
-    """What a loss holds now, copied."""
+    """A copy of the tensors of a loss."""
     named = list(loss.buffers()) if isinstance(loss, nn.Module) else []
     held = tensors_in(root.get() for root in _state_of(loss).roots())
     return [tensor.detach().clone() for tensor in (*named, *held)]

@@ -1,4 +1,4 @@
-"""What a model keeps from step to step that no checkpoint holds: attributes, globals, hidden buffers."""
+"""Finds model state that is in no checkpoint: attributes, globals, non-persistent buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plait.verification.replay import keeping_attributes
 
 
 class UnsavedState:
-    """What changes of a model while it trains, though its `state_dict` does not hold it."""
+    """State of a model that changes in training and is not in its `state_dict`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._known = self._read()
 
     def changed(self) -> list[str]:
-        """The names of what has changed since the call before.
+        """The names of state that has changed since the last call.
 
         What was made first meanwhile may be a cache: it counts once it changes.
         """
@@ -26,16 +26,16 @@ class UnsavedState:
         return [name for name, now in self._known.items() if before.get(name, now) not in (now, "None")]
 
     def _read(self) -> dict[str, str]:
-        own = {
+        modules = {
             path: module
             for path, module in keeping_attributes(self._model).items()
             if type(module).get_extra_state is nn.Module.get_extra_state
         }
-        found: dict[str, Any] = dict(read_attributes(own).values)
+        values: dict[str, Any] = dict(read_attributes(modules).values)
         for path, module in self._model.named_modules():
             for name in getattr(module, "_non_persistent_buffers_set", ()):
                 buffer = module._buffers.get(name)
                 kept = None if buffer is None else (buffer.shape, float(buffer.detach().double().sum()))
-                found[f"{path}.{name}".lstrip(".")] = kept
-        # As text: what is no number is equal to itself.
-        return {name: repr(value) for name, value in found.items()}
+                values[f"{path}.{name}".lstrip(".")] = kept
+        # Compared as text, so that NaN equals NaN.
+        return {name: repr(value) for name, value in values.items()}

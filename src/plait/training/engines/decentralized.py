@@ -34,8 +34,8 @@ from plait.training.audit.averages import is_mean
 from plait.training.audit.record import AuditRecord
 from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import ADVICE, ReplicaAudit
-from plait.training.change.layers import HeldLayers, put_beside
-from plait.training.change.members import CannotGoOn, Mark, loss_of, most_advanced
+from plait.training.change.layers import LayerState, merge_into
+from plait.training.change.members import CannotGoOn, ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, with_fresh_model
@@ -288,7 +288,7 @@ class DecentralizedEngine:
         if held.model:
             # A model that was cut into stages cannot be cut once more.
             self._build_again()
-            put_beside(self._components, HeldLayers(held.model, held.optimizer))
+            merge_into(self._components, LayerState(held.model, held.optimizer))
         self._opened = member = self._make_member(self._components, name, held)
         self._prefix, self._intervals, self._is_settled = f"{PREFIX}/{name}", 0, False
         self._speed, self._throughput, self._used_keys = Speed(), ThroughputMeter(), []
@@ -504,14 +504,14 @@ class DecentralizedEngine:
         if not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, f"sync {self._settings.sync.kind}")
 
-    def settle(self, staying: Sequence[int]) -> None:
+    def synchronize(self, staying: Sequence[int]) -> None:
         """Take the mean of all, unless they hold the same: some may have left an interval in its middle."""
         if not self._is_settled:
             self._synchronize()
             self._check_complete()
             self._is_settled = True
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
         if self._settings.pipeline is None:
             return most_advanced(marks), replace(self._components.state(), sync=self._held.sync)
         if len(set(marks)) == 1:

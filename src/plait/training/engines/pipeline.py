@@ -1,9 +1,9 @@
 """Pipelines: workers hold stages of a model, and microbatches pass through them.
 
 The model is one trial's, or several trials fused. Under a synchronous schedule a step is one batch and one
-update, as in data-parallel runs. Under an asynchronous one a step is as many microbatches, updates come as
-the schedule says, and the pipeline drains only where an interval ends. Checkpoints hold the whole model by
-name, so a run may go on under any plan.
+update, as in data-parallel runs. Under an asynchronous schedule a step has the same number of microbatches,
+the schedule decides when updates happen, and the pipeline drains only at the end of an interval. Checkpoints
+hold the whole model by name, so a run can resume under any plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training.audit.stages import AuditedStages
-from plait.training.change.members import Mark, loss_of
+from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
@@ -45,9 +45,9 @@ from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
 
 
 def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayout:
-    """The layout that a job's plan asks for, on that many workers, or as many as it says (None).
+    """The layout of a job's plan on `workers` workers (None: the number in the plan).
 
-    Refuses what a pipeline cannot do.
+    JobError for settings that a pipeline does not support.
     """
     assert settings.pipeline is not None
     plan = settings.pipeline.plan
@@ -66,7 +66,7 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
         )
         raise JobError(
             f"precision: found 'fp16', whose loss scale all stages must agree on, with {what}, under which "
-            f"they update apart; use bf16 or float32, or sync all-reduce and schedule flush, gpipe or "
+            f"each updates separately; use bf16 or float32, or sync all-reduce and schedule flush, gpipe or "
             f"zero-bubble"
         )
     if settings.accumulate > 1:
@@ -90,10 +90,11 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
 
 
 def _check_depths(pipeline_layout: PipelineLayout) -> None:
-    """Refuse depths that would have workers wait for each other for ever.
+    """Refuse depths that deadlock.
 
-    Fewer microbatches are the same order with some of them left out, so the most that a run takes without
-    draining stand for all; a few rounds of what is in flight stand for an interval without end.
+    It is enough to check the largest number of microbatches between two drains: with fewer, the order is the
+    same with some left out. For asynchronous schedules, which may never drain, a few rounds of the
+    microbatches in flight are checked.
     """
     layout, schedule = pipeline_layout.layout, pipeline_layout.schedule
     many, batch = max(1, pipeline_layout.local(pipeline_layout.microbatches, 0)), 1
@@ -119,10 +120,10 @@ class StepBatch:
 
 
 class TrialStages(Protocol):
-    """The stages of one trial, or of fused trials, that this worker holds; it knows what these are made of.
+    """The stages of one trial, or of fused trials, on this worker.
 
-    `components` are those of the trials, with the optimizer of this worker's stages once they are open. All
-    workers of the group call each method together, except for `load`.
+    `components` are those of the trials; once the stages are open, with the optimizer of this worker's
+    stages. All workers of the group call each method together, except `load`.
     """
 
     layout: PipelineLayout
@@ -131,13 +132,13 @@ class TrialStages(Protocol):
     def components(self) -> AnyComponents: ...
 
     def open(self) -> Pipeline:
-        """Make the stages with the state that the components have now."""
+        """Build the stages with the present state of the components."""
 
     def close(self, pipeline: Pipeline) -> None:
-        """End the pipeline; the state of its stages stays."""
+        """Close the pipeline; the state of its stages is kept."""
 
     def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
-        """The next `count` steps, each read when it is asked for; fewer where the data ends."""
+        """The next `count` steps, read lazily; fewer if the data end."""
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
         """Inputs and targets of microbatches of `steps` that enter through this worker, on its device."""
@@ -146,52 +147,52 @@ class TrialStages(Protocol):
         """Inputs and targets of microbatches of the test split that enter through this worker."""
 
     def take_losses(self, pipeline: Pipeline) -> Tensor:
-        """This worker's part of the trials' losses of a step, in float64; called once after each."""
+        """This worker's part of the trials' losses in the last step, in float64; called once per step."""
 
     def run_interval(
         self, train: Callable[[], IntervalResult], positions: Callable[[int], tuple[Position, ...]]
     ) -> IntervalResult:
-        """What `train` returns or, where a worker is lost in it, what all others have done.
+        """The result of `train` or, if a worker is lost in it, of the steps that all others have completed.
 
-        `positions` says where trials are after some of its steps.
+        `positions` gives the data positions of the trials after a number of steps.
         """
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
         """The state of the trial in `slot`, on the first worker."""
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before anything changes, trials that cannot join those that are there."""
+        """Refuse trials that cannot join the present ones, before anything changes."""
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
-        """Let trials leave and enter."""
+        """Remove the trials in the slots `leaving` and add those of `entering`."""
 
     def load(self, state: Checkpoint) -> None:
-        """Go on from the tensors of a checkpoint."""
+        """Load the tensors of a checkpoint."""
 
     def with_plan(self, change: PlanChange) -> TrainSettings:
-        """The settings with another plan; JobError where the stages cannot follow it."""
+        """The settings with another plan; JobError if the stages cannot be cut that way."""
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
-        """See `Engine.hand_over`."""
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
+        """See `Engine.find_source`."""
 
     def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
-        """Give those of the ranks `staying` what only others hold, which are to leave."""
+        """Send the ranks in `staying` the layers that only leaving ranks hold."""
 
 
-# What is told of each step, once its losses are known: how many of the interval were done then, the trials'
-# losses, its batch, and when this worker was done with it.
+# Called for each step once its losses are known: its number in the interval, the trials' losses, its batch,
+# and when this worker finished it.
 OnStageStep = Callable[[int, Tensor, StepBatch, float], None]
-# Before an interval: how many steps it may have, and the audit of its only step, if that is audited.
+# Called before an interval: the most steps that it may have, and the audit if its only step is audited.
 BeginAudit = Callable[[Pipeline], tuple[int, AuditedStages | None]]
 
 
 class PipelineEngine:
-    """Steps of trials whose stages the workers of a group hold.
+    """The engine for trials whose stages are held by the workers of a group.
 
-    `stages` are those of one trial or of fused trials. `on_step` is told of each step, `on_operations` of
-    when its operations began and ended, `on_opened` of what it took to open the pipeline. `begin_audit` says
-    how many steps an interval may have, and takes one that is by itself twice; a monitor of `make_monitor`
-    measures them. It can be closed and opened again, among other workers or by another plan.
+    `stages` are those of one trial or of fused trials. `on_step` is called for each step, `on_operations`
+    with the timings of operations, `on_opened` with the seconds that opening the pipeline took. `begin_audit`
+    limits the steps of an interval and audits an interval of one step; the monitor of `make_monitor` measures
+    steps. The engine can be closed and opened again, among other workers or under another plan.
     """
 
     def __init__(
@@ -214,31 +215,31 @@ class PipelineEngine:
         self._on_opened = on_opened
         self._begin_audit = begin_audit
         self._make_monitor = make_monitor
-        # Of a sweep; the group of a run are its members.
+        # Set in a sweep; in a run the group is that of its members.
         self._fixed_group = group
         self._group = group or ALONE
         self._pipeline: Pipeline | None = None
         self._monitor: StageMonitor | None = None
-        # Of the interval under way: the steps that were begun, how many are done, and the last loss known.
+        # In the current interval: the steps that were begun, how many are done, and the last known loss.
         self._begun: list[StepBatch] = []
         self.done = 0
         self._last_loss = 0.0
 
     @property
     def settings(self) -> TrainSettings:
-        """Those that all trials have in common are the first one's."""
+        """The settings of the first trial, for what all trials have in common."""
         return self.trials[0].settings
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step was begun, its data read, that is not done yet."""
+        """Whether a step is in progress, with its data read."""
         return len(self._begun) > self.done
 
     def load(self, state: Checkpoint) -> None:
         self.stages.load(state)
 
     def open(self) -> None:
-        """Cut the model, with the state it has now, into its stages."""
+        """Cut the model, with its present state, into stages."""
         started = time.perf_counter()
         self._pipeline = self.stages.open()
         self._group = self._fixed_group or group_of_world(self._worker)
@@ -249,12 +250,12 @@ class PipelineEngine:
         self._on_opened(time.perf_counter() - started)
 
     def _fail(self, failure: PeerError) -> None:
-        """Have this worker wait no longer for the sums of others; from any thread."""
+        """Interrupt waiting for sums of other workers; may be called from any thread."""
         if self._pipeline is not None:
             self._pipeline.fail(failure)
 
     def train(self, steps: int) -> IntervalResult:
-        """Take the steps through the pipeline; it is empty at their end."""
+        """Run the steps through the pipeline, which is drained at the end."""
         most, audited = self._begin_audit(self._pipe)
         self._begun, self.done = [], 0
         result = self.stages.run_interval(lambda: self._train(min(steps, most)), self._positions)
@@ -263,7 +264,7 @@ class PipelineEngine:
         return result
 
     def _positions(self, steps: int) -> tuple[Position, ...]:
-        """Where the trials are after some steps of the interval."""
+        """The data positions of the trials after `steps` steps of the interval."""
         last = min(steps, len(self._begun))
         return self._begun[last - 1].after if last else tuple(trial.position for trial in self.trials)
 
@@ -271,13 +272,13 @@ class PipelineEngine:
         try:
             audited.end(self._last_loss)
         except RuntimeError as failure:
-            # The next step finds the loss of another worker.
+            # If a worker was lost, the next step reports it.
             if loss_of(self._worker, failure) is None:
                 raise
 
     def _train(self, steps: int) -> IntervalResult:
         first, layout, monitor = self.trials[0].step, self.stages.layout, self._monitor
-        # Read a step later: nobody waits for the sum of the step that has just ended.
+        # Read one step later, so that no worker waits for the sum of the step that has just ended.
         slack = layout.microbatches if layout.schedule.synchronous else layout.slack()
         if monitor is not None:
             monitor.begin_interval()
@@ -304,7 +305,7 @@ class PipelineEngine:
         self._begun.append(batch)
 
     def _take_batches(self, batches: Iterator[StepBatch], sums: DeferredStepReduce) -> None:
-        """One batch after the other, each with its update."""
+        """Run one batch after the other, each with its update."""
         rank, layout, first = self._worker.rank, self.stages.layout, self.trials[0].step
         while not (self.done and sums.stop_before(first + self.done)):
             batch = next(batches, None)
@@ -321,13 +322,13 @@ class PipelineEngine:
             self.done += 1
 
     def _take_stream(self, batches: Iterator[StepBatch], sums: DeferredStepReduce) -> None:
-        """All steps without draining in between."""
+        """Run all steps without draining in between."""
         rank, layout, first = self._worker.rank, self.stages.layout, self.trials[0].step
         for batch in batches:
             self._begin(batch, sums)
         together = [microbatch for batch in self._begun for microbatch in batch.microbatches]
         work = self._work(together, self.stages.contents, sums.stop_before)
-        # Losses belong to the last of its stages, if to any.
+        # If this worker has losses, they are those of its last stage.
         stage = max(layout.stages_of(rank))
         self._pipe.run(sums.watch(stream(layout, rank, work), stage, work, self._pipe.losses), work)
         self._pipe.losses.clear()
@@ -350,17 +351,17 @@ class PipelineEngine:
             weights_losses=not self.stages.components.weights_losses,
         )
 
-    def _set_lr(self, step: int, place: int) -> None:
-        """Get ready for the update that ends with the microbatch at `place` of a step."""
+    def _set_lr(self, step: int, index: int) -> None:
+        """Set learning rates and seeds for the update after microbatch `index` of a step."""
         components, done = self.stages.components, step - self.trials[0].step
         components.set_lr([trial.lr_factor(trial.step + done) for trial in self.trials])
         if not components.is_optimizer_known:
-            # Workers that hold the same weights draw the same.
+            # Workers that hold the same weights draw the same random numbers.
             stage = self.stages.layout.stages_of(self._worker.rank)[0]
-            seed_all(mix(self.settings.seed, step, place, stage))
+            seed_all(mix(self.settings.seed, step, index, stage))
 
     def _record(self, step: int, losses: Tensor, ended: float, sums: list[float]) -> None:
-        """Record a step of the interval as its losses become known."""
+        """Record a step of the interval when its losses are known."""
         number = step - self.trials[0].step
         batch = self._begun[number]
         self._last_loss = float(losses[0])
@@ -380,7 +381,7 @@ class PipelineEngine:
             Microbatch(0, i, 0, batch.samples)
             for i, batch in enumerate(in_order(tests.count(settings.seed), each))
         ]
-        work = self._work(microbatches, lambda own: self.stages.test_contents(settings, own))
+        work = self._work(microbatches, lambda local: self.stages.test_contents(settings, local))
         sums = torch.zeros(len(slots), 4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:
@@ -399,13 +400,13 @@ class PipelineEngine:
         return self.stages.state(slot, self._pipe, self._group)
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before anything changes, trials that cannot join those that are there."""
+        """Refuse trials that cannot join the present ones, before anything changes."""
         self.stages.check_entering(entering)
 
     def change_trials(
         self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
     ) -> None:
-        """Let trials leave and enter; `trials` are those that are there then."""
+        """Remove and add trials; `trials` are the trials after the change."""
         self.stages.change(leaving, entering)
         self.trials = trials
 
@@ -414,24 +415,24 @@ class PipelineEngine:
             self._change_plan(change)
         elif isinstance(change, TopologyChange):
             self._change_topology(change)
-        # Each interval cuts its batches; the number of microbatches stays, and their size changes.
+        # A new batch size changes the size of microbatches and not their number.
         elif not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, "a pipeline")
 
     def _change_topology(self, change: TopologyChange) -> None:
-        """Have the replicas of each stage sum over another topology."""
+        """Switch the all-reduce among the replicas of each stage to another topology."""
         layout, spec = self.stages.layout, read_topology_spec(change.topology)
         sizes = {len(layout.holders(stage)) for stage in range(len(layout.stages))} - {1}
         if not sizes:
             raise cannot_apply(change, "a pipeline with one worker a stage")
         if not spec.by_name:
             raise JobError(
-                f"adapt: cannot apply {change}: the replicas of each stage need a topology of their own; use "
+                f"adapt: cannot apply {change}: each stage needs a separate topology for its replicas; use "
                 f"a name, such as ring"
             )
         for size in sizes:
             check_topology(spec, size)
-        # Noted first: should a worker be lost now, the rest goes on with it.
+        # Recorded first: if a worker is lost now, the others continue with it.
         for trial in self.trials:
             trial.settings = replace(trial.settings, topology=spec)
         self._pipe.switch_topology(spec)
@@ -443,17 +444,17 @@ class PipelineEngine:
         self.trials[0].settings = settings
         self.open()
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
-        return self.stages.hand_over(marks)
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
+        return self.stages.find_source(marks)
 
-    def settle(self, staying: Sequence[int]) -> None:
+    def synchronize(self, staying: Sequence[int]) -> None:
         self._pipe.average_buffers()
         self.stages.leave_to(staying, self._pipe)
 
     def close(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
-            # What holds the pipeline would keep its weights in memory.
+            # References to the pipeline would keep its weights in memory.
             self._monitor = None
             pipeline.on_timings = pipeline.on_backward = pipeline.on_gradients = None
             self.stages.close(pipeline)
@@ -464,7 +465,7 @@ class PipelineEngine:
         return self._pipeline
 
     def _record_operations(self, step: int | None = None) -> None:
-        """Record when each operation began and ended, in a long interval now and then."""
+        """Record the timings of operations; in a long interval, repeatedly."""
         event = operations_event(self.trials[0].step if step is None else step, self._pipe.timings)
         self._pipe.timings.clear()
         self._on_operations(event)

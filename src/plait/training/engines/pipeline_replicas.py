@@ -77,8 +77,8 @@ class PipelineMember:
             return torch.zeros((), dtype=torch.float64)
         replica, contents = self._replica, iter(())
         if self.is_first:
-            pieces = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
-            contents = self._on_device(content for content, _ in pieces)
+            microbatches = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
+            contents = self._on_device(content for content, _ in microbatches)
         loss = replica.update(step, share, batch.count, factor, contents)
         return torch.tensor(loss, dtype=torch.float64)
 

@@ -41,29 +41,29 @@ from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.verification import same_random_numbers
 
-# Batches that are looked at for values which change.
+# How many batches are checked for values that change.
 _LOOKS = 8
 # The model's and the optimizer's state, by name.
 State = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def trace_parts(
+def trace_components(
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     whole: Collection[str] = (),
     evaluation: bool = True,
     before: TracedModel | None = None,
 ) -> TracedModel:
-    """The model as layers, found with the first few samples; the modules of `whole` are one layer each.
+    """The layers of the model, traced with the first few samples; modules in `whole` are one layer each.
 
-    `before` is an earlier trace of it, which saves time.
+    `before` is an earlier trace of the model, which saves time.
     """
     with same_random_numbers(settings.seed):
-        (inputs, target), (others, _) = _examples(settings, parts, few=4)
+        (inputs, target), (others, _) = _examples(settings, components, few=4)
     check_target(target)
-    with parts.autocast(), explaining_type_errors(parts.model, inputs):
+    with components.autocast(), explaining_type_errors(components.model, inputs):
         return trace(
-            parts.model,
+            components.model,
             as_arguments(inputs),
             others=[as_arguments(others)],
             whole=whole,
@@ -72,40 +72,40 @@ def trace_parts(
         )
 
 
-def _examples(settings: TrainSettings, parts: Components, few: int) -> list[tuple[Any, Any]]:
+def _examples(settings: TrainSettings, components: Components, few: int) -> list[tuple[Any, Any]]:
     """Two batches of the training split that differ in their samples and, if there are several, in size."""
-    few = max(1, min(few, parts.train_set.length or few))
-    contents = parts.train_set.example_batches((few, max(1, few - 1)), settings.seed)
-    return [loader.to_device(content, parts.device, parts.dtype) for content in contents]
+    few = max(1, min(few, components.train_set.length or few))
+    contents = components.train_set.example_batches((few, max(1, few - 1)), settings.seed)
+    return [loader.to_device(content, components.device, components.dtype) for content in contents]
 
 
 def prepare_pipeline(
-    settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout, verify: bool
+    settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout, verify: bool
 ) -> tuple[VerifiedStages, PipelineLayout]:
-    """The model in whole modules wherever the layout does not cut through them, verified if asked."""
-    traced = trace_parts(settings, parts, evaluation=False)
+    """The model traced in whole modules where the layout allows it; its stages are verified if `verify`."""
+    traced = trace_components(settings, components, evaluation=False)
     _check_layers(settings, traced, pipeline_layout)
-    example = example_of(settings, parts, pipeline_layout) if verify else None
-    found = prepare_stages(
+    example = example_of(settings, components, pipeline_layout) if verify else None
+    verified = prepare_stages(
         traced,
         pipeline_layout.stages,
-        lambda whole: trace_parts(settings, parts, whole, before=traced),
+        lambda whole: trace_components(settings, components, whole, before=traced),
         example,
     )
-    pipeline_layout = replace(pipeline_layout, stages=found.stages)
-    check_state(found.traced, pipeline_layout)
+    pipeline_layout = replace(pipeline_layout, stages=verified.stages)
+    check_state(verified.traced, pipeline_layout)
     if example is not None:
-        _check_values(settings, parts, found.traced)
-        names = written_buffers_of_replicas(found.traced, pipeline_layout)
-        own = [name for name in own_buffers(parts.model) if name in names]
-        if own and (words := describe_rows(parts.model, example.batches[0][0], own)):
-            raise StageError(words)
-    return found, pipeline_layout
+        _check_values(settings, components, verified.traced)
+        names = written_buffers_of_replicas(verified.traced, pipeline_layout)
+        local = [name for name in own_buffers(components.model) if name in names]
+        if local and (message := describe_rows(components.model, example.batches[0][0], local)):
+            raise StageError(message)
+    return verified, pipeline_layout
 
 
-def _check_values(settings: TrainSettings, parts: Components, traced: TracedModel) -> None:
-    """See, on samples from all over the set, that the values which the trace has fixed do not change."""
-    source = parts.train_set
+def _check_values(settings: TrainSettings, components: Components, traced: TracedModel) -> None:
+    """Check on samples from the whole data set that values which the trace took as constant do not change."""
+    source = components.train_set
     if not traced.fixed_values or source.is_stream:
         return
     few, samples = min(4, settings.data.batch_size), len(source)
@@ -115,45 +115,47 @@ def _check_values(settings: TrainSettings, parts: Components, traced: TracedMode
             traced.order_inputs(as_arguments(source.batch(0, numbers, settings.seed)[0]))
 
 
-def example_of(settings: TrainSettings, parts: Components, pipeline_layout: PipelineLayout) -> Example:
-    """Batches of the job on which its stages are compared with its model."""
+def example_of(settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout) -> Example:
+    """Batches of the job for comparing its stages with its whole model."""
     with same_random_numbers(settings.seed):
-        batches = _examples(settings, parts, few=min(4, settings.data.batch_size))
+        batches = _examples(settings, components, few=min(4, settings.data.batch_size))
     choices = Choices(
-        parts.autocast, pipeline_layout.recompute, pipeline_layout.schedule is Schedule.ZERO_BUBBLE
+        components.autocast, pipeline_layout.recompute, pipeline_layout.schedule is Schedule.ZERO_BUBBLE
     )
 
     def fresh() -> torch.nn.Module:
-        model = build_model(settings.model, settings.seed).to(parts.device, parts.dtype)
-        model.load_state_dict(parts.model.state_dict())
+        model = build_model(settings.model, settings.seed).to(components.device, components.dtype)
+        model.load_state_dict(components.model.state_dict())
         return model
 
-    return Example(batches, parts.loss, choices, fresh)
+    return Example(batches, components.loss, choices, fresh)
 
 
 def prepare_together(
     worker: Worker,
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> tuple[VerifiedStages, PipelineLayout]:
     """As `prepare_pipeline`, verified by rank 0 for all; all workers call it together.
 
-    A run that goes on under the same plan is not verified again, unless the job says `every_run`; the stages
-    that its first verification led to are kept in its folder.
+    A run that resumes under the same plan is not verified again, unless the job says `every_run`; the
+    verified stages are saved in its folder.
     """
-    outcome = _prepare_here(worker, settings, parts, pipeline_layout, folder)
-    own = outcome.pop("checked")
+    outcome = _prepare_here(worker, settings, components, pipeline_layout, folder)
+    local = outcome.pop("checked")
     if worker.world_size > 1:
         outcome = broadcast_value(outcome, 0)
     if outcome["failure"] is not None:
         raise JobError(outcome["failure"])
     stages = tuple(tuple(ids) for ids in outcome["stages"])
-    if own is None or own.fine != stages:
-        own, _ = prepare_pipeline(settings, parts, replace(pipeline_layout, stages=stages), verify=False)
-    found = replace(own, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
-    return found, replace(pipeline_layout, stages=found.stages)
+    if local is None or local.fine != stages:
+        local, _ = prepare_pipeline(
+            settings, components, replace(pipeline_layout, stages=stages), verify=False
+        )
+    verified = replace(local, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
+    return verified, replace(pipeline_layout, stages=verified.stages)
 
 
 _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole model"
@@ -162,35 +164,36 @@ _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole mo
 def _prepare_here(
     worker: Worker,
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     pipeline_layout: PipelineLayout,
     folder: RunDir | None,
 ) -> dict[str, Any]:
-    """What this worker finds; that of rank 0, which verifies and has the run's folder, counts."""
+    """The outcome on this worker; all workers use that of rank 0, which verifies and has the run's folder."""
     outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
     verify = settings.verify.start != "off" and worker.rank == 0
-    if verify and parts.pieces is not None:
+    if verify and components.local_tensors is not None:
         verify, outcome["notes"] = False, (_NOT_WHOLE,)
     if verify and settings.verify.start == "first":
         known = _known_stages(folder, settings, pipeline_layout)
         if known is not None:
             verify, pipeline_layout = False, replace(pipeline_layout, stages=known)
     try:
-        found, _ = prepare_pipeline(settings, parts, pipeline_layout, verify)
+        verified, _ = prepare_pipeline(settings, components, pipeline_layout, verify)
     except (JobError, DataError) as failure:  # which name the key
         return outcome | {"failure": str(failure), "checked": None}
     except InputError as failure:
         return outcome | {"failure": f"parallel.plan: {failure}", "checked": None}
     if verify and folder is not None:
-        _keep_stages(folder, settings, pipeline_layout, found.fine)
-    outcome |= {"stages": found.fine, "notes": (*outcome["notes"], *found.notes), "seconds": found.seconds}
-    return outcome | {"checked": found}
+        _keep_stages(folder, settings, pipeline_layout, verified.fine)
+    notes = (*outcome["notes"], *verified.notes)
+    outcome |= {"stages": verified.fine, "notes": notes, "seconds": verified.seconds}
+    return outcome | {"checked": verified}
 
 
 def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> Any:
-    """What a verification was made for."""
+    """What identifies a verification: it holds for these settings only."""
     model = {"factory": settings.model.factory, "args": dict(settings.model.args)}
-    found = {
+    values = {
         "model": model,
         "stages": pipeline_layout.stages,
         "recompute": sorted(pipeline_layout.recompute),
@@ -198,13 +201,13 @@ def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> An
         "precision": settings.precision,
         "torch": torch.__version__,
     }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(values, default=str))
 
 
 def _known_stages(
     folder: RunDir | None, settings: TrainSettings, pipeline_layout: PipelineLayout
 ) -> tuple[tuple[str, ...], ...] | None:
-    """The stages that this run was verified with before, for the same plan; None where it was not."""
+    """The stages of an earlier verification of this run for the same plan; None if there is none."""
     if folder is None or not folder.verified.exists():
         return None
     try:
@@ -241,21 +244,21 @@ def _check_layers(settings: TrainSettings, traced: TracedModel, pipeline_layout:
 
 
 def check_optimizer(
-    settings: TrainSettings, parts: Components, traced: TracedModel, pipeline_layout: PipelineLayout
+    settings: TrainSettings, components: Components, traced: TracedModel, pipeline_layout: PipelineLayout
 ) -> None:
-    """Refuse an optimizer of the user's own that would do something else in stages than on one worker."""
+    """Refuse a custom optimizer whose updates in stages would differ from those on one worker."""
     kind = settings.optimizer.kind
-    traits = find_traits(settings.optimizer, dict(parts.model.named_parameters()))
+    traits = find_traits(settings.optimizer, dict(components.model.named_parameters()))
     check_gradients_left(kind, traits)
     if traits.couples and len(pipeline_layout.stages) > 1:
         raise JobError(
             f"optimizer.kind: {kind} computes an update from all parameters together (a norm over all, say), "
-            f"and a stage has its own only; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
+            f"and a stage has only some; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
             f"which is that of all stages under the schedules that drain"
         )
     holders = find_holders(traced, pipeline_layout)
-    held = {w: [n for n, own in holders.items() if w in own] for w in pipeline_layout.workers}
-    unlike = [n for n, own in holders.items() if any(held[w] != held[own[0]] for w in own)]
+    held = {w: [n for n, ranks in holders.items() if w in ranks] for w in pipeline_layout.workers}
+    unlike = [n for n, ranks in holders.items() if any(held[w] != held[ranks[0]] for w in ranks)]
     if traits.draws and unlike:
         raise JobError(
             f"optimizer.kind: {kind} draws random numbers, and parameter {unlike[0]!r} is held by workers "
@@ -274,49 +277,49 @@ def check_optimizer(
 def open_pipeline(
     worker: Worker,
     settings: TrainSettings,
-    parts: Components,
+    components: Components,
     traced: TracedModel,
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
 ) -> tuple[Channels, pipelines.Pipeline]:
-    """This worker's part of a pipeline, with the state that `parts` have; all workers call it together.
+    """This worker's part of a pipeline, with the state of `components`; all workers call it together.
 
-    The workers of the world may be in several pipelines. `parts` keep what this one holds.
+    The workers may be in several pipelines. Tensors that this worker does not need are freed in `components`.
     """
-    check_optimizer(settings, parts, traced, pipeline_layout)
-    channels = link(worker, pipeline_layout, parts.device)
+    check_optimizer(settings, components, traced, pipeline_layout)
+    channels = link(worker, pipeline_layout, components.device)
     pipeline = pipelines.Pipeline(
         worker.rank,
         pipeline_layout,
         traced,
         channels,
         pipelines.PipelineParts(
-            parts.loss,
-            lambda parameters: build_optimizer(settings.optimizer, parameters, parts.names),
-            parts.device,
-            parts.autocast,
+            components.loss,
+            lambda parameters: build_optimizer(settings.optimizer, parameters, components.names),
+            components.device,
+            components.autocast,
             worker.rendezvous,
             settings.clip_norm,
             settings.topology,
             StragglerInjector(settings.slow, worker.rank, settings.seed).slowed,
-            loss_scale=LossScale(parts.scaler) if parts.scaler.is_enabled() else None,
+            loss_scale=LossScale(components.scaler) if components.scaler.is_enabled() else None,
         ),
     )
     pipeline.clock_offset_s = clock_offset(worker.rank, hosts)
-    pipeline.take_optimizer_state(parts.optimizer)
+    pipeline.take_optimizer_state(components.optimizer)
     held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
-    _let_go(parts, pipeline, held)
+    _free_other_stages(components, pipeline, held)
     return channels, pipeline
 
 
-def _let_go(parts: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
-    """Free the memory of what only other workers hold; their names stay."""
+def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
+    """Free the memory of tensors that only other workers hold; their names stay."""
     kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
-    named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
+    named = [*components.model.named_parameters(), *components.model.named_buffers()]
     for name, tensor in named:
         if id(tensor) not in kept and name in everywhere:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    parts.optimizer.state.clear()
+    components.optimizer.state.clear()
 
 
 def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) -> EngineState:
@@ -327,9 +330,9 @@ def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) 
     return replace(state, model=whole, optimizer=optimizer)
 
 
-def report_verification(recorder: MetricsLogger, found: VerifiedStages) -> None:
-    """Write down what the verification of a pipeline came to."""
-    for note in found.notes:
-        recorder.warn(f"verify: {note}")
-    if found.seconds:
-        recorder.verified(Verified(round(found.seconds, 3), found.notes))
+def report_verification(recorder: MetricsLogger, verified: VerifiedStages) -> None:
+    """Record the result of the verification of a pipeline."""
+    for warning in verified.notes:
+        recorder.warn(f"verify: {warning}")
+    if verified.seconds:
+        recorder.verified(Verified(round(verified.seconds, 3), verified.notes))

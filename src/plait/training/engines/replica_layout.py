@@ -1,8 +1,8 @@
-"""Pipeline replicas that agree by averaging: each takes work of its own.
+"""Layouts of pipeline replicas that average weights: each replica takes its next work when it is ready.
 
-Every stage has one worker in each replica, and these average among themselves, whatever the other stages do.
-The workers of a replica run in lockstep: that of its first stage takes work for all. All that a replica does
-for one update is sent before any of its workers waits for another replica, so waits have an end.
+Every stage has one worker in each replica; these workers average among themselves, independently of other
+stages. The workers of a replica run in lockstep: the worker of its first stage takes work for all. A replica
+sends all messages of an update before any of its workers waits for another replica, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ..
 
 
 def among(pipeline_layout: PipelineLayout, members: Sequence[int]) -> PipelineLayout:
-    """The pipelines whose workers are all among `members`, by their ranks there."""
+    """The layout of the replicas whose workers are all in `members`, with their ranks there."""
     replicas = replica_layouts(pipeline_layout)
     layouts = [
         Layout(tuple(tuple(members.index(w) for w in workers) for workers in each.layout.stages))
@@ -60,7 +60,7 @@ def _stages(pipeline_layout: PipelineLayout) -> range:
 
 
 def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> None:
-    """Refuse what pipelines that agree by averaging cannot do."""
+    """Refuse settings that replicas which average weights do not support."""
     kind = settings.sync.kind
     if kind not in FAULT_TOLERANT:
         raise JobError(

@@ -1,4 +1,4 @@
-"""Slow workers on demand: some run as if their device were slower, some stumble at random."""
+"""Injected delays: some workers run as if their device were slower, some sleep at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.schema.settings import SlowSettings
 
 
 class StragglerInjector:
-    """Makes this worker's steps longer, by the settings and the seed alone."""
+    """Makes steps of this worker longer, deterministically by the settings and the seed."""
 
     def __init__(self, settings: SlowSettings, rank: int, seed: int) -> None:
         self._factor = settings.factors.get(rank, 1.0)
@@ -23,7 +23,7 @@ class StragglerInjector:
 
     @contextmanager
     def slowed(self) -> Iterator[None]:
-        """What is done inside takes as many times longer as this worker is slower; now and then it sleeps."""
+        """Slow down the body by the factor of this worker, and sleep with the set probability."""
         if not self.active:
             yield
             return

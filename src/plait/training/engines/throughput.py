@@ -1,4 +1,4 @@
-"""How fast one worker goes where workers average weights, as an event about once a second."""
+"""The throughput of one worker in decentralized training, as an event about once a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ThroughputMeter:
         self._before = SyncStats()
 
     def count(self, step: int, samples: int) -> None:
-        """This worker has updated on `samples` samples of a step."""
+        """Count an update on `samples` samples of a step."""
         self._step = step
         self._updates += 1
         self._samples += samples
@@ -28,7 +28,7 @@ class ThroughputMeter:
         return time.monotonic() - self._since >= PACE_S
 
     def event(self, stats: SyncStats) -> run_events.Pace:
-        """What was counted since the event before, here and by the averaging."""
+        """The event for the updates and averages since the last event."""
         now = time.monotonic()
         seconds, before = now - self._since, self._before
         groups = stats.groups - before.groups

@@ -1,4 +1,4 @@
-"""A step on whole models: forward and backward on this worker's share of a batch, agreement, update.
+"""A step on whole models: forward and backward on this worker's share of a batch, all-reduce, update.
 
 N workers on a global batch take the same steps as one process on it. Each weights its loss by its share's
 size, and gradients are summed. BatchNorm uses the statistics of each worker's share, as in
@@ -38,7 +38,7 @@ from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification.replay import Part
 
-# Of one trial, or of several that are fused.
+# The components of one trial, or of fused trials.
 AnyComponents = Components | FusedComponents
 
 
@@ -51,7 +51,7 @@ class StepRequests:
 
 
 def requests_of(worker: Worker) -> StepRequests:
-    """What this worker is asked for now."""
+    """The present requests to this worker."""
     return StepRequests(worker.stop_requested(), worker.memberships.is_asked)
 
 
@@ -62,8 +62,8 @@ def no_requests() -> StepRequests:
 class TrainStep:
     """Takes steps on `components`, of one trial or of several, together with the workers of `group`.
 
-    `requests` says what this worker is asked for, which all of the group learn. `rank` numbers it among those
-    that may be slowed down.
+    `requests` returns the requests to this worker, which are shared with the group. `rank` is its number for
+    injected delays (`slow`).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TrainStep:
         self._may_fail = may_fail
         self._sync = None if group.is_alone else self._make_sync()
         self._monitor: StepMonitor | None = None
-        # Of a worker alone, or at its own pace.
+        # For a worker that updates without an all-reduce.
         self._alone: StepMonitor | ShareMonitor | None = None
         self.watch(monitor)
         self._alone = own_monitor or monitor
@@ -96,36 +96,36 @@ class TrainStep:
         self._graph: StepGraph | None = None
         if components.device.type == "cuda" and group.is_alone and components.can_be_captured:
             self._graph = StepGraph(self._whole_step, components.zero_grad)
-        # Where a step is audited: what it is taken on.
+        # The microbatches of an audited step.
         self.recorded: list[Part] | None = None
-        # Before the first update workers see whether they hold the same.
+        # Before the first update, workers check that they hold the same weights.
         self._is_first = group.members is not None
         self._last_inputs: Any = None
-        # Samples of this worker since all agreed on running statistics.
+        # Samples of this worker since running statistics were last averaged.
         self._seen = 0
         self._differs = False
-        # What comes between the gradients of a worker alone and its update.
+        # Called between backward and the update.
         self.before_update: Callable[[], None] | None = None
-        # Where the random numbers of the next update start, for an optimizer that draws some.
+        # The seed of the next update, for an optimizer that draws random numbers.
         self.update_seed: int | None = None
 
     def _make_sync(self) -> AllReduce:
         components, group = self._components, self._group
-        notes = components.trials + 2 + notes_of(group.size)
+        extra_scalars = components.trials + 2 + notes_of(group.size)
         components.check_summed(self._settings.optimizer)
         if components.has_partial_gradients:
-            notes += len(components.parameters) * components.trials
+            extra_scalars += len(components.parameters) * components.trials
         return AllReduce(
             components.parameters,
             group.sums,
             members=group.members,
-            max_scalars=notes,
+            max_scalars=extra_scalars,
             may_fail=self._may_fail,
             copy_gradients=not components.is_optimizer_known,
         )
 
     def watch(self, monitor: StepMonitor | None) -> None:
-        """Let `monitor` measure the steps from the next one on, or none; all workers call it together."""
+        """Measure the next steps with `monitor` (None: with none); all workers call it together."""
         self._monitor = self._alone = monitor
         if self._sync is not None and monitor is not None:
             monitor.watch(self._sync)
@@ -133,7 +133,7 @@ class TrainStep:
             self._sync.measure_norms(False)
 
     def _start_topology(self) -> TopologyChosen | None:
-        """Sum as the settings ask; what was measured for it, if anything was."""
+        """Set up the topology of the settings; returns the choice if it was measured."""
         members = self._group.members
         if self._sync is None or members is None:
             return None
@@ -145,7 +145,7 @@ class TrainStep:
         return chosen
 
     def switch(self, topology: str) -> None:
-        """Sum over the topology of that name from the next step on; all workers call it between two steps."""
+        """Use the topology of that name from the next step on; all workers call it between two steps."""
         members = self._group.members
         if self._sync is not None and members is not None:
             spec, size = read_topology_spec(topology), self._sync.gradient_bytes
@@ -154,7 +154,7 @@ class TrainStep:
                 self._monitor.topology = topology
 
     def pause_monitor(self) -> None:
-        """What comes now takes no time of a step."""
+        """Exclude the time until the next step from measurements."""
         if self._monitor is not None:
             self._monitor.pause()
 
@@ -169,9 +169,9 @@ class TrainStep:
             self._sync.close()
 
     def step(self, batches: Sequence[Batch], lr_factors: Sequence[float]) -> tuple[Tensor, StepRequests]:
-        """Forward, backward, agree, update; each trial's mean loss over its batch, and the workers' requests.
+        """Forward, backward, all-reduce, update; returns each trial's mean loss and the workers' requests.
 
-        PeerError where another worker is lost: then nothing was updated.
+        PeerError if another worker is lost; then nothing was updated.
         """
         self._frozen.check()
         components, accumulate = self._components, self._settings.accumulate
@@ -213,24 +213,24 @@ class TrainStep:
         self, sync: AllReduce, losses: Tensor, batches: Sequence[Batch]
     ) -> tuple[Tensor, StepRequests]:
         """Sum gradients, the losses, the workers' requests, and the monitor's measurements."""
-        own, trials, share = self._requests(), len(losses), self._share(batches)
-        numbers = [losses, losses.new_tensor([float(own.stop), float(own.change)])]
+        local, trials, share = self._requests(), len(losses), self._share(batches)
+        numbers = [losses, losses.new_tensor([float(local.stop), float(local.change)])]
         if self._components.has_partial_gradients:
-            numbers.append(self._gradients_there().flatten())
+            numbers.append(self._gradient_presence().flatten())
         if self._monitor is None:
-            notes = sync.agree(torch.cat(numbers), share)
+            sums = sync.agree(torch.cat(numbers), share)
         else:
             numbers.append(self._monitor.begin_sum(share))
-            notes = sync.agree(torch.cat(numbers), share, weigh_norm=1 / share if share else 0.0)
-            self._monitor.end_sum(sync, notes[0], notes[3:], batches[0].total)
+            sums = sync.agree(torch.cat(numbers), share, weigh_norm=1 / share if share else 0.0)
+            self._monitor.end_sum(sync, sums[0], sums[3:], batches[0].total)
         if self._components.has_partial_gradients:
-            self._note_gradients(notes[trials + 2 :])
+            self._record_gradients(sums[trials + 2 :])
         requests = self._flags.before()
-        self._flags.note(notes[trials : trials + 2])
-        return notes[:trials], requests
+        self._flags.record(sums[trials : trials + 2])
+        return sums[:trials], requests
 
-    def _gradients_there(self) -> Tensor:
-        """By parameter and trial, whether this worker has a gradient."""
+    def _gradient_presence(self) -> Tensor:
+        """Whether this worker has a gradient, by parameter and trial, as 0 or 1."""
         parameters, trials = self._components.parameters, self._components.trials
         rows = torch.zeros(len(parameters), trials, dtype=torch.float64, device=self._components.device)
         for row, parameter in zip(rows, parameters):
@@ -239,15 +239,15 @@ class TrainStep:
                 row[list(trials_without_gradient(parameter, trials))] = 0.0
         return rows
 
-    def _note_gradients(self, counts: Tensor) -> None:
-        """A trial has a gradient where it has one on any worker."""
+    def _record_gradients(self, counts: Tensor) -> None:
+        """ProgressMark a trial as having a gradient if it has one on any worker."""
         parameters, trials = self._components.parameters, self._components.trials
         for parameter, row in zip(parameters, counts.view(-1, trials).tolist()):
-            # What backward has sent by itself, of all trials, is not counted.
+            # Gradients that backward itself reduced, for all trials, are not counted.
             note_trials(parameter, [number for number, count in enumerate(row) if count])
 
     def _backward(self, rounds: Sequence[Round], batches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of all rounds; this worker's part of the trials' losses."""
+        """Forward and backward of all rounds; returns this worker's part of the trials' losses."""
         with self._slow.slowed():
             return self._backward_at_full_speed(rounds, batches)
 
@@ -255,17 +255,17 @@ class TrainStep:
         components, share = self._components, self._share(batches)
         total = torch.zeros(components.trials, dtype=torch.float64, device=components.device)
         if not rounds:
-            # The other workers have one by now.
+            # The scaler of the other workers is initialized by now.
             components.begin_scaling(total)
         self._seen += sum(batch.count for batch in batches)
-        for number, (pieces, weights) in enumerate(rounds):
+        for number, (microbatches, weights) in enumerate(rounds):
             is_last = number == len(rounds) - 1
-            content = components.to_device(pieces)
+            content = components.to_device(microbatches)
             if self.recorded is not None:
                 inputs, target = content
                 self.recorded.append(Part(inputs, target, weights[0], share=share).copied())
             self._last_inputs = content[0] if self._is_first else None
-            losses = components.losses(content, [count for _, count in pieces], weights)
+            losses = components.losses(content, [count for _, count in microbatches], weights)
             weighted = losses if set(weights) == {1.0} else components.weighted(losses, weights)
             if self._sync is not None:
                 self._sync.before_backward(last=is_last, factor=share)
@@ -292,8 +292,8 @@ class TrainStep:
         return time.perf_counter() - started
 
     def average_buffers(self) -> None:
-        """Give all workers the mean of their running statistics, where they may differ; all call it."""
-        # A run may have begun with another group, whose steps this one does not know of.
+        """Average running statistics over the workers, if they may differ; all workers call it."""
+        # In a run, an earlier group may have taken steps.
         is_run = self._group.members is not None
         if self._group.is_alone or not (self._differs or is_run):
             return
@@ -304,9 +304,9 @@ class TrainStep:
 
 
 def step_alone(entry: TrialInit, batch: Batch, factor: float) -> Tensor:
-    """The loss of a step that a trial takes by itself."""
-    entry.parts.seed_step(entry.settings.seed, entry.age, 0)
-    return TrainStep(entry.parts, entry.settings).step([batch], [factor])[0][0]
+    """Take a step with one trial alone; returns its loss."""
+    entry.components.seed_step(entry.settings.seed, entry.age, 0)
+    return TrainStep(entry.components, entry.settings).step([batch], [factor])[0][0]
 
 
 class _Flags:
@@ -317,7 +317,7 @@ class _Flags:
         self._values = torch.zeros(2, dtype=torch.float64, pin_memory=on_gpu)
         self._arrived = torch.cuda.Event() if on_gpu else None
 
-    def note(self, requests: Tensor) -> None:
+    def record(self, requests: Tensor) -> None:
         self._values.copy_(requests, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()

@@ -22,7 +22,7 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
 from plait.training.batch_streams import BatchStream, next_batches
-from plait.training.change.members import Mark, loss_of, most_advanced
+from plait.training.change.members import ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
@@ -32,26 +32,26 @@ from plait.training.monitoring.whole_model import StepMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
 
-# A joiner warms up on this part of a batch.
+# A joining worker warms up on one of this many parts of a batch.
 WARM_UP_SHARES = 4
 
 
 class StepAudit(Protocol):
-    """Takes some steps of trials a second time, as plain PyTorch does, and compares."""
+    """Repeats some steps of trials with plain PyTorch and compares."""
 
     def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
-        """Called before the step after `done` steps of an interval."""
+        """Called before a step, after `done` steps of the interval."""
 
     def end(self, step: TrainStep, losses: Tensor) -> bool:
-        """Called after it; whether no further step is to be taken."""
+        """Called after the step; returns True if training must stop."""
 
 
-# What is told of each step: how many of the interval are done, the trials' losses and their batches.
+# Called after each step: how many of the interval are done, the trials' losses and their batches.
 OnStep = Callable[[int, Tensor, Sequence[Batch]], None]
 
 
 def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
-    """The settings with a topology that this number of workers can sum over: a root may have left."""
+    """The settings with a topology that is valid for `workers` workers: its root may have left."""
     try:
         check_topology(settings.topology, workers)
     except TopologyError:
@@ -60,11 +60,11 @@ def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
 
 
 class WholeModelEngine:
-    """Steps of trials that each worker of a group holds as a whole.
+    """The engine for trials whose whole model is on each worker of a group.
 
-    All trials take their steps together, on batches of their own, which come from `feed`. `on_step` is told
-    of each step, `on_event` of what else is worth recording. `audit` takes some steps twice; a monitor of
-    `make_monitor` measures them, where there are other workers (True) or not.
+    All trials take steps together, each on batches from its `feed`. `on_step` is called after each step,
+    `on_event` with events to record. `audit` repeats some steps with plain PyTorch. The monitor of
+    `make_monitor`, which is passed whether there are other workers, measures steps.
     """
 
     def __init__(
@@ -87,24 +87,25 @@ class WholeModelEngine:
         self._on_event = on_event
         self._audit = audit
         self._make_monitor = make_monitor
-        # Of a sweep; the group of a run are its members.
+        # Set in a sweep; in a run the group is that of its members.
         self._fixed_group = group
         self._group = group or ALONE
         self._step: TrainStep | None = None
         self._monitor: StepMonitor | None = None
-        # What the step under way is taken on, once it is read: where it fails, trials are tried on it alone.
-        self.under_way: tuple[Sequence[Batch], Sequence[float]] = ((), ())
-        # Steps of the interval under way.
+        # The batches and learning rate factors of the current step: if it fails, each trial is tried alone on
+        # them.
+        self.in_progress: tuple[Sequence[Batch], Sequence[float]] = ((), ())
+        # Steps done in the current interval.
         self.done = 0
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step was begun, its data read, that is not done yet."""
-        return bool(self.under_way[0])
+        """Whether a step is in progress, with its data read."""
+        return bool(self.in_progress[0])
 
     @property
     def settings(self) -> TrainSettings:
-        """Those that all trials have in common are the first one's."""
+        """The settings of the first trial, for what all trials have in common."""
         return self.trials[0].settings
 
     def load(self, state: Checkpoint) -> None:
@@ -129,14 +130,14 @@ class WholeModelEngine:
             memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
             self._on_event(self._step.chosen)
-            # Measured once: workers that come and go must not wait for it again.
+            # Measured once: later members must not wait for it again.
             self._set_topology(self._step.chosen.topology)
 
     def _requests(self) -> StepRequests:
         return requests_of(self._worker)
 
     def _set_topology(self, name: str) -> None:
-        """Sum gradients over the topology of that name from now on, also among other workers."""
+        """Use the topology of that name for gradients from now on, also after a change of members."""
         for trial in self.trials:
             trial.settings = replace(trial.settings, topology=read_topology_spec(name))
 
@@ -145,15 +146,15 @@ class WholeModelEngine:
         done, positions = 0, tuple(trial.position for trial in trials)
         self.done = 0
         while done < steps:
-            self.under_way = (), ()
+            self.in_progress = (), ()
             batches = next_batches([self._stream_of(trial) for trial in trials])
             if not batches:
                 return IntervalResult(done, positions, ended=True)
             numbers = [trial.step + done for trial in trials]
             factors = [trial.lr_factor(number) for trial, number in zip(trials, numbers)]
-            # Random numbers depend on the seed, the step and the rank alone: a resumed run draws the same.
+            # Random numbers depend only on the seed, the step and the rank: a resumed run draws the same.
             step.update_seed = self.components.seed_step(self.settings.seed, numbers[0], self._group.share[0])
-            self.under_way = batches, factors
+            self.in_progress = batches, factors
             if self._monitor is not None:
                 self._monitor.step = numbers[0] + 1
             if self._audit is not None:
@@ -178,23 +179,23 @@ class WholeModelEngine:
 
     def _stream_of(self, trial: Trial) -> BatchStream:
         if trial.stream is None:
-            # Loader processes read ahead, also while an evaluation runs.
+            # Loader processes prefetch, also during evaluations.
             trial.stream = self._feed(trial)
         return trial.stream
 
     def _audited(self, audit: StepAudit, losses: Tensor) -> bool:
-        """Whether a step that was audited is the last."""
+        """End the audit of a step; returns True if training must stop."""
         try:
             return audit.end(self._open_step, losses)
         except RuntimeError as failure:
-            # The next step finds the loss of another worker.
+            # If a worker was lost, the next step reports it.
             if self._group.is_alone or loss_of(self._worker, failure) is None:
                 raise
             return False
 
     @contextlib.contextmanager
     def _undone_by_losses(self) -> Iterator[None]:
-        """Give buffers back what they held where another worker is lost in a step: it is taken again."""
+        """Restore buffers if another worker is lost in a step, which is then repeated."""
         if not self._worker.memberships.can_change or self._group.is_alone:
             yield
             return
@@ -203,49 +204,49 @@ class WholeModelEngine:
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         self._open_step.pause_monitor()
-        self.settle()
+        self.synchronize()
         components, settings = self.components, [trial.settings for trial in self.trials]
         total = self._group.total(components.sums(slots, settings, self._group.share), components.device)
         return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
 
     def state(self, slot: int = 0) -> EngineState | None:
         self._open_step.pause_monitor()
-        self.settle()
+        self.synchronize()
         return self.components.state(slot) if self._group.is_first else None
 
     def apply(self, change: Change) -> None:
         self._open_step.pause_monitor()
         if isinstance(change, TopologyChange):
-            # Noted first: should a worker be lost now, the rest goes on with it.
+            # Recorded first: if a worker is lost now, the others continue with it.
             self._set_topology(change.topology)
             self._open_step.switch(change.topology)
         elif isinstance(change, BatchSizeChange):
-            # What was read ahead is in batches of the size before.
+            # Prefetched batches have the old size.
             self._forget_streams()
         else:
             raise cannot_apply(change, "data-parallel training")
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before anything changes, trials that cannot join those that are there."""
+        """Refuse trials that cannot join the present ones, before anything changes."""
         self.components.check_entering(entering)
 
     def change_trials(
         self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
     ) -> None:
-        """Let trials leave and enter; `trials` are those that are there then."""
+        """Remove and add trials; `trials` are the trials after the change."""
         if self._step is not None:
-            # What sums gradients holds autograd to the shapes there are now.
+            # The all-reduce has autograd hooks for the present shapes.
             self._step.close()
             self._step = None
         self.components = self.components.change(leaving, entering)
         self.trials = trials
         self.open()
 
-    def settle(self, staying: Sequence[int] = ()) -> None:
-        """Give all workers the same running statistics; everything else they hold alike."""
+    def synchronize(self, staying: Sequence[int] = ()) -> None:
+        """Give all workers the same running statistics; the rest of their state is always the same."""
         self._open_step.average_buffers()
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
         return most_advanced(marks), self.components.state()
 
     def close(self) -> None:
@@ -265,7 +266,7 @@ class WholeModelEngine:
 
 
 def warm_up(components: AnyComponents, settings: TrainSettings) -> None:
-    """Compute what a step does, on this worker alone: the first one should take no longer than others."""
+    """Run forward and backward on this worker alone, so that its first step is not slower than others."""
     source = components.train_set
     if source.is_stream:
         return
@@ -278,7 +279,7 @@ def warm_up(components: AnyComponents, settings: TrainSettings) -> None:
 
 @contextlib.contextmanager
 def _restored_buffers(components: AnyComponents, *failures: type[BaseException]) -> Iterator[None]:
-    """Give buffers back what they held, after one of `failures` or, without any, in any case."""
+    """Restore buffers after one of `failures` or, if none are given, always."""
     buffers = [buffer for buffer in components.model.buffers() if buffer.numel()]
     kept = [buffer.clone() for buffer in buffers]
     is_undone = not failures

@@ -1,8 +1,8 @@
-"""Work that workers take as they can: claims on shares of batches, counted in the job's store.
+"""A shared work queue in the job's store: each worker claims its next share of a batch when it is ready.
 
-Claim k is share k % workers of batch k // workers, so fast workers do more and every sample is used once an
-epoch. A claim is begun when it is claimed. Loaders read ahead of the work: what they hold is written down,
-and others may take it over until it is begun. So a worker that is lost takes one share with it.
+Claim k is share k % workers of batch k // workers, so fast workers do more and every sample is used once per
+epoch. With prefetching, a worker reserves claims before it begins them; the store records reservations, and
+other workers may steal a claim until it is begun. So a lost worker costs at most one share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from plait.data.loader import Batch, without_samples
 from plait.data.sampler import GlobalBatch, share
 
-# Added to the count to say that no more batches are begun.
+# Added to the counter when no more batches may be begun.
 STOPPED = 1 << 40
 # A worker judges its speed by its last WINDOW steps, and is slow at SLOW times the usual time of one.
 WINDOW = 4
@@ -26,9 +26,9 @@ SLOW = 1.5
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One worker's work for one step: share `place` of batch `index`, counted from the segment's first.
+    """One worker's work for one step: share `place` of batch `index` of the interval.
 
-    `before` counts the samples of the segment in claims before this one.
+    `before` is the number of samples of the interval in claims before this one.
     """
 
     number: int
@@ -39,37 +39,39 @@ class WorkItem:
 
 
 def leaves_the_rest(passed: int, steps: int, workers: int, left: Callable[[], int]) -> bool:
-    """Whether a worker leaves the claims that are `left` to the others, so that it holds nobody up.
+    """Whether a worker stops claiming because it is slow, so that the others do not wait for it.
 
-    In its last `steps` own steps all workers together made `passed` claims. Only one that is clearly slower
-    than most leaves, and only what the others are through with before it would be with one more claim.
+    All workers together made `passed` claims during its last `steps` steps, and `left` claims are left. A
+    worker stops only if it is clearly slower than most, and the others finish the rest before it could finish
+    one more.
 
-    Among N workers in lockstep, each makes one claim a step, in any order. Then a worker's own claims lie
-    at most (steps + 1) N - 1 apart, which from two steps on is less than 1.5 steps N: none is slow.
+    N workers in lockstep make one claim each per step, in any order. Then two claims of a worker that are
+    `steps` steps apart differ by at most (steps + 1) N - 1, which from two steps on is less than 1.5 steps N:
+    none is slow.
     """
     if steps < 2 or passed <= SLOW * steps * workers:
         return False
-    # While it takes one step, the others make this many claims beyond those of a usual step.
+    # Compare with the extra claims that the others make during one of its steps.
     return max(left(), 0) * steps < passed - steps * workers
 
 
 class Speed:
-    """How many claims all workers make while this one takes its last few steps, over the whole run."""
+    """Counts the claims of all workers during the last few steps of this worker, over the whole run."""
 
     def __init__(self) -> None:
         self._numbers: deque[int] = deque(maxlen=WINDOW + 1)
         self._before = 0
 
-    def note(self, number: int) -> None:
-        """This worker begins the claim that is `number` of the segment in the order of all workers."""
+    def record(self, number: int) -> None:
+        """This worker begins claim `number` of the interval, counted over all workers."""
         self._numbers.append(self._before + number)
 
     def end_segment(self, claims: int) -> None:
-        """The segment had `claims` claims when this worker left it."""
+        """End an interval that had `claims` claims when this worker stopped."""
         self._before += claims
 
     def leaves(self, workers: int, left: Callable[[], int]) -> bool:
-        """Whether this worker leaves what is left of the segment to the others."""
+        """Whether this worker stops taking work in this interval because it is slow."""
         steps = len(self._numbers) - 1
         if steps < WINDOW:
             return False
@@ -77,10 +79,11 @@ class Speed:
 
 
 class WorkQueue:
-    """The claims of one segment of a run; all workers make one with the same key and batches.
+    """The claims of one interval of a run; all workers create it with the same key and batches.
 
-    `place` is this worker's among `places`, of which `workers` work. With `fixed`, it has the same share of
-    every batch, so all take equally many steps. With `ahead`, claims are reserved before they are begun.
+    `place` is the index of this worker among `places`, of which `workers` work. With `fixed`, it has the same
+    share of every batch, so all take the same number of steps. With `ahead`, claims are reserved before they
+    are begun.
     """
 
     def __init__(
@@ -114,35 +117,35 @@ class WorkQueue:
         self._has_stopped = False
 
     def take(self) -> Iterator[WorkItem]:
-        """Claims for this worker, until none is left: begun or, where it works ahead, reserved."""
+        """Claim work until none is left; with `ahead`, claims are only reserved."""
         while self._ahead or not self._leaves_now():
             if (number := self._next()) is None:
                 return
             yield self._claim(number)
 
     def begin(self, claim: WorkItem) -> bool:
-        """Whether a reserved claim is this worker's to work on, from now on; else someone took it over."""
+        """Begin a reserved claim; False if another worker has stolen it."""
         if not self._ahead:
             return True
         if not self._give_up(self._place, claim.number):
             return False
-        self._note_begun(self._store.add(f"{self._key}/begun", 1) - 1)
+        self._record_begun(self._store.add(f"{self._key}/begun", 1) - 1)
         return True
 
     def leaves(self) -> bool:
-        """Whether this worker, which works ahead, leaves the rest, also what it has reserved."""
+        """Whether this worker stops because it is slow, with `ahead`: others steal its reservations."""
         return self._ahead and self._leaves_now()
 
     def take_over(self) -> Iterator[WorkItem]:
-        """Claims that were reserved and not begun, by whomever: of one that is lost, slow, or left.
+        """Steal claims that lost or slow workers have reserved and not begun.
 
-        They are taken one at a time, begun at once, until nobody holds any.
+        Each is begun at once; ends when no reservations are left.
         """
         while self._ahead and (number := self._take_one_over()) is not None:
             yield self._claim(number)
 
     def is_work_left(self) -> bool:
-        """Whether claims were left when all synchronized, which are to be taken now; all workers call it."""
+        """Whether claims are left after the workers synchronized; all workers call it."""
         if self._fixed:
             return False
         self._asked += 1
@@ -153,7 +156,7 @@ class WorkQueue:
         return bool(int(agreed))
 
     def stop(self) -> None:
-        """Let no further batch be begun; those that were are finished."""
+        """Begin no further batch; batches that were begun are finished."""
         if self._has_stopped:
             return
         self._has_stopped = True
@@ -164,23 +167,23 @@ class WorkQueue:
             self._limit(self._store.add(self._key, STOPPED) % STOPPED)
 
     def without_samples(self, number: int) -> tuple[WorkItem, Batch]:
-        """A claim as workers have it that read no data: their pipeline's first worker does."""
+        """A claim without data, for workers of a pipeline other than the first, which reads the data."""
         item = self._claim(number)
         return item, without_samples(item.batch)
 
     def done(self) -> int:
-        """How many batches were taken up; asked once, when all are through."""
+        """How many batches were worked on; called once, when all workers are done."""
         limit = self._read_limit()
         count = len(self._batches) if limit is None else limit // self._workers
         self._speed.end_segment(count * self._workers if self._left_at is None else self._left_at)
         return count
 
     def stopped(self) -> bool:
-        """Whether someone stopped it; asked once all workers are through."""
+        """Whether a worker stopped it; called when all workers are done."""
         return self._read_limit() is not None
 
     def store_keys(self) -> list[str]:
-        """The keys in the store, to be deleted when nobody will ask any more."""
+        """The keys in the store, to delete when no worker reads them any more."""
         names = ["/begun", "/limit", "/stop", *(f"/left/{i + 1}" for i in range(self._asked))]
         names += [f"/{kind}/{place}" for kind in ("held", "step") for place in range(self._places)]
         return [self._key, *(f"{self._key}{name}" for name in names)]
@@ -192,31 +195,31 @@ class WorkQueue:
     def _claim(self, number: int) -> WorkItem:
         index, place = divmod(number, self._workers)
         batch = self._batches[index]
-        own = tuple(share(batch.samples, place, self._workers))
+        samples = tuple(share(batch.samples, place, self._workers))
         before = self._before[index] + len(batch.samples) * place // self._workers
-        return WorkItem(number, index, place, GlobalBatch(batch.epoch, own, batch.after), before)
+        return WorkItem(number, index, place, GlobalBatch(batch.epoch, samples, batch.after), before)
 
     def _leaves_now(self) -> bool:
-        # One claim of each segment at least: a worker that took none would never be seen to be fast again.
+        # At least one claim per interval: without any, it could not be seen that a worker is fast again.
         if not self._may_leave or not self._taken or self._fixed:
             return False
         count = f"{self._key}/begun" if self._ahead else self._key
-        found = 0
+        claimed = 0
 
         def left() -> int:
-            nonlocal found
-            found = self._store.add(count, 0) % STOPPED
-            return self._size - found
+            nonlocal claimed
+            claimed = self._store.add(count, 0) % STOPPED
+            return self._size - claimed
 
         if self._speed.leaves(self._workers, left):
-            self._left_at = found
+            self._left_at = claimed
             return True
         return False
 
-    def _note_begun(self, number: int) -> None:
+    def _record_begun(self, number: int) -> None:
         self._taken += 1
         self._left_at = None
-        self._speed.note(number)
+        self._speed.record(number)
 
     def _next(self) -> int | None:
         if self._fixed:
@@ -231,14 +234,14 @@ class WorkQueue:
         if self._ahead:
             self._hold(number)
         else:
-            self._note_begun(number)
+            self._record_begun(number)
         return number
 
     def _next_fixed(self) -> int | None:
-        """The claim of this worker's next step; None where the segment ends before it.
+        """The claim of this worker's next step; None if the interval ends before it.
 
-        A worker announces a step before it checks whether someone stopped, and a worker that stops reads the
-        announcements afterwards. So either the step is still taken, or this worker sees the end.
+        A worker announces a step before it checks for a stop, and a worker that stops reads the announcements
+        afterwards. So either the step is still taken, or this worker sees the end.
         """
         step = self._taken
         self._store.set(f"{self._key}/step/{self._place}", str(step + 1))
@@ -248,14 +251,14 @@ class WorkQueue:
         return number if number < last else None
 
     def _agree_on_last(self) -> int:
-        """The segment's end, after the furthest step that anyone may have begun; any worker may set it."""
+        """The end of the interval, after the last step that may have begun; any worker may set it."""
         keys = [f"{self._key}/step/{place}" for place in range(self._places)]
         furthest = max((int(self._store.get(key)) for key in keys if self._store.check([key])), default=0)
         return self._limit(furthest * self._workers)
 
-    def _limit(self, given: int) -> int:
-        """The claim at which the segment ends, once stopped: the first to ask rounds up to a whole batch."""
-        whole = min(self._size, -(-given // self._workers) * self._workers)
+    def _limit(self, claims: int) -> int:
+        """The claim at which a stopped interval ends: the first caller rounds up to a whole batch."""
+        whole = min(self._size, -(-claims // self._workers) * self._workers)
         return int(self._store.compare_set(f"{self._key}/limit", "", str(whole)))
 
     def _read_limit(self) -> int | None:
@@ -263,43 +266,43 @@ class WorkQueue:
         return int(self._store.get(key)) if self._store.check([key]) else None
 
     def _held(self) -> dict[int, list[int]]:
-        """What each worker has reserved and not begun."""
+        """The claims that each worker has reserved and not begun."""
         places = range(self._places) if self._ahead else ()
         return {place: _numbers(self._read_held(place)) for place in places}
 
     def _read_held(self, place: int) -> str:
-        return self._store.compare_set(f"{self._key}/held/{place}", "", "nobody").decode()
+        return self._store.compare_set(f"{self._key}/held/{place}", "", "none").decode()
 
-    def _write_held(self, place: int, found: str, numbers: Sequence[int]) -> bool:
-        """Replace what a worker holds, if it is still as it was `found`."""
+    def _write_held(self, place: int, expected: str, numbers: Sequence[int]) -> bool:
+        """Replace the reservations of a worker, if they are still as `expected`."""
         # The stamp distinguishes this change from the same one by another worker.
         self._changes += 1
-        wanted = " ".join([f"{self._place}.{self._changes}", *map(str, numbers)])
-        return self._store.compare_set(f"{self._key}/held/{place}", found, wanted) == wanted.encode()
+        value = " ".join([f"{self._place}.{self._changes}", *map(str, numbers)])
+        return self._store.compare_set(f"{self._key}/held/{place}", expected, value) == value.encode()
 
     def _hold(self, number: int) -> None:
         while True:
-            found = self._read_held(self._place)
-            if self._write_held(self._place, found, [*_numbers(found), number]):
+            before = self._read_held(self._place)
+            if self._write_held(self._place, before, [*_numbers(before), number]):
                 return
 
     def _give_up(self, place: int, number: int) -> bool:
-        """Take `number` off what a worker holds; whether it was this call that did."""
-        while number in (held := _numbers(found := self._read_held(place))):
-            if self._write_held(place, found, [other for other in held if other != number]):
+        """Remove `number` from the reservations of a worker; whether this call removed it."""
+        while number in (held := _numbers(before := self._read_held(place))):
+            if self._write_held(place, before, [other for other in held if other != number]):
                 return True
         return False
 
     def _take_one_over(self) -> int | None:
-        """A claim that someone holds: of the one that holds most, what it would begin last."""
+        """Steal the last reservation of the worker that has the most."""
         while any((held := self._held()).values()):
             place = max(held, key=lambda place: len(held[place]))
             if self._give_up(place, number := held[place][-1]):
-                self._note_begun(self._store.add(f"{self._key}/begun", 1) - 1)
+                self._record_begun(self._store.add(f"{self._key}/begun", 1) - 1)
                 return number
         return None
 
 
 def _numbers(held: str) -> list[int]:
-    """The claims that a worker holds, behind the stamp of the last change."""
+    """The claims in a reservation record, after the stamp of the last change."""
     return [int(number) for number in held.split()[1:]]

@@ -33,11 +33,11 @@ from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import OptimizerSettings, TrainSettings
-from plait.training import components
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import Components, TrialInit
+from plait.training.components import build as build_components
 from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
-from plait.training.fused.rounds import Piece, Round, most_rounds, rounds_of
+from plait.training.fused.rounds import Round, TrialMicrobatch, most_rounds, rounds_of
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.asked import wants_norms
 from plait.workloads.losses import KINDS as LOSSES
@@ -45,14 +45,14 @@ from plait.workloads.losses import build_loss
 
 
 class FusedComponents:
-    """Trials fused into one model and one optimizer; they have the interface of one trial's `Components`.
+    """Trials fused into one model and one optimizer, with the interface of one trial's `Components`.
 
-    Slots number the trials from 0. Workers that train the same trials together draw from random `stream`s of
-    their own; gradients that they sum (`is_summed`) are contiguous. The `verdict` of a verification says what
-    runs trial by trial.
+    Slots number the trials from 0. Each worker that trains the same trials draws from a separate random
+    `stream`; gradients that are summed over workers (`is_summed`) are contiguous. The `verdict` of the
+    verification says which modules run trial by trial.
     """
 
-    # Only torch's own optimizers are fused; and trials may weigh the same microbatch differently.
+    # Only torch's optimizers are fused; and trials may weigh the same microbatch differently.
     is_optimizer_known = weights_losses = True
 
     def __init__(
@@ -66,18 +66,18 @@ class FusedComponents:
         self.verdict = verdict or FusionReport()
         self._stream = stream
         self._entries = [_without_state(entry) for entry in entries]
-        self.device = first.parts.device
-        models = [entry.parts.model for entry in entries]
+        self.device = first.components.device
+        models = [entry.components.model for entry in entries]
         ages = [entry.age for entry in entries]
-        # Compared with the trials alone by whoever makes arrays, where that was asked for.
+        # Not verified here: the array builder compares arrays with single trials where the job asks for it.
         self.fused = fuse(models, self._seeds(entries), ages, self.verdict.unfused, verify=False)
         if self.device.type == "cuda" and not is_summed:
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
-        optimizers = [entry.parts.optimizer for entry in entries]
-        # Always with a vector, as trials that come later may clip; what nobody clips costs one pass.
+        optimizers = [entry.components.optimizer for entry in entries]
+        # Always a vector, since trials that join later may clip; without clipping it costs one pass.
         self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, models, clip_norm=clips)
-        self._notice_clips()
+        self._drop_unused_clips()
         self._is_scaled = first.settings.precision == "fp16"
         self._scales = LossScales(len(entries), self.device)
         for slot, entry in enumerate(entries):
@@ -101,54 +101,54 @@ class FusedComponents:
 
     @property
     def has_partial_gradients(self) -> bool:
-        """Whether a gradient may be that of some trials only, as modules run trial by trial."""
+        """Whether only some trials may have a gradient, because modules run trial by trial."""
         return bool(self.fused.unfused)
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a CUDA graph, which repeats what Python did when it was captured, holds a whole step."""
-        found = self.verdict
-        return not (self.fused.unfused or found.has_python_state or found.loss_alone)
+        """Whether a step can be captured in a CUDA graph: replays do not run Python code again."""
+        verdict = self.verdict
+        return not (self.fused.unfused or verdict.has_python_state or verdict.loss_alone)
 
     @property
     def train_set(self) -> DataSource:
         """That of the first trial."""
-        return self._entries[0].parts.train_set
+        return self._entries[0].components.train_set
 
     def check_summed(self, settings: OptimizerSettings) -> None:
-        """Optimizers that can be fused begin each step without gradients."""
+        """Nothing to check: optimizers that can be fused keep no gradients between steps."""
 
     def load(self, state: Checkpoint) -> None:
-        """Let the first trial go on from the tensors of a checkpoint."""
+        """Load the tensors of a checkpoint into the first trial."""
         entry = rebuild_trial(self, 0)
-        entry.parts.load(state)
+        entry.components.load(state)
         self.change([0], [entry])
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse, before anything changes, trials that cannot join those that are there."""
-        check_joining(self.fused, [entry.parts.model for entry in entering])
+        """Refuse trials that cannot join the present ones, before anything changes."""
+        check_joining(self.fused, [entry.components.model for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> FusedComponents:
-        """Let trials leave and enter: newcomers take the leavers' slots, then new ones at the end."""
+        """Remove and add trials: those that enter take the slots of those that leave, then new slots."""
         pairs = min(len(leaving), len(entering))
-        # A vector for all, also where nobody clipped before.
+        # A vector for all trials, even if none clipped before.
         self.optimizer.clip_norm = self._clip_vector()
         for slot, entry in zip(leaving, entering):
-            replace_trial(self.fused, self.optimizer, slot, entry.parts.model, 0)
+            replace_trial(self.fused, self.optimizer, slot, entry.components.model, 0)
             self._entries[slot] = entry
         stay = [slot for slot in range(self.trials) if slot not in leaving[pairs:]]
         if len(stay) < self.trials:
             keep_trials(self.fused, self.optimizer, stay)
             self._reorder(stay)
         for entry in entering[pairs:]:
-            add_trials(self.fused, self.optimizer, [entry.parts.model], [0])
+            add_trials(self.fused, self.optimizer, [entry.components.model], [0])
             self._reorder([*range(len(self._entries)), 0])
             self._entries[-1] = entry
         for slot, entry in enumerate(self._entries):
             if any(entry is one for one in entering):
                 self._load_entry(slot, entry)
         self.optimizer.clip_norm = self._clip_vector()
-        self._notice_clips()
+        self._drop_unused_clips()
         self._loss = self._build_loss()
         return self
 
@@ -161,8 +161,8 @@ class FusedComponents:
             self.norms.reorder(slots)
 
     def _load_entry(self, slot: int, entry: TrialInit) -> None:
-        """The hyperparameters and the state that a newcomer brings beside its weights."""
-        load_trial(self.optimizer, entry.parts.optimizer, slot, entry.parts.model)
+        """Load the hyperparameters and the state of a new trial; its weights are already loaded."""
+        load_trial(self.optimizer, entry.components.optimizer, slot, entry.components.model)
         self.fused.seeds[slot], self.fused.ages[slot] = self._seeds([entry])[0], entry.age
         self._load_scale(slot, entry)
         self._entries[slot] = _without_state(entry)
@@ -170,12 +170,12 @@ class FusedComponents:
             self.norms.begin(slot)
 
     def _seeds(self, entries: Sequence[TrialInit]) -> list[int]:
-        """Where the trials' random numbers start."""
+        """The seeds of the trials' random streams."""
         stream = (self._stream,) if self._stream else ()
         return [mix(entry.settings.seed, *stream) for entry in entries]
 
     def _load_scale(self, slot: int, entry: TrialInit) -> None:
-        if state := entry.parts.scaler.state_dict():
+        if state := entry.components.scaler.state_dict():
             self._scales.scales[slot] = state["scale"]
             self._scales.good_steps[slot] = state["_growth_tracker"]
 
@@ -183,7 +183,7 @@ class FusedComponents:
         clips = [_clip(entry) for entry in self._entries]
         return torch.tensor(clips, dtype=torch.float64, device=self.device)
 
-    def _notice_clips(self) -> None:
+    def _drop_unused_clips(self) -> None:
         if all(_clip(entry) == float("inf") for entry in self._entries):
             self.optimizer.clip_norm = None
 
@@ -191,9 +191,9 @@ class FusedComponents:
         return fused_loss([entry.settings for entry in self._entries])
 
     def set_lr(self, factors: Sequence[float]) -> None:
-        """Set the factors on the trials' learning rates, for the steps to come."""
+        """Set the factors on the trials' learning rates for the next steps."""
         for number, group in enumerate(self.optimizer.groups):
-            rates = [e.parts.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
+            rates = [e.components.base_lrs[number] * factor for e, factor in zip(self._entries, factors)]
             if rates != group.numbers["lr"]:
                 group["lr"] = rates
 
@@ -201,40 +201,40 @@ class FusedComponents:
         self.optimizer.zero_grad()
 
     def seed_step(self, seed: int, step: int, rank: int) -> None:
-        """Trials draw from streams of their own."""
+        """Does nothing: each trial has a separate random stream."""
 
     def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
         """The rounds of a step on these batches, one of each trial."""
         return rounds_of(batches, accumulate)
 
     def share(self, batches: Sequence[Batch]) -> float:
-        """What this worker's gradients count for in the sum; each round has the trials' own weights."""
+        """The weight of this worker's gradients in the sum: 1, since each round has a weight per trial."""
         return 1.0
 
-    def to_device(self, pieces: Sequence[Piece]) -> Any:
+    def to_device(self, microbatches: Sequence[TrialMicrobatch]) -> Any:
         """Inputs and target of all trials: the same for all, or stacked and padded."""
-        length = max(count for _, count in pieces)
-        return together(self._entries[0].parts, [content for content, _ in pieces], length)
+        length = max(count for _, count in microbatches)
+        return together(self._entries[0].components, [content for content, _ in microbatches], length)
 
     def stacked(self, contents: Sequence[Any], length: int) -> Any:
-        """What each trial gets, stacked, padded to `length` rows and on the device."""
-        return stacked(self._entries[0].parts, contents, length)
+        """The inputs and targets of all trials, stacked, padded to `length` rows and on the device."""
+        return stacked(self._entries[0].components, contents, length)
 
     def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
-        """The loss of each trial's own rows, `counts` of them (all without counts), of a round."""
+        """The loss of each trial in a round, over its first `counts` rows (default: all)."""
         without = [slot for slot, weight in enumerate(weights) if weight == 0.0]
         padding = self.fused.padded(counts) if len(set(counts)) > 1 else nullcontext()
         inputs, target = content
         if without:
             self.fused.freeze(without)
-        with padding, self._entries[0].parts.autocast():
+        with padding, self._entries[0].components.autocast():
             losses = self.losses_of(forward(self.fused, inputs), target, counts)
         if without:
             self.fused.freeze([])
         return losses
 
     def losses_of(self, output: Any, target: Any, counts: Sequence[int] = ()) -> Tensor:
-        """The loss of each trial's own rows, `counts` of them, of what the model returned."""
+        """The loss of each trial for what the model returned, over its first `counts` rows."""
         if self.verdict.loss_alone:
             return losses_alone(self._entries, output, target, counts)
         return losses_of(self.fused, self._entries, self._loss, output, target, counts)
@@ -243,14 +243,14 @@ class FusedComponents:
         return losses * on_device(tuple(weights), losses.dtype, self.device)
 
     def begin_scaling(self, losses: Tensor) -> None:
-        """The trials' loss scales are there from the start."""
+        """Does nothing: the trials' loss scales are created at the start."""
 
     def backward(self, losses: Tensor) -> None:
         """Add the gradients of the sum of the trials' losses, each times its loss scale."""
         (self._scales.scale(losses) if self._is_scaled else losses).sum().backward()
 
     def update(self, clip_norm: float | None = None, seed: int | None = None) -> None:
-        """Update all trials, each with its own `clip_norm`; the optimizers draw no random numbers."""
+        """Update all trials, each with its `clip_norm`; the optimizers draw no random numbers."""
         if self._is_scaled:
             self._scales.step(self.optimizer)
         else:
@@ -258,9 +258,9 @@ class FusedComponents:
 
     @contextmanager
     def drawing_alike(self, batches: Sequence[Batch], accumulate: int, workers: int) -> Iterator[None]:
-        """Around a step of several workers: their trials draw on from the same place of their streams.
+        """Around a step of several workers: advance random streams by the same amount on all workers.
 
-        A worker's share may have been cut into fewer pieces.
+        Without it, workers whose share has fewer microbatches would advance less.
         """
         rounds = most_rounds(batches, accumulate, workers)
         ages = self.fused.ages + torch.tensor(rounds, device=self.fused.ages.device)
@@ -268,24 +268,24 @@ class FusedComponents:
         self.fused.ages.copy_(ages)
 
     def measure_part(self, weights: Sequence[float]) -> None:
-        """Take the norms of the gradients after a round that is not the last, where the job asks for them."""
+        """Measure gradient norms after a round that is not the last, if the job needs them."""
         if self.norms is not None:
             self.norms.after_microbatch(self.parameters, weights)
 
     def measure_whole(self, batches: Sequence[Batch]) -> None:
-        """Take the norms of the gradients of whole batches, where the job asks for them."""
+        """Measure gradient norms of whole batches, if the job needs them."""
         if self.norms is not None:
             scales = self._scales.scales if self._is_scaled else torch.ones(self.trials)
             self.norms.before_update(self.parameters, [batch.total for batch in batches], scales)
 
     def noise(self, slot: int) -> GradientAverages | None:
-        """What is known of the noise of a trial's gradients; None where it is not measured."""
+        """The gradient noise averages of a trial; None if not measured."""
         return None if self.norms is None else self.norms.averages[slot]
 
     def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the trials in `slots` over a share of the test split; see `evaluate.sums_of`."""
         sizes = {_evaluation_size(settings[slot]) for slot in slots}
-        # A forward of all costs more than those of a few who are due.
+        # A forward of all trials costs more than those of a few.
         if 2 * len(slots) <= self.trials or len(sizes) > 1:
             return torch.stack([self._sums_alone(slot, share) for slot in slots])
         return self._sums_together(slots, sizes.pop(), share)
@@ -297,32 +297,34 @@ class FusedComponents:
     def _sums_together(self, slots: Sequence[int], size: int, share: tuple[int, int]) -> Tensor:
         sums = torch.zeros(len(slots), 4, dtype=torch.float64)
         first = self._entries[slots[0]]
-        parts, settings = first.parts, first.settings
+        components, settings = first.components, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in evaluation_batches(parts, settings, size, *share):
+            for batch in evaluation_batches(components, settings, size, *share):
                 if not batch.count:
                     continue
-                inputs, target = to_device(batch.content, parts.device, parts.dtype)
-                with parts.autocast():
+                inputs, target = to_device(batch.content, components.device, components.dtype)
+                with components.autocast():
                     output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
                 for row, slot in enumerate(slots):
-                    sums[row] += sums_of(self._entries[slot].parts, at(output, slot), target, batch.count)
+                    sums[row] += sums_of(
+                        self._entries[slot].components, at(output, slot), target, batch.count
+                    )
         return sums
 
     def _sums_alone(self, slot: int, share: tuple[int, int]) -> Tensor:
         entry = self._entries[slot]
-        parts = replace(entry.parts, model=self.fused.trial(slot))
-        return sums_over_share(parts, entry.settings, *share)
+        components = replace(entry.components, model=self.fused.trial(slot))
+        return sums_over_share(components, entry.settings, *share)
 
     def of_trial(self, slot: int) -> Components:
-        """What the trial in `slot` is evaluated with; its weights are not in it."""
-        return self._entries[slot].parts
+        """The components for evaluating the trial in `slot`, without its weights."""
+        return self._entries[slot].components
 
     def settings_of(self, slot: int) -> TrainSettings:
         return self._entries[slot].settings
 
     def state(self, slot: int = 0) -> EngineState:
-        """The state of the trial in `slot`, as a checkpoint of it alone holds it."""
+        """The state of the trial in `slot`, in the format of a checkpoint of a single run."""
         model = self.fused.trial(slot)
         optimizer = trial_optimizer(self.optimizer, model, slot)
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -334,8 +336,8 @@ class FusedComponents:
         )
 
     def loss_scale(self, slot: int) -> dict[str, Any]:
-        """The state of the scaler that the trial in `slot` would have alone; empty where none is in use."""
-        state: dict[str, Any] = self._entries[slot].parts.scaler.state_dict()
+        """The state of the trial's loss scaler as in a single run; empty if none is in use."""
+        state: dict[str, Any] = self._entries[slot].components.scaler.state_dict()
         if state:
             state["scale"] = self._scales.scales[slot].item()
             state["_growth_tracker"] = int(self._scales.good_steps[slot])
@@ -343,45 +345,47 @@ class FusedComponents:
 
 
 def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
-    """The trial in `slot` by itself, as it is now, beside the array, which stays as it is.
+    """A copy of the trial in `slot` that trains without the array, which is unchanged.
 
-    Its model is made by its factory and has the trial's weights and buffers; its optimizer is torch's own,
-    with the trial's state. A `TrainStep` on its parts takes a plain step with it. What models keep in Python
-    is as in a new one (see `FusionReport.has_python_state`). Random numbers are torch's;
-    within `drawing_as(model, seed, age, unfused)`, of the fused module's, they are those that the trial draws
-    next.
+    Its model is built by the factory and has the trial's weights and buffers; its optimizer is torch's, with
+    the trial's state. A `TrainStep` on its components takes a plain step. Python attributes of modules are
+    those of a new model (see `FusionReport.has_python_state`). Within `drawing_as(model, seed, age,
+    unfused)`, with the values of the fused module, it draws the same random numbers as the trial in the
+    array.
     """
     settings, known = array.settings_of(slot), array.of_trial(slot)
-    parts = components.build(settings, known.device, (known.train_set, known.test_set))
+    components = build_components(settings, known.device, (known.train_set, known.test_set))
     trial = array.fused.trial(slot)
-    own = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
+    tensors = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
     with torch.no_grad():
-        for name, tensor in (*parts.model.named_parameters(), *parts.model.named_buffers()):
-            tensor.data = own[name].detach().clone()
+        for name, tensor in (*components.model.named_parameters(), *components.model.named_buffers()):
+            tensor.data = tensors[name].detach().clone()
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
     state = named_state.optimizer_state(trial_optimizer(array.optimizer, trial, slot), names)
-    named_state.load_optimizer_state(parts.optimizer, parts.names, state)
-    parts.scaler.load_state_dict(array.loss_scale(slot))
-    return TrialInit(settings, parts, int(array.fused.ages[slot]))
+    named_state.load_optimizer_state(components.optimizer, components.names, state)
+    components.scaler.load_state_dict(array.loss_scale(slot))
+    return TrialInit(settings, components, int(array.fused.ages[slot]))
 
 
-def together(parts: Components, contents: Sequence[Any], length: int) -> Any:
+def together(components: Components, contents: Sequence[Any], length: int) -> Any:
     """Inputs and target of all trials: the same for all, or stacked and padded."""
     if all(content is contents[0] for content in contents):
-        return pytree.tree_map_only(Tensor, Shared, to_device(contents[0], parts.device, parts.dtype))
-    return stacked(parts, contents, length)
+        return pytree.tree_map_only(
+            Tensor, Shared, to_device(contents[0], components.device, components.dtype)
+        )
+    return stacked(components, contents, length)
 
 
-def stacked(parts: Components, contents: Sequence[Any], length: int) -> Any:
-    """What each trial gets, stacked, padded to `length` rows and on the device."""
-    moved = {id(content): to_device(content, parts.device, parts.dtype) for content in contents}
+def stacked(components: Components, contents: Sequence[Any], length: int) -> Any:
+    """The inputs and targets of all trials, stacked, padded to `length` rows and on the device."""
+    moved = {id(content): to_device(content, components.device, components.dtype) for content in contents}
     flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
     leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
     return pytree.tree_unflatten(leaves, specs[0])
 
 
 def fused_loss(settings: Sequence[TrainSettings]) -> Callable[..., Tensor]:
-    """The loss with each trial's own numbers among its options."""
+    """The loss, with per-trial values for options that differ between trials."""
     options = dict(settings[0].loss_args)
     for name, value in options.items():
         if any(one.loss_args[name] != value for one in settings):
@@ -397,42 +401,42 @@ def losses_of(
     target: Any,
     counts: Sequence[int],
 ) -> Tensor:
-    """The loss of each trial's own rows, computed together where that can be."""
+    """The loss of each trial over its rows, computed for all trials at once where possible."""
     if entries[0].settings.loss in LOSSES or len(set(counts)) <= 1:
-        found: Tensor = fused.map(loss, output, target)
-        return found
-    # A user's own loss may mix the rows of a batch in any way, so it gets a trial's own rows alone.
+        losses: Tensor = fused.map(loss, output, target)
+        return losses
+    # A custom loss may combine the rows of a batch in any way, so it must not see padding.
     return losses_alone(entries, output, target, counts)
 
 
 def losses_alone(entries: Sequence[TrialInit], output: Any, target: Any, counts: Sequence[int]) -> Tensor:
-    """The loss of each trial's own rows, trial by trial."""
+    """The loss of each trial over its rows, trial by trial."""
 
-    def own(value: Any, place: int) -> Any:
+    def rows_of(value: Any, slot: int) -> Any:
         if isinstance(value, Shared):
             return value.tensor
         if not isinstance(value, Tensor):
-            return value.of(place) if isinstance(value, PerTrial) else value
-        return value[place][: counts[place]] if counts and value[place].dim() else value[place]
+            return value.of(slot) if isinstance(value, PerTrial) else value
+        return value[slot][: counts[slot]] if counts and value[slot].dim() else value[slot]
 
     return torch.stack(
         [
-            entry.parts.loss(*pytree.tree_map(lambda x, p=place: own(x, p), (output, target)))
-            for place, entry in enumerate(entries)
+            entry.components.loss(*pytree.tree_map(lambda x, s=slot: rows_of(x, s), (output, target)))
+            for slot, entry in enumerate(entries)
         ]
     )
 
 
-def at(output: Any, place: int) -> Any:
+def at(output: Any, slot: int) -> Any:
     """One trial's part of what all trials returned."""
-    return pytree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, output)
+    return pytree.tree_map(lambda x: x[slot] if isinstance(x, Tensor) else x, output)
 
 
 def _without_state(entry: TrialInit) -> TrialInit:
     """`entry` without the weights that the array now holds."""
     empty = nn.Parameter(torch.zeros(0))
-    parts = replace(entry.parts, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
-    return replace(entry, parts=parts)
+    components = replace(entry.components, model=nn.Module(), names={}, optimizer=torch.optim.SGD([empty]))
+    return replace(entry, components=components)
 
 
 def _clip(entry: TrialInit) -> float:

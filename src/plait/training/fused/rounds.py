@@ -1,4 +1,4 @@
-"""The rounds of a step: a microbatch of each trial, which all of them work on together."""
+"""The rounds of a step: in each, all trials process one microbatch together."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ from torch.utils import _pytree as pytree
 from plait.data.loader import Batch, cut
 
 # A trial's part of a round: a microbatch and how many samples it has.
-Piece = tuple[Any, int]
-# A piece for each trial, and each one's share of its trial's batch.
-Round = tuple[list[Piece], list[float]]
+TrialMicrobatch = tuple[Any, int]
+# A microbatch for each trial, and each one's share of its trial's batch.
+Round = tuple[list[TrialMicrobatch], list[float]]
 
 
 def rounds_of(batches: Sequence[Batch], accumulate: int) -> list[Round]:
-    """The rounds of a step on this worker; none where no sample fell to it.
+    """The rounds of a step on this worker; none if it has no samples.
 
-    A trial that has nothing to do in a round, as it has fewer samples than others have microbatches, gets its
-    own first piece again with a share of zero, or, where it has none, another's without what is not finite:
-    zero times that would not be zero.
+    A trial with fewer microbatches than others gets its first microbatch again in the remaining rounds, with
+    a weight of zero. If it has none, it gets that of another trial with NaN and infinities replaced by zero,
+    since zero times NaN is NaN.
     """
     cuts = {id(batch): list(cut(batch.content, batch.count, accumulate)) for batch in batches}
-    own = [cuts[id(batch)] for batch in batches]
+    cut_batches = [cuts[id(batch)] for batch in batches]
     rounds = []
-    for number in range(max(len(pieces) for pieces in own)):
-        present = [pieces[number] if number < len(pieces) else None for pieces in own]
-        there = next(piece for piece in present if piece is not None)
-        weights = [0.0 if piece is None else piece[1] / batch.total for piece, batch in zip(present, batches)]
-        spares = [pieces[0] if pieces else _finite(there) for pieces in own]
-        rounds.append(([piece or spare for piece, spare in zip(present, spares)], weights))
+    for number in range(max(len(microbatches) for microbatches in cut_batches)):
+        present = [
+            microbatches[number] if number < len(microbatches) else None for microbatches in cut_batches
+        ]
+        there = next(microbatch for microbatch in present if microbatch is not None)
+        weights = [
+            0.0 if microbatch is None else microbatch[1] / batch.total
+            for microbatch, batch in zip(present, batches)
+        ]
+        spares = [microbatches[0] if microbatches else _finite(there) for microbatches in cut_batches]
+        rounds.append(([microbatch or spare for microbatch, spare in zip(present, spares)], weights))
     return rounds
 
 
-def _finite(piece: Piece) -> Piece:
-    content, count = piece
+def _finite(microbatch: TrialMicrobatch) -> TrialMicrobatch:
+    content, count = microbatch
     return pytree.tree_map_only(Tensor, lambda x: x.nan_to_num(0.0, 0.0, 0.0), content), count
 
 

@@ -14,13 +14,13 @@ from torch.utils import _pytree as pytree
 from plait.fusion import Shared
 from plait.fusion.speed.cuda_graph import CapturedStep
 
-# Steps that run as they are before one is captured: libraries set themselves up, ways are measured.
+# Eager steps before one is captured, so that libraries initialize and autotune first.
 WARM_UP = 3
 log = logging.getLogger(__name__)
 
 
 class StepGraph:
-    """Runs `step(content)`; once content of some shapes has come a few times, by replaying its graph.
+    """Runs `step(content)`; after a few calls with the same shapes, by replaying a CUDA graph of it.
 
     Every step is a real one, on the content it is given: what warms up trains too.
     """
@@ -41,8 +41,8 @@ class StepGraph:
         tensors = [leaf.tensor if isinstance(leaf, Shared) else leaf for leaf in leaves]
         key = (str(spec), shared, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
         if key in self._graphs:
-            found: Tensor = self._graphs[key](*tensors).clone()
-            return found
+            losses: Tensor = self._graphs[key](*tensors).clone()
+            return losses
         self._seen[key] += 1
         if self._seen[key] <= WARM_UP or not self._capture(key, tensors, shared, spec):
             return self._step(content)

@@ -12,33 +12,33 @@ from plait.adapt.monitors.squared_norms import gradients, trial_squared_norms
 
 
 class TrialNorms:
-    """Compares each trial's first microbatch with its batch; places are those of the array."""
+    """Compares gradient norms of the first microbatch and the batch of each trial, by slot."""
 
     def __init__(self, trials: int) -> None:
         self.averages = [GradientAverages() for _ in range(trials)]
         self._part: tuple[Tensor, Sequence[float]] | None = None
 
-    def reorder(self, places: Sequence[int]) -> None:
-        """Trials have moved: each place has what was at that of `places`."""
-        self.averages = [self.averages[place] for place in places]
+    def reorder(self, slots: Sequence[int]) -> None:
+        """Trials have moved: slot i now has the trial that was in slot `slots[i]`."""
+        self.averages = [self.averages[slot] for slot in slots]
 
-    def begin(self, place: int) -> None:
-        """Another trial begins at `place`."""
-        self.averages[place] = GradientAverages()
+    def begin(self, slot: int) -> None:
+        """Another trial begins in `slot`."""
+        self.averages[slot] = GradientAverages()
 
     def after_microbatch(self, parameters: Sequence[Tensor], weights: Sequence[float]) -> None:
-        """Note the gradients after the first microbatch, `weights` of each trial's batch."""
+        """Record the norms after the first microbatch, which has `weights` of each trial's batch."""
         if self._part is None:
             self._part = trial_squared_norms(gradients(parameters), len(self.averages)), weights
 
     def before_update(self, parameters: Sequence[Tensor], samples: Sequence[int], scales: Tensor) -> None:
-        """Take the gradients of whole batches, times the trials' loss `scales`."""
+        """Record the norms of whole batches; gradients are multiplied by the trials' loss `scales`."""
         if self._part is None:
             return
         parts, weights = self._part
         self._part = None
         whole = trial_squared_norms(gradients(parameters), len(self.averages))
-        found = torch.stack([parts, whole]).cpu() / scales.cpu().double().square()
-        for average, own, weight, part, all_ in zip(self.averages, samples, weights, *found.tolist()):
+        norms = torch.stack([parts, whole]).cpu() / scales.cpu().double().square()
+        for average, count, weight, part, all_ in zip(self.averages, samples, weights, *norms.tolist()):
             if weight > 0:
-                average.update(GradientNorms(part / weight, weight, 1.0, all_, own))
+                average.update(GradientNorms(part / weight, weight, 1.0, all_, count))

@@ -1,1 +1,1 @@
-"""Monitors of a run's steps: what each engine measures for signals, and how workers come to know it all."""
+"""Monitors of a run's steps: what each engine measures for signals, and how workers exchange it."""

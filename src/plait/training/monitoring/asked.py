@@ -1,4 +1,4 @@
-"""What a job asks to be measured."""
+"""Which signals a job needs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ GRADIENT_MONITORS = ("noise-scale", "variance")
 
 
 def is_monitored(settings: TrainSettings) -> bool:
-    """Whether the job asks for signals, itself or by its policies."""
+    """Whether the job or one of its policies needs signals."""
     return bool(settings.monitor or settings.adapt)
 
 
 def wants_norms(settings: TrainSettings) -> bool:
-    """Whether gradient norms are among what it asks for."""
+    """Whether the job needs gradient norms."""
     asked = any(name in GRADIENT_MONITORS for name in settings.monitor)
     return asked or any(needs_norms(policy.kind) for policy in settings.adapt)

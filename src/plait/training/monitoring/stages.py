@@ -29,19 +29,19 @@ from plait.training.trial import Trial
 
 
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
-    """What the plan gives each worker to compute in a step, at the speed that it was planned to have."""
+    """The planned compute seconds of each worker in a step."""
     assert settings.pipeline is not None
     plan = settings.pipeline.plan
-    found = enumerate(seconds_of_devices(plan))
-    seconds = tuple(each / plan.machines.device(device).speed for device, each in found)
+    times = enumerate(seconds_of_devices(plan))
+    seconds = tuple(each / plan.machines.device(device).speed for device, each in times)
     return seconds if all(seconds) else ()
 
 
 class StageMonitor:
-    """Measures what one worker does of each step of a trial's pipeline.
+    """Measures the part of one worker in each step of a trial's pipeline.
 
-    What is known of the noise of gradients is in `averages`; `on_signals` is told of each step's signals, and
-    `warn` of what cannot be measured.
+    The gradient noise is added to `averages`. `on_signals` is called with the signals of each step, `warn`
+    with a message if something cannot be measured.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StageMonitor:
         self._counted = pipeline.counted_parameters() if self._norms else {}
         if self._norms:
             pipeline.on_backward, pipeline.on_gradients = self._after_backward, self._before_update
-        # Of the batch under way: the microbatch to measure in each stage, and what was measured.
+        # In the current batch: the microbatch to measure in each stage, and the measurements.
         self._first: dict[int, int] = {}
         self._parts: dict[int, tuple[torch.Tensor, float]] = {}
         self._work: MicrobatchSource | None = None
@@ -80,11 +80,11 @@ class StageMonitor:
         self._busy_s, self._ended = 0.0, 0.0
 
     def begin_interval(self) -> None:
-        """Steps follow, after something else."""
+        """Restart the clock: steps follow after other work."""
         self._ended, self._busy_s = 0.0, self._pipeline.busy_s
 
     def begin_batch(self, ops: Iterable[Op], work: MicrobatchSource) -> None:
-        """The operations of a batch follow."""
+        """Called before the operations of a batch."""
         backward = [op for op in ops if isinstance(op, (Backward, BackwardWeight))]
         counts = Counter(op.stage for op in backward)
         self._first = {op.stage: op.microbatch for op in reversed(backward) if counts[op.stage] > 1}
@@ -105,17 +105,17 @@ class StageMonitor:
         variance, whole, missing = self._moments
         samples = self._work.samples_of(self._work.microbatch(0).step)
         for stage, (square, weight) in self._parts.items():
-            own = float(squared_norm(gradients(self._counted[stage])))
-            found = estimate(GradientNorms(float(square) / weight, weight, 1.0, own, samples))
-            if found is None:
+            squared = float(squared_norm(gradients(self._counted[stage])))
+            noise = estimate(GradientNorms(float(square) / weight, weight, 1.0, squared, samples))
+            if noise is None:
                 missing += 1.0
             else:
-                variance, whole = variance + found.variance, whole + own
+                variance, whole = variance + noise.variance, whole + squared
         scale = self._pipeline.loss_scale
         self._moments = variance / scale**2, whole / scale**2, missing
 
     def numbers(self) -> list[float]:
-        """This worker's numbers of the step that it has just ended, to be summed over all workers."""
+        """This worker's measurements of the step that has just ended, to be summed over all workers."""
         now, busy_s = time.perf_counter(), self._pipeline.busy_s
         times = [0.0] * (2 * self._workers)
         if self._ended:
@@ -125,7 +125,7 @@ class StageMonitor:
         return [*self._moments, *times]
 
     def arrive(self, step: int, loss: float, samples: int, sums: Sequence[float]) -> None:
-        """Take the sums of all workers' numbers of a step."""
+        """Process the sums of all workers' measurements of a step."""
         variance, whole, missing, *times = sums
         if self._norms and not missing and whole > 0:
             self.averages.add(GradientMoments(variance, whole - variance / samples), whole)

@@ -43,7 +43,7 @@ class _Step:
 
 
 def notes_of(workers: int) -> int:
-    """How many numbers of a monitor travel with the sums of that many workers."""
+    """How many extra scalars of a monitor are summed with the gradients of `workers` workers."""
     return 2 * workers + 4
 
 
@@ -116,9 +116,9 @@ class StepMonitor:
         numbers[self._rank], numbers[self._workers + self._rank] = self._timer.last
         if self.norms:
             numbers[-3:] = weight, float(weight > 0), 0.0
-        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        own[-4] = self._share_of_norm
-        return own
+        local = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        local[-4] = self._share_of_norm
+        return local
 
     def end_sum(self, sync: AllReduce, loss: Tensor, sums: Tensor, samples: int) -> None:
         """Take the sums of all workers' numbers; the summed gradients are there."""

@@ -75,20 +75,20 @@ def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any], wher
 
 def group_of(groups: Sequence[GroupSettings], name: str) -> int:
     """The place of the first of `groups` that a parameter's name matches, counted from 1; else 0."""
-    for place, group in enumerate(groups, 1):
+    for number, group in enumerate(groups, 1):
         if any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in group.match.split("|")):
-            return place
+            return number
     return 0
 
 
 def check_groups(groups: Sequence[GroupSettings], names: Iterable[str]) -> None:
     """Refuse a group that no parameter is in: its patterns are misspelt, or those before take them all."""
     names = list(names)
-    found = {group_of(groups, name) for name in names}
-    for place, group in enumerate(groups, 1):
-        if place in found:
+    used = {group_of(groups, name) for name in names}
+    for number, group in enumerate(groups, 1):
+        if number in used:
             continue
-        where = f"optimizer.groups[{place - 1}].match: found {shown(group.match)}"
+        where = f"optimizer.groups[{number - 1}].match: found {shown(group.match)}"
         taken = [name for name in names if group_of([group], name)]
         if taken:
             raise JobError(
@@ -112,11 +112,11 @@ def _grouped(
 
     So all stages of a pipeline have the same groups.
     """
-    found: list[dict[str, Any]] = [{"params": []}]
-    found += [{"params": [], **_as_tuples(group.options)} for group in groups]
+    param_groups: list[dict[str, Any]] = [{"params": []}]
+    param_groups += [{"params": [], **_as_tuples(group.options)} for group in groups]
     for parameter in parameters:
-        found[group_of(groups, names.get(parameter, ""))]["params"].append(parameter)
-    return found
+        param_groups[group_of(groups, names.get(parameter, ""))]["params"].append(parameter)
+    return param_groups
 
 
 def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:

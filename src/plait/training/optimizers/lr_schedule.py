@@ -63,16 +63,16 @@ LR_SCHEDULES: Mapping[str, Callable[..., float]] = {
 def check_lr_schedule(settings: LrScheduleSettings) -> None:
     """Refuse a schedule that does not exist, takes other options, or fails on those it was given."""
     factor = build_lr_factor(settings, settings.warmup_steps + 1)
-    own = resolve(settings.kind, "lr_schedule.kind", JobError) if ":" in settings.kind else None
+    custom = resolve(settings.kind, "lr_schedule.kind", JobError) if ":" in settings.kind else None
     try:
-        with unchanged_state({"schedule": own}) as state:
+        with unchanged_state({"schedule": custom}) as state:
             factor(settings.warmup_steps)
             once = state.tokens()
             factor(settings.warmup_steps)
             kept = [shown for _, shown in changed(once, state.tokens())]
     except Exception as failure:  # a user's own schedule may fail in any way
-        words = f"{type(failure).__name__}: {failure}"
-        raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {words}") from None
+        message = f"{type(failure).__name__}: {failure}"
+        raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {message}") from None
     if kept:
         raise JobError(
             f"lr_schedule.kind: {settings.kind} changes {kept[0]} whenever it is called, which is more "

@@ -1,4 +1,4 @@
-"""What an optimizer of one's own does, as far as training in parts must know: found by trying it out."""
+"""Traits of custom optimizers that matter for training on several workers, found by trying them out."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SCALES, _STEPS = (1.0, 1e-3, 1e3), 33
 
 @dataclass(frozen=True)
 class Traits:
-    """Whether an update goes by all parameters together, by random numbers, or by a count of updates.
+    """Whether an update depends on all parameters together, on random numbers, or on a count of updates.
 
-    Counts are whatever the optimizer changes of its groups and attributes at a step. One that `keeps` has a
-    `zero_grad` of its own, which leaves gradients for the next step.
+    Counts are all values in its groups and attributes that change at a step. An optimizer that `keeps` has a
+    custom `zero_grad`, which leaves gradients for the next step.
     """
 
     couples: bool = False
@@ -34,7 +34,7 @@ class Traits:
 
 
 def find_traits(settings: OptimizerSettings, named: Mapping[str, Parameter]) -> Traits:
-    """Those of the job's optimizer, tried out on parameters of the shapes and types of some of `named`."""
+    """The traits of the job's optimizer, tried out on copies of some of the parameters `named`."""
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if is_known(build_optimizer(settings, [Parameter(torch.zeros(1))])):
         return Traits()
@@ -88,10 +88,10 @@ def _take_steps(
 
 def _few(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """The two smallest parameters of each number of dimensions."""
-    found: dict[int, list[str]] = {}
+    by_dim: dict[int, list[str]] = {}
     for name, parameter in sorted(named.items(), key=lambda item: item[1].numel()):
-        found.setdefault(parameter.dim(), []).append(name)
-    return {name: named[name] for names in found.values() for name in names[:2]}
+        by_dim.setdefault(parameter.dim(), []).append(name)
+    return {name: named[name] for names in by_dim.values() for name in names[:2]}
 
 
 def _like(parameter: Parameter) -> Parameter:

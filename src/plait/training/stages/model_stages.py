@@ -1,4 +1,4 @@
-"""The stages of one trial's model: each layer stays where it is, if it belongs there, and others move."""
+"""The stages of one trial's model on this worker; when the plan changes, only layers that must move do."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_al
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.change.layers import (
-    HeldLayers,
+    LayerState,
     find_complete,
     find_moves,
-    held_layers,
-    put_beside,
-    taken,
+    layer_state,
+    merge_into,
+    receive_layers,
 )
-from plait.training.change.members import NO_STATE, Mark, loss_of
+from plait.training.change.members import NO_STATE, ProgressMark, loss_of
 from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint, EngineState
@@ -46,7 +46,12 @@ from plait.training.engines.pipeline_setup import (
     with_gathered,
 )
 from plait.training.metrics import MetricsLogger
-from plait.training.stages.own_tensors import fill_pieces, names_by_stage, stages_by_name, unused_names
+from plait.training.stages.local_tensors import (
+    fill_local_tensors,
+    names_by_stage,
+    stages_by_name,
+    unused_names,
+)
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 
@@ -54,9 +59,10 @@ from plait.training.worker_group import WorkerGroup
 class ModelStages:
     """The stages of one trial that this worker holds.
 
-    `trials` has that one. `order` gives its batches to come, by their samples, and `load` what is in batches.
-    Where layers move, the model is built again: `on_components` is told of its components. `on_late_step` is
-    told of a step that this worker has finished after the interval in which another was lost.
+    `trials` contains only that trial. `order` yields the sample numbers of its next batches, `load` the
+    contents of batches. When layers move, the model is built again and `on_components` is called with the new
+    components. `on_late_step` is called when this worker completes a step after the interval in which another
+    was lost.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class ModelStages:
     ) -> None:
         self._worker = worker
         self._trials = trials
-        # With the optimizer of this worker's stages while they are open.
+        # While the pipeline is open, their optimizer is that of this worker's stages.
         self.components = components
         self._folder = folder
         self._recorder = recorder
@@ -83,21 +89,22 @@ class ModelStages:
         self._on_late_step = on_late_step
         elastic = worker.memberships.can_change
         self.layout = check_pipeline(self._settings, None if elastic else worker.world_size)
-        # Of a pipeline that was closed: what this worker holds, and what each worker does.
-        self._held: HeldLayers | None = None
+        # After the pipeline was closed: what this worker holds, and the names that each worker holds.
+        self._held: LayerState | None = None
         self._held_by: list[list[str]] = []
-        # By name, the ranks that hold each tensor; and what this worker keeps for others that have left.
+        # The ranks that hold each tensor, the names that this worker holds, and the layers it keeps for
+        # leavers.
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._own_names: set[str] = set()
-        self._in_trust = HeldLayers()
-        # Tensors that workers which leave have given to others.
+        self._local_names: set[str] = set()
+        self._held_for_leavers = LayerState()
+        # Tensors that leaving workers have sent to others.
         self._handed_over: set[str] = set()
-        # Whether what workers hold belongs together: not in the middle of a step, unless that can be undone.
+        # Whether the states of all workers are consistent: False during a step that cannot be undone.
         self._is_whole = True
         self._commit: StepCommit | None = None
         self._next_position = Position()
         self._tied = tied_aliases(components.model)
-        # Of a model that no worker holds as a whole: the checkpoint that its tensors are read from.
+        # For a model on the meta device: the checkpoint that its tensors are read from.
         self._stored: checkpoints.StoredCheckpoint | None = None
         # The stages that use each tensor.
         self.names: Mapping[str, tuple[int, ...]] = {}
@@ -108,77 +115,79 @@ class ModelStages:
         return self._trials[0].settings
 
     def load(self, state: Checkpoint) -> None:
-        if self.components.pieces is None:
-            # Where layers are with other workers, they come from there.
+        if self.components.local_tensors is None:
+            # Without tensors: the layers are received from other workers when the pipeline opens.
             if state.model:
                 self.components.load(state)
         elif state.stored is not None:
-            # Its tensors are read later, one by one, once it is known who holds them.
+            # Tensors are read one by one once it is known which rank holds them.
             self._stored = state.stored
             checkpoints.check_names(self.components.model, self._stored.model)
 
     def open(self) -> Pipeline:
-        """Cut the model, with the state it has now, into its stages."""
+        """Cut the model, with its present state, into stages."""
         worker, self._commit = self._worker, None
         if self._held is not None:
             self._build_again()
-            put_beside(self.components, self._held)
+            merge_into(self.components, self._held)
         if worker.memberships.can_change:
             self._trials[0].settings = replan_together(worker, self._settings)
         self.layout = check_pipeline(self._settings, worker.world_size)
-        parts = self.components
-        found, self.layout = prepare_together(worker, self._settings, parts, self.layout, self._folder)
-        report_verification(self._recorder, found)
-        self.names = stages_by_name(found.traced, self.layout)
-        holders = names_by_stage(found.traced, self.layout)
-        if parts.pieces is not None:
-            fill_pieces(worker.rank, parts, parts.pieces, holders, self._stored)
-            self._unused = unused_names(parts.model, holders) if worker.rank == 0 else []
-        everyone = range(worker.world_size)
-        needed = {**holders, **dict.fromkeys(unused_names(parts.model, holders), everyone)}
+        components = self.components
+        verified, self.layout = prepare_together(
+            worker, self._settings, components, self.layout, self._folder
+        )
+        report_verification(self._recorder, verified)
+        self.names = stages_by_name(verified.traced, self.layout)
+        holders = names_by_stage(verified.traced, self.layout)
+        if components.local_tensors is not None:
+            fill_local_tensors(worker.rank, components, components.local_tensors, holders, self._stored)
+            self._unused = unused_names(components.model, holders) if worker.rank == 0 else []
+        all_ranks = range(worker.world_size)
+        needed = {**holders, **dict.fromkeys(unused_names(components.model, holders), all_ranks)}
         if self._held is not None:
-            self._bring_layers(needed)
+            self._receive_missing_layers(needed)
         self._holders = {name: tuple(ranks) for name, ranks in needed.items()}
-        self._own_names = {name for name, ranks in needed.items() if worker.rank in ranks}
+        self._local_names = {name for name, ranks in needed.items() if worker.rank in ranks}
         self._channels, pipeline = open_pipeline(
-            worker, self._settings, parts, found.traced, self.layout, worker.hosts
+            worker, self._settings, components, verified.traced, self.layout, worker.hosts
         )
         if worker.memberships.can_change:
             self._commit = StepCommit(pipeline) if self._can_lose_replicas() else None
         self._held, self._held_by, self._is_whole = None, [], True
-        self._in_trust = HeldLayers()
-        self.components = replace(parts, optimizer=pipeline.optimizer, base_lrs=pipeline.base_lrs)
+        self._held_for_leavers = LayerState()
+        self.components = replace(components, optimizer=pipeline.optimizer, base_lrs=pipeline.base_lrs)
         return pipeline
 
     def _build_again(self, keep_scale: bool = True) -> None:
-        """Have the model and the optimizer as the job makes them."""
+        """Build a new, untrained model and optimizer."""
         self.components = with_fresh_model(self.components, self._settings, keep_scale)
         self._on_components(self.components)
 
-    def _own_layers(self, optimizer: torch.optim.Optimizer) -> HeldLayers:
-        """What this worker holds, with what it keeps for others."""
-        held, kept = held_layers(self.components, self._own_names, optimizer), self._in_trust
-        return HeldLayers(held.model | kept.model, held.optimizer | kept.optimizer)
+    def _local_layers(self, optimizer: torch.optim.Optimizer) -> LayerState:
+        """The layers of this worker, and those that it keeps for leavers."""
+        local, kept = layer_state(self.components, self._local_names, optimizer), self._held_for_leavers
+        return LayerState(local.model | kept.model, local.optimizer | kept.optimizer)
 
     def _can_lose_replicas(self) -> bool:
-        """Whether what a lost worker held may be with another, after the same step."""
+        """Whether another worker may hold the layers of a lost one, after the same step."""
         layout = self.layout
         replicated = any(len(layout.holders(stage)) > 1 for stage in range(len(layout.stages)))
         return replicated and layout.schedule.synchronous and not self.components.scaler.is_enabled()
 
-    def _bring_layers(self, needed: Mapping[str, Sequence[int]]) -> None:
-        """Have each worker that lacks layers of its stages take them from one that has them."""
+    def _receive_missing_layers(self, needed: Mapping[str, Sequence[int]]) -> None:
+        """Send each worker the layers of its stages that it lacks."""
         assert self._held is not None
         if not self._held_by:
             self._held_by = all_gather_values(sorted(self._held.model))
         moves = find_moves(self._held_by, needed)
-        put_beside(self.components, taken(moves, self._held, self._worker.rank))
+        merge_into(self.components, receive_layers(moves, self._held, self._worker.rank))
         moved = {name for name, *_ in moves} | self._handed_over
-        self._recorder.note(LayersMoved(self._trials[0].step, tuple(sorted(moved))))
+        self._recorder.record(LayersMoved(self._trials[0].step, tuple(sorted(moved))))
         self._handed_over = set()
 
     def close(self, pipeline: Pipeline) -> None:
-        self._held = self._own_layers(pipeline.optimizer)
+        self._held = self._local_layers(pipeline.optimizer)
         was_lost = self._worker.memberships.loss() is not None
         try:
             pipeline.close()
@@ -195,9 +204,9 @@ class ModelStages:
         many, usual = layout.microbatches, trial.batch.size
         cut = [cut_step(trial.step + i, batch, many, usual) for i, batch in enumerate(batches)]
         if layout.schedule.synchronous:
-            # Loader processes read ahead, also those of later steps.
-            own = [microbatch for each in cut for microbatch in loaded_by(layout, rank, each)]
-            self._contents = self._load(self.components.train_set, own)
+            # Loader processes prefetch, also the microbatches of later steps.
+            local = [microbatch for each in cut for microbatch in loaded_by(layout, rank, each)]
+            self._contents = self._load(self.components.train_set, local)
         return iter(
             StepBatch(each, (batch.after,), batch.epoch, len(batch.samples))
             for each, batch in zip(cut, batches)
@@ -246,7 +255,7 @@ class ModelStages:
         return result
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
-        if self.components.pieces is not None:
+        if self.components.local_tensors is not None:
             return self._write_in_turn(*pipeline.state())
         model, optimizer = map(group.gather, pipeline.state())
         if not group.is_first:
@@ -260,23 +269,23 @@ class ModelStages:
         return with_gathered(known, (model, optimizer), self._tied)
 
     def _write_in_turn(self, model: Tensors, optimizer: Tensors) -> EngineState | None:
-        """Rank 0 writes what all workers hold as it comes, so that nobody holds all of it."""
+        """Rank 0 writes tensors as they arrive, so that no worker holds the whole model."""
         is_writer = self._worker.rank == 0
         if is_writer:
-            own = model_state(self.components.model)
-            model |= {name: own[name] for name in self._unused if name in own}
+            local = model_state(self.components.model)
+            model |= {name: local[name] for name in self._unused if name in local}
         folder = self._folder.checkpoints
         paths = folder / ".step-model.part", folder / ".step-optimizer.part"
         broken = None
         for path, tensors, weights in zip(paths, (model, optimizer), (self.components.weights, None)):
-            specs, found = gather_in_turn(tensors, 0)
+            specs, gathered = gather_in_turn(tensors, 0)
             if is_writer:
-                broken = checkpoints.write_in_turn(path, specs, found, weights) or broken
+                broken = checkpoints.write_in_turn(path, specs, gathered, weights) or broken
         written = checkpoints.Written(*paths, self._tied, broken)
         return EngineState({}, {}, written=written) if is_writer else None
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """One trial has these stages from the first step to the last."""
+        """The trial of a run never changes."""
         assert not entering
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
@@ -286,40 +295,40 @@ class ModelStages:
     def with_plan(self, change: PlanChange) -> TrainSettings:
         settings = self._settings
         assert settings.pipeline is not None
-        if self.components.pieces is not None:
+        if self.components.local_tensors is not None:
             raise JobError(
-                "adapt: found a change of the plan, but no worker has memory for the whole model, which it "
-                "takes to cut it anew; leave the policy out"
+                "adapt: found a change of the plan, but no worker has memory for the whole model, which "
+                "is needed to cut it again; leave the policy out"
             )
         settings = replace(settings, pipeline=replace(settings.pipeline, plan=change.plan))
         check_pipeline(settings, self._worker.world_size)
         return settings
 
-    def hand_over(self, marks: Sequence[Mark]) -> tuple[int, EngineState] | None:
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
         rank = self._worker.rank
         if self._held is None and marks[rank] != NO_STATE:
-            # It has not trained yet: it has what all start from.
-            self._held = held_layers(self.components, None, self.components.optimizer)
+            # It has not trained yet: it has the initial state.
+            self._held = layer_state(self.components, None, self.components.optimizer)
         marks = self._finish_step(marks)
-        self._held = self._held if self._held is not None and self._is_whole else HeldLayers()
+        self._held = self._held if self._held is not None and self._is_whole else LayerState()
         self._held_by = all_gather_values(sorted(self._held.model))
         source = find_complete(marks, self._held_by, tensors_of(self.components.model))
         if source is not None:
-            # Others are elsewhere in the run, and so is what they hold.
-            far = [mark[0] == marks[source][0] for mark in marks]
-            self._held_by = [held if is_there else [] for held, is_there in zip(self._held_by, far)]
-            self._held = self._held if far[rank] else HeldLayers()
+            # Ignore the layers of workers at other steps.
+            is_current = [mark[0] == marks[source][0] for mark in marks]
+            self._held_by = [names if current else [] for names, current in zip(self._held_by, is_current)]
+            self._held = self._held if is_current[rank] else LayerState()
         else:
             self._build_again(keep_scale=False)
             self._held, self._held_by, self._is_whole = None, [], True
-            self._in_trust, self._commit = HeldLayers(), None
-        # Layers go from worker to worker when the pipeline is opened.
+            self._held_for_leavers, self._commit = LayerState(), None
+        # Layers are exchanged when the pipeline opens.
         return None if source is None else (source, EngineState({}, {}))
 
-    def _finish_step(self, marks: Sequence[Mark]) -> list[Mark]:
-        """Write the update of the step that a worker was lost in, where one has written it; all call it.
+    def _finish_step(self, marks: Sequence[ProgressMark]) -> list[ProgressMark]:
+        """Apply the update of the step in which a worker was lost, if another worker has applied it.
 
-        Returns how far each worker is then.
+        All workers call it; returns the progress of each worker afterwards.
         """
         commit = self._commit
         ready = all_gather_values(commit is not None and commit.is_ready)
@@ -330,9 +339,9 @@ class ModelStages:
             is_behind = behind[self._worker.rank]
             commit.finish(write=is_behind)
             if is_behind:
-                # Should another worker be lost before this one has the progress of the others.
+                # In case another worker is lost before this one has received the progress of the others.
                 self._on_late_step(self._next_position)
-            self._held = self._own_layers(commit.optimizer)
+            self._held = self._local_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 
     def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
@@ -340,5 +349,7 @@ class ModelStages:
             return
         only = {name: ranks for name, ranks in self._holders.items() if not set(ranks) & set(staying)}
         moves = [(name, ranks[0], staying[i % len(staying)]) for i, (name, ranks) in enumerate(only.items())]
-        self._in_trust = taken(moves, self._own_layers(pipeline.optimizer), self._worker.rank)
+        self._held_for_leavers = receive_layers(
+            moves, self._local_layers(pipeline.optimizer), self._worker.rank
+        )
         self._handed_over = set(only)

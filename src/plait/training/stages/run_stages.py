@@ -19,11 +19,11 @@ from plait.training.trial import UNKNOWN_STEPS
 
 
 def pipeline_engine(run: Run) -> PipelineEngine:
-    """The engine that trains the run's trial in stages; what it reports is kept in the run."""
+    """The engine that trains the run's trial in stages, with callbacks that update the run."""
     worker, trials, metrics = run.worker, run.trials, run.metrics
 
     def on_components(components: Components) -> None:
-        run.parts = components
+        run.components = components
 
     def on_late_step(position: Position) -> None:
         run.trial.advance(1, position)
@@ -33,25 +33,25 @@ def pipeline_engine(run: Run) -> PipelineEngine:
         metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.samples, ended)
 
     def on_operations(event: Event) -> None:
-        run.note(event)
+        run.record(event)
         run.flush_events()
 
     def on_opened(seconds: float) -> None:
         run.opened_s = seconds
-        # What was measured before is of another plan, or of other workers.
+        # Earlier measurements are of another plan or of other workers.
         run.signals.forget()
 
     def begin_audit(pipeline: Pipeline) -> tuple[int, AuditedStages | None]:
-        """A step that is audited is an interval of its own."""
-        # On a CPU the first worker has the cores of those that wait.
-        cost = USUAL_COST if run.parts.device.type == "cpu" else float(worker.world_size)
+        """Steps until the next audit, or (1, the audit) if the next step is audited."""
+        # On a CPU the first worker can use the cores of the workers that wait.
+        cost = USUAL_COST if run.components.device.type == "cpu" else float(worker.world_size)
         step, following = run.trial.step, next_audited(run.settings, run.trial.step, cost)
         if following is None or following > step:
             return UNKNOWN_STEPS if following is None else following - step, None
-        if run.parts.pieces is not None:
+        if run.components.local_tensors is not None:
             run.audits.say("audit: no worker has memory for the whole model, so that no step is taken twice")
             return 1, None
-        return 1, AuditedStages(worker, run.trial, run.parts, pipeline, stages.names, run.audits)
+        return 1, AuditedStages(worker, run.trial, run.components, pipeline, stages.names, run.audits)
 
     def make_monitor(pipeline: Pipeline) -> StageMonitor | None:
         if not is_monitored(run.settings):
@@ -59,7 +59,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
         return StageMonitor(worker, trials, pipeline, run.noise, run.signals.add, metrics.warn)
 
     stages = ModelStages(
-        worker, trials, run.parts, run.folder, metrics, run.order, run.load, on_components, on_late_step
+        worker, trials, run.components, run.folder, metrics, run.order, run.load, on_components, on_late_step
     )
     return PipelineEngine(
         worker, trials, stages, on_step, on_operations, on_opened, begin_audit, make_monitor

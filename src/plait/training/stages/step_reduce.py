@@ -1,4 +1,4 @@
-"""Sums over the workers of a pipeline, overlapped with its work: each step's losses, and requests."""
+"""All-reduces of losses and requests over the workers of a pipeline, overlapped with its work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from plait.training.worker_group import WorkerGroup
 
 
 class DeferredStepReduce:
-    """Sums over the workers of a group, one for each step, that nobody waits for while the pipeline is full.
+    """One all-reduce per step over the workers of a group that does not stall a full pipeline.
 
-    A step's sum is read when all workers have long given theirs: `slack` microbatches after its last one,
-    which is more than they can be apart. All read the same, so all stop before the same step. `on_losses` is
-    called with each step, the losses of all `trials`, when this worker was done with it, and the sums of
-    workers' `numbers`. `stopped` and `change_asked` say what workers asked for in the steps whose sums were
-    read.
+    The sum of a step is read `slack` microbatches after its last one. Workers are never that many
+    microbatches apart, so all of them have started the reduce by then. All read the same sums, so all stop
+    before the same step. `on_losses` is called with the step, the losses of all `trials`, the time when this
+    worker finished the step, and the sums of workers' `numbers`. `stopped` and `change_asked` are the
+    requests of workers in the steps whose sums were read.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class DeferredStepReduce:
         self.stopped = self.change_asked = False
 
     def begin(self, step: int, microbatches: int) -> None:
-        """A step of that many microbatches follows; called for each step in turn."""
+        """Announce a step of `microbatches` microbatches; called for each step in turn."""
         self._ends[step] = self._ends[step - 1] + microbatches
 
     def give(self, step: int, losses: Tensor) -> None:
-        """Add this worker's part of a step's losses; called for each step in turn."""
+        """Start the all-reduce of a step with this worker's losses; called for each step in turn."""
         assert step == self._next_to_give
         self._next_to_give += 1
-        own = self._requests()
-        asked = torch.tensor([own.stop, own.change, *self._numbers()], dtype=torch.float64)
-        values = torch.cat([losses.cpu(), asked])
+        local = self._requests()
+        requests = torch.tensor([local.stop, local.change, *self._numbers()], dtype=torch.float64)
+        values = torch.cat([losses.cpu(), requests])
         shared = not self._group.is_alone
         work = dist.all_reduce(values, group=self._group.sums, async_op=True) if shared else None
         self._given[step] = values, work, time.perf_counter()
 
     def stop_before(self, step: int) -> bool:
-        """Whether a worker had asked to stop, or for other members, in the steps whose sums can be known."""
+        """Whether, in the steps whose sums are complete, a worker asked to stop or for other members."""
         begin = self._ends[step - 1]
         while self._next_to_read < step and self._ends[self._next_to_read] + self._slack <= begin:
             self._read()
@@ -86,18 +86,18 @@ class DeferredStepReduce:
     def watch(
         self, ops: Iterator[Op], stage: int, work: MicrobatchSource, losses: dict[int, Tensor]
     ) -> Iterator[Op]:
-        """`ops` as they are; each step's loss is given once this worker is done with the step in `stage`."""
+        """Yield `ops` unchanged, and `give` each step's loss once this worker has finished it in `stage`."""
         sums: dict[int, Tensor] = {}
         nothing = torch.zeros(self._trials, dtype=torch.float64)
         for op in ops:
             yield op
             if isinstance(op, Backward) and op.stage == stage:
-                own = work.microbatch(op.microbatch)
-                for step in range(self._next_to_give, own.step):
+                microbatch = work.microbatch(op.microbatch)
+                for step in range(self._next_to_give, microbatch.step):
                     self.give(step, sums.pop(step, nothing))
                 if op.microbatch in losses:
-                    share = len(own.samples) / work.samples_of(own.step)
+                    share = len(microbatch.samples) / work.samples_of(microbatch.step)
                     loss = float(losses.pop(op.microbatch)) / work.weight(op.microbatch)
-                    sums[own.step] = sums.get(own.step, nothing) + loss * share
+                    sums[microbatch.step] = sums.get(microbatch.step, nothing) + loss * share
         for step in range(self._next_to_give, work.end):
             self.give(step, sums.pop(step, nothing))

@@ -1,4 +1,4 @@
-"""What the user should know of a plan before it runs, in words."""
+"""Warnings about a plan, for the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.schema.settings import TrainSettings
 
 
 def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
-    """What clip_norm means under an asynchronous schedule, in words; nothing where it is as elsewhere."""
+    """What clip_norm means under an asynchronous schedule; empty if it means the same as elsewhere."""
     if plan.schedule.synchronous or settings.clip_norm is None or len(plan.stages) == 1:
         return ""
     return (
@@ -23,34 +23,36 @@ def describe_clipping(plan: Plan, settings: TrainSettings) -> str:
 
 
 def describe_updates(plan: Plan, settings: TrainSettings) -> str:
-    """What an update is under an asynchronous schedule, in words; nothing where it is just a batch."""
+    """How many samples an update has under an asynchronous schedule; empty under a synchronous one."""
     if plan.schedule.synchronous:
         return ""
-    batch, pieces = settings.data.batch_size, plan.microbatches
+    batch, microbatches = settings.data.batch_size, plan.microbatches
     pipeline_layout = arrange(plan)
     counts = [microbatches_per_update(pipeline_layout, s) * plan.pipelines for s in range(len(plan.stages))]
-    if set(counts) == {pieces}:
+    if set(counts) == {microbatches}:
         return f"schedule {plan.schedule.value}: an update takes the batch of {batch} samples"
     if plan.schedule is Schedule.STASH:
-        each = "a batch enters the pipeline whole" if pieces == 1 else f"a batch makes {pieces} microbatches"
+        several = f"a batch makes {microbatches} microbatches"
+        each = "a batch enters the pipeline whole" if microbatches == 1 else several
         rule = f"{each}, and an update takes one for each replica of its stage"
     else:
-        rule = f"an update takes {counts[0]} microbatches, and a batch makes {pieces}"
+        rule = f"an update takes {counts[0]} microbatches, and a batch makes {microbatches}"
+    shares = _shares([batch * n / microbatches for n in counts])
     return (
-        f"schedule {plan.schedule.value}: {rule}: {_shares([batch * n / pieces for n in counts])} samples, "
+        f"schedule {plan.schedule.value}: {rule}: {shares} samples, "
         f"with the learning rate of the job, where data.batch_size is {batch}"
     )
 
 
 def _shares(samples: Sequence[float]) -> str:
-    """How many samples an update of each stage takes, in words."""
+    """The samples per update of each stage, as text."""
     if len(set(samples)) == 1:
         return f"all stages {samples[0]:.0f}"
     return ", ".join(f"stage {stage} about {count:.0f}" for stage, count in enumerate(samples))
 
 
 def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
-    """What to say where the plan was made for other microbatches than will run; nothing where it was not."""
+    """A warning if the plan was made for another microbatch size; else empty."""
     size = math.ceil(settings.data.batch_size / plan.microbatches)
     if plan.microbatch_samples is None or abs(plan.microbatch_samples - size) <= 1:
         return ""
@@ -62,11 +64,11 @@ def other_microbatch(plan: Plan, settings: TrainSettings) -> str:
 
 
 def describe_memory(plan: Plan) -> str:
-    """What to say where a device that the plan knows the memory of would need more; nothing where it fits."""
-    found = misfit(plan.stages, plan.machines)
-    if found is None:
+    """A warning if a stage needs more memory than its device has; else empty."""
+    too_large = misfit(plan.stages, plan.machines)
+    if too_large is None:
         return ""
-    device, needed, limit = found
+    device, needed, limit = too_large
     return (
         f"parallel.plan: with what the job sets over the plan, device {device} would need "
         f"{show_bytes(needed)}, but was planned to have {show_bytes(limit)}; plan for the job's own "
