@@ -40,8 +40,8 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
+from plait.training.choose_engine import make_loop
 from plait.training.process import choose_device
-from plait.training.worker import make_loop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -37,9 +37,9 @@ from plait.schema.settings import (
     VerifySettings,
 )
 from plait.training import components
+from plait.training.choose_engine import whole_model_engine
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-from plait.training.worker import whole_model_engine
 
 GOALS = {1: 1.03, 2: 1.05}
 JOBS = {

@@ -15,7 +15,7 @@ from plait.core.run_events import Changed, Signals
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import PolicySettings, SyncSettings, TrainSettings
 from plait.training import components
-from plait.training.worker import make_loop
+from plait.training.choose_engine import make_loop
 from support.averaging import job_store
 from support.training import PlainWorker, digits_job
 from support.world import run_ranks

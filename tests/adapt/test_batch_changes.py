@@ -33,9 +33,9 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
+from plait.training.choose_engine import make_loop, whole_model_engine
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-from plait.training.worker import make_loop, whole_model_engine
 from support.changes import StepTable
 from support.training import PlainWorker, digits_job, largest_difference
 from support.world import run_ranks

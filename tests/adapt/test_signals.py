@@ -29,7 +29,7 @@ from plait.schema.settings import (
 )
 from plait.schema.topology_spec import read_topology_spec
 from plait.training import components
-from plait.training.worker import make_loop
+from plait.training.choose_engine import make_loop
 from support.averaging import job_store
 from support.plans import planned
 from support.training import PlainWorker, digits_job, largest_difference, saved_weights

@@ -12,7 +12,7 @@ from plait.core.run_events import Changed, Signals
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSettings, TrainSettings
 from plait.training import components
-from plait.training.worker import make_loop
+from plait.training.choose_engine import make_loop
 from support.averaging import job_store
 from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks

@@ -13,7 +13,7 @@ from plait.core.run_events import TrialSignals
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import OptimizerSettings, PolicySettings
 from plait.training import components
-from plait.training.worker import make_loop
+from plait.training.choose_engine import make_loop
 from support.sweeping import sweep_here, sweep_of
 from support.training import PlainWorker, digits_job
 

@@ -24,9 +24,9 @@ from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training import components
 from plait.training.audit.record import DifferenceError
+from plait.training.choose_engine import make_loop
 from plait.training.components import Components
 from plait.training.run import Run
-from plait.training.worker import make_loop
 from support.training import PlainWorker
 
 

@@ -24,11 +24,11 @@ from plait.launch.worker import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
 from plait.training import components, run_loop
 from plait.training.change.members import join_members
+from plait.training.choose_engine import engine_of_sync
 from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from plait.training.stages.run_stages import pipeline_engine
-from plait.training.worker import engine_of_sync
 from plait.workloads import data
 from support.changes import StepTable
 from support.meeting import SECRET

@@ -29,8 +29,8 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.choose_engine import make_loop
 from plait.training.components import Components
-from plait.training.worker import make_loop
 from plait.workloads import data
 from support.averaging import open_store
 from support.meeting import rendezvous_of, world_store

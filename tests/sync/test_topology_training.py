@@ -20,10 +20,10 @@ from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
+from plait.training.choose_engine import whole_model_engine
 from plait.training.process import choose_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-from plait.training.worker import whole_model_engine
 from support.changes import StepTable
 from support.training import PlainWorker, digits_job, largest_difference, train_here
 from support.world import run_ranks

@@ -28,9 +28,9 @@ from plait.schema.settings import (
 )
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints
+from plait.training.choose_engine import make_job_loop
 from plait.training.engines.auto_sync import choose
 from plait.training.engines.train_step import TrainStep
-from plait.training.worker import make_job_loop
 from support.averaging import job_store, open_store
 from support.syncs import run_sync, settings_of
 from support.training import PlainWorker, largest_difference, train_rank

@@ -20,7 +20,7 @@ from plait.schema.settings import (
 from plait.sweeping.coordinator import choose_metric
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.early_stopping import EarlyStopping
+from plait.training.trial import EarlyStopping
 from plait.workloads.metrics import find_modes
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job, train_here

@@ -17,7 +17,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.schema.settings import CheckpointSettings, TrainSettings
 from plait.training import components
-from plait.training.worker import make_loop
+from plait.training.choose_engine import make_loop
 
 
 class GuestWorker:

@@ -35,11 +35,10 @@ from plait.training.checkpoint import Checkpoint
 from plait.training.checks.sanity import try_evaluation
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
-from plait.training.early_stopping import EarlyStopping
 from plait.training.engine import IntervalResult
 from plait.training.loop import Loop
 from plait.training.optimizers.lr_schedule import build_lr_factor
-from plait.training.trial import Due, Trial
+from plait.training.trial import Due, EarlyStopping, Trial
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.workloads.metrics import find_modes
 

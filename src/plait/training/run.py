@@ -20,9 +20,8 @@ from plait.launch.worker import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
 from plait.training.components import Components
-from plait.training.early_stopping import EarlyStopping
 from plait.training.metrics import MetricsLogger
-from plait.training.trial import Trial
+from plait.training.trial import EarlyStopping, Trial
 
 
 class Run:

@@ -41,13 +41,12 @@ from plait.training.checks.same_data import check_data, look_again
 from plait.training.checks.stateful_loss import check_loss
 from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.components import emulated, total_steps
-from plait.training.early_stopping import gain
 from plait.training.engine import Engine, IntervalResult, ask_rank_0
 from plait.training.engines.whole_model import warm_up
 from plait.training.loop import Loop, freeze_garbage_collector
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
-from plait.training.trial import UNKNOWN_STEPS, Due, Trial
+from plait.training.trial import UNKNOWN_STEPS, Due, Trial, gain
 
 log = logging.getLogger(__name__)
 

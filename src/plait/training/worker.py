@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from plait.adapt.changes import ChangeSource
-from plait.adapt.policies.registry import make_policy
-from plait.adapt.policy_source import PolicySource
 from plait.core.errors import PlaitError
-from plait.data.loader import Batch
-from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
-from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.audit.whole_model import ReplicaAudit
-from plait.training.batch_streams import BatchStream
 from plait.training.change.members import join_members
-from plait.training.checkpoint import EngineState
 from plait.training.checks.data_reads import look_at_data
 from plait.training.checks.sanity import try_evaluation
-from plait.training.components import Components, find_local_tensors
+from plait.training.choose_engine import make_job_loop
 from plait.training.components import build as build_components
 from plait.training.components import check as check_settings
-from plait.training.engine import Engine
-from plait.training.engines.decentralized import DecentralizedEngine, MakeMember, WholeModel
-from plait.training.engines.whole_model import WholeModelEngine
-from plait.training.monitoring.asked import is_monitored
-from plait.training.monitoring.own_pace import ShareMonitor
-from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.components import find_local_tensors
 from plait.training.process import TrainRequest, begin_process, join_workers, use_device
-from plait.training.run import Run
-from plait.training.run_loop import RunLoop
-
-# Steps between two requests to policies where workers must stop for them: in pipelines, and in decentralized
-# training.
-APART_STEPS = 25
 
 
 def check_request(order: Mapping[str, Any]) -> None:
@@ -99,133 +76,3 @@ class DivergedError(PlaitError):
             f"the run has diverged: {message}; {where}. Try a smaller learning rate, warm-up or clip_norm; "
             f"stop_on_nan: false lets such a run go on, without checkpoints until its state is finite again"
         )
-
-
-def make_job_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
-    """The loop of a job; where it leaves the sync open, all workers measure and choose one together."""
-    if settings.sync.kind != "auto" or settings.in_stages or worker.world_size == 1:
-        return make_loop(worker, settings, components, folder)
-    from plait.training.engines.auto_sync import choose_sync  # imports the profiler
-
-    chosen = choose_sync(worker, settings, components)
-    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
-    loop.run.metrics.record(chosen)
-    return loop
-
-
-def make_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
-    """The loop with the engine that the settings ask for; all workers make one together."""
-    check_unchanged(settings, components.train_set.dataset, elastic=worker.memberships.can_change)
-    run = Run(worker, settings, components, folder)
-    if settings.in_stages:
-        return _with_stages(run)
-    is_alone = worker.world_size == 1 and not worker.memberships.can_change
-    make_engine = partial(whole_model_engine if is_alone else engine_of_sync, run)
-    return RunLoop(run, make_engine(), make_sources(run), None if is_alone else make_engine)
-
-
-def engine_of_sync(run: Run) -> Engine:
-    """The engine of a run whose workers each hold the whole model, by its sync."""
-    if run.settings.sync.kind == "all-reduce":
-        return whole_model_engine(run)
-
-    def make_member(components: Components, name: str, held: EngineState) -> WholeModel:
-        audit = ReplicaAudit(run.worker, run.trials, components, run.audits, together=False)
-        monitor = share_monitor(run, components)
-        return WholeModel(run.worker, run.trial, components, audit, monitor, name, held)
-
-    return decentralized_engine(run, make_member)
-
-
-def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngine:
-    """The engine of a run whose members train at their own pace."""
-
-    def on_step(step: int, epoch: int, loss: Tensor, samples: int) -> None:
-        run.metrics.step(step, epoch, loss, run.lr(step - 1), samples)
-
-    def on_components(components: Components) -> None:
-        run.components = components
-
-    return DecentralizedEngine(
-        run.worker,
-        run.trials,
-        run.components,
-        make_member,
-        run.name_of_opening,
-        run.order,
-        run.audits,
-        on_step,
-        run.record,
-        on_components,
-    )
-
-
-def share_monitor(run: Run, components: Components) -> ShareMonitor | None:
-    """What measures the updates of a member, where the job asks for signals."""
-    if not is_monitored(run.settings):
-        return None
-    return ShareMonitor(run.trials, components, run.noise, run.signals.add, run.metrics.warn)
-
-
-def whole_model_engine(run: Run) -> WholeModelEngine:
-    """The engine of a run whose workers each hold the whole model, and sum gradients."""
-    worker, trials, metrics = run.worker, run.trials, run.metrics
-
-    def make_monitor(shared: bool) -> StepMonitor | None:
-        if not is_monitored(run.settings):
-            return None
-        return StepMonitor(worker, trials, run.components, run.noise, run.signals.add, metrics.warn, shared)
-
-    def on_step(done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
-        step, (batch,) = run.trial.step + done, batches
-        metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.total)
-
-    return WholeModelEngine(
-        worker,
-        trials,
-        run.components,
-        feed=lambda trial: BatchStream(run.own_batches(), trial.position),
-        on_step=on_step,
-        on_event=metrics.record,
-        audit=ReplicaAudit(worker, trials, run.components, run.audits),
-        make_monitor=make_monitor,
-    )
-
-
-def make_sources(run: Run) -> list[ChangeSource]:
-    """The policies of a job, asked after each step, or less often where workers must come together for it."""
-
-    def every_steps() -> int:
-        settings = run.settings
-        at_once = not settings.in_stages and settings.sync.kind == "all-reduce"
-        return 1 if at_once or run.worker.world_size == 1 else APART_STEPS
-
-    policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
-    if not policies:
-        return []
-    source = PolicySource(policies, run.signals, every_steps)
-    if not run.settings.in_stages or run.settings.stages.graph is None:
-        return [source]
-    from plait.training.change.replanning import Replanning  # imports the planner
-
-    return [Replanning(run, source)]
-
-
-def _with_stages(run: Run) -> RunLoop:
-    """The loop of a worker that holds stages of the model."""
-    # Slow to import, with all that tracing needs.
-    from plait.training.engines.pipeline import check_pipeline
-    from plait.training.engines.pipeline_replicas import PipelineMember
-    from plait.training.stages.run_stages import pipeline_engine
-
-    if run.settings.sync.kind == "all-reduce":
-        return RunLoop(run, pipeline_engine(run), make_sources(run))
-    layout = check_pipeline(run.settings, run.worker.world_size)
-
-    def make_member(components: Components, name: str, held: EngineState) -> PipelineMember:
-        trial, folder, monitor = run.trial, run.folder, share_monitor(run, components)
-        return PipelineMember(
-            run.worker, trial, components, layout, folder, run.metrics, run.record, monitor, name
-        )
-
-    return RunLoop(run, decentralized_engine(run, make_member), make_sources(run))

@@ -73,7 +73,7 @@ class StepMonitor:
         self._shared = shared
         settings = trials[0].settings
         self.norms = wants_norms(settings)
-        # The step under way, and the topology that it goes over.
+        # The current step, and the topology of its all-reduce.
         self.step = 0
         self.topology = settings.topology.name
         self._gradient_bytes = 0
