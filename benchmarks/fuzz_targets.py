@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fuzz_values import LONG, ODD, TOKENS, changed_text, changed_tree, words
 from plait.cli import app
 from plait.cli.runs import status
-from plait.cli.train import placed, slow_overrides
+from plait.cli.train import placement_overrides, slow_overrides
 from plait.core import events as event_files
 from plait.core import run_events
 from plait.core.codec import encode
@@ -232,7 +232,7 @@ def hosts_flag(source: random.Random, folder: Path, number: int) -> tuple[str, U
         text = changed_text(source, text)
 
     def use() -> None:
-        job = make_job(PLAIN, placed(None, text, None))
+        job = make_job(PLAIN, placement_overrides(None, text, None))
         use_job(job)
         for host in job.placement.hosts:
             assert not host.name.startswith("-"), "an option of ssh"
