@@ -113,7 +113,10 @@ NOT_NAMES = {
         nn.Linear,
         r"model: found the class torch\.nn\..*Linear.*expected its name, 'torch\.nn\..*:Linear'",
     ),
-    "loss": (a_model, r"loss: found Linear\(.*expected text.*'package\.module:name' of what makes it"),
+    "loss": (
+        a_model,
+        r"loss: found Linear\(.*expected text.*code is given by its name, 'package\.module:name'",
+    ),
     "optimizer.kind": (torch.optim.SGD, r"optimizer\.kind: found the class .*SGD.*expected its name"),
     "data.kind": (no_split, rf"data\.kind: found the function {HERE}\.no_split.*'{HERE}:no_split'"),
 }
