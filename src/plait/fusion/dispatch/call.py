@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from plait.fusion.dispatch import alias_links
@@ -46,25 +47,24 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         args, kwargs = usual_form(function, args, kwargs)
     if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
         rule = loop
-    before = _version(args) if alias_links.made else None
+    written = _aliased(args) if alias_links.made else None
+    before = -1 if written is None or written.is_inference() else written._version
     try:
         outcome = rule(function, args, kwargs)
     except Exception as failure:
         outcome = recover(rule, function, args, kwargs, failure)
-    if before is not None and (before != _version(args) or (before < 0 and is_in_place(function))):
+    # In inference mode there are no version counters.
+    if written is not None and (written._version != before if before >= 0 else is_in_place(function)):
         alias_links.repeat_writes(args[0].stacked)
     if padding.used:
         follow(function, args, kwargs, outcome)
     return outcome
 
 
-def _version(args: Arguments) -> int | None:
-    """The version counter of the first argument, or -1 in inference mode, which has none."""
+def _aliased(args: Arguments) -> Tensor | None:
+    """The tensor that a call may write to, with all trials: that of its first argument."""
     first = args[0] if args else None
-    if not isinstance(first, TrialTensor) or first.pending is not None:
-        return None
-    version: int = -1 if first.stacked.is_inference() else first.stacked._version
-    return version
+    return first.stacked if isinstance(first, TrialTensor) and first.pending is None else None
 
 
 def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:

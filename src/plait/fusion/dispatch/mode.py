@@ -56,8 +56,10 @@ class TrialMode(TorchFunctionMode):
             return self._new(_NEW[func], args, kwargs)
         if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
-        if PerTrial.made_any and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
-            return self._each(func, args, kwargs)
+        # Calls on trial tensors are checked by `compute`.
+        if PerTrial.made_any and TrialTensor not in types:
+            if has_per_trial(args) or (kwargs and has_per_trial(kwargs.values())):
+                return self._each(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
