@@ -57,9 +57,9 @@ class TrialMode(TorchFunctionMode):
         if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
         # Calls on trial tensors are checked by `compute`.
-        if PerTrial.made_any and TrialTensor not in types:
-            if has_per_trial(args) or (kwargs and has_per_trial(kwargs.values())):
-                return self._each(func, args, kwargs)
+        is_checked = not PerTrial.made_any or TrialTensor in types
+        if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
+            return self._each(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:

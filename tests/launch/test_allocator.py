@@ -1,0 +1,67 @@
+"""Memory of freed tensors stays in the process, so that taking it again costs no page faults."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from plait.launch.fork_server import keep_freed_memory
+
+PAGES_OF_TENSORS = 8 * (4 << 20) // resource.getpagesize()
+
+SCRIPT = """
+import resource, sys
+import torch
+from plait.launch.fork_server import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+
+def allocate_and_free():
+    tensors = [torch.empty(1 << 20) for _ in range(8)]
+    for tensor in tensors:
+        tensor.zero_()
+
+for _ in range(3):
+    allocate_and_free()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    allocate_and_free()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def _page_faults(mode: str, **environment: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, mode],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), **environment},
+    )
+    return int(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def faults() -> int:
+    """Page faults with the allocator as it is; on ARM torch has one that keeps memory by itself."""
+    found = _page_faults("default")
+    if found < PAGES_OF_TENSORS:
+        pytest.skip(f"here {found} page faults are taken anyway")
+    return found
+
+
+def test_tensors_take_the_memory_of_freed_ones_without_page_faults(faults: int) -> None:
+    assert _page_faults("keep") < faults / 10
+
+
+def test_an_allocator_that_the_user_configured_stays_as_it_is(faults: int) -> None:
+    assert _page_faults("keep", MALLOC_TRIM_THRESHOLD_="0") > faults / 2
+
+
+def test_it_can_be_called_anywhere() -> None:
+    keep_freed_memory()
