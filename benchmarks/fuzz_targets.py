@@ -28,6 +28,7 @@ from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import CheckpointError, InputError
 from plait.graph import pipedream
+from plait.jobs.evaluate import measure_run
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
 from plait.measure.auto_plan import planned
@@ -42,7 +43,6 @@ from plait.schema.topology_spec import AUTO, build_topology, read_topology_spec
 from plait.sweeping.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.pipeline import check_pipeline
-from plait.training.evaluate_run import measure_run
 
 Use = Callable[[], Any]
 Target = Callable[[random.Random, Path, int], tuple[str, Use]]

@@ -20,13 +20,13 @@ import plait
 from plait.cli.sweep import SweepDisplay, show_result, trials_table
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.jobs.evaluate import measure_run
 from plait.jobs.sweep import go_on, make_sweep, placement_of, sweep
 from plait.launch.run_dir import RunDir
 from plait.planner import save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
 from plait.sweeping.worker import check_request
-from plait.training.evaluate_run import measure_run
 from support.plans import planned
 from support.sweeping import same_table, sweep_here
 

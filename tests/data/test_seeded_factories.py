@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from plait.core.codec import encode
+from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
-from plait.training.evaluate_run import measure_run
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, train_here
 

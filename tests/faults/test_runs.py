@@ -18,11 +18,11 @@ import pytest
 
 import plait
 from plait.core.errors import InputError, PlaitError
+from plait.jobs.evaluate import measure_run
 from plait.launch.display import Silent
 from plait.launch.run import check_alone
 from plait.launch.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
-from plait.training.evaluate_run import measure_run
 from support.capabilities import may
 
 pytestmark = pytest.mark.usefixtures("forked_commands")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from plait.core import events as core_events
 from plait.core import run_events
+from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
@@ -25,7 +26,6 @@ from plait.schema.settings import (
 from plait.sweeping import array_size
 from plait.sweeping.search.space import Dimension
 from plait.training import checkpoint as checkpoints
-from plait.training.evaluate_run import measure_run
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference, small_net
 

@@ -18,6 +18,7 @@ from plait.cli.show import bleu_table
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.data.requirements import check_same_data
+from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
@@ -29,7 +30,6 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
-from plait.training.evaluate_run import measure_run
 from plait.workloads.translation.beam_search import BeamOptions
 from plait.workloads.translation.bleu import score
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here

@@ -16,10 +16,10 @@ import pytest
 import plait
 from plait.cli.bleu import measure_bleu
 from plait.core.codec import encode
+from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import TrainSettings
-from plait.training.evaluate_run import measure_run
 from plait.workloads.translation.beam_search import BeamOptions
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import largest_difference, saved_weights, train_here

@@ -13,9 +13,9 @@ from torch import nn
 
 from plait.core.codec import encode
 from plait.core.errors import DataError
+from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
-from plait.training.evaluate_run import measure_run
 from plait.workloads.bert.squad_scores import exact_match, f1, normalised, squad_scores
 from plait.workloads.bert.squad_windows import synthetic_squad
 from plait.workloads.bert.wordpiece import SPECIAL

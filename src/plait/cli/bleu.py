@@ -8,8 +8,8 @@ from typing import Any
 
 from plait.cli.show import bleu_table, print_table
 from plait.core.errors import InputError
+from plait.jobs.evaluate import measure_scores
 from plait.launch.run_dir import RunDir
-from plait.training.evaluate_run import measure_scores
 from plait.workloads.translation.beam_search import BeamOptions
 
 MOST_HYPOTHESES = 1000

@@ -204,7 +204,7 @@ def evaluate(
 
             evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
             return
-        from plait.training.evaluate_run import measure_run
+        from plait.jobs.evaluate import measure_run
 
         scores = measure_run(folder, best)
     if json_:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from plait.adapt.changes import (
@@ -21,10 +19,8 @@ from plait.adapt.changes import (
 )
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
-from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.core.errors import JobError
 from plait.core.run_events import Changed
-from plait.core.shown import listed
-from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.schema.results import RunResult
@@ -36,17 +32,16 @@ from plait.training.change.members import NO_STATE, ProgressMark, RunMembers, Wo
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.replicas import check_kept
-from plait.training.checks.resumed import check_end, check_order
 from plait.training.checks.same_data import check_data, look_again
 from plait.training.checks.stateful_loss import check_loss
-from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.components import emulated, total_steps
 from plait.training.engine import Engine, IntervalResult, ask_rank_0
 from plait.training.engines.whole_model import warm_up
 from plait.training.loop import Loop, freeze_garbage_collector
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
-from plait.training.trial import UNKNOWN_STEPS, Due, Trial, gain
+from plait.training.run_checkpoints import RunCheckpoints
+from plait.training.trial import UNKNOWN_STEPS, Due, Trial
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +71,7 @@ class RunLoop(Loop):
         over_stream = run.components.train_set.is_stream and run.settings.epochs is not None
         # Whole models are trained on a stream until it ends, even if its declared length is wrong.
         self._until_data_ends = over_stream and run.settings.pipeline is None
-        # The step of the last checkpoint that this worker wrote, and of the last that it refused to write.
-        self._saved_step: int | None = None
-        self._broken_step: int | None = None
-        self._stopped = self._change_asked = self._has_begun = self._warned_of_unsaved = False
+        self._stopped = self._change_asked = self._has_begun = False
         # Whether this worker holds a state that others can continue from.
         self._has_state = False
         # Why the run ends as diverged, on the worker that writes the record.
@@ -89,7 +81,7 @@ class RunLoop(Loop):
         run.metrics.on_loss = self._judge_loss
         # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
-        self._unsaved: UnsavedState | None = None
+        self._checkpoints = RunCheckpoints(run, self._sources)
         self._members = RunMembers(run, run.worker.memberships)
 
     @property
@@ -172,7 +164,7 @@ class RunLoop(Loop):
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
-        self._agree_on_start(self._restore() if resume else None)
+        self._agree_on_start(self._checkpoints.restore(self.engine) if resume else None)
         check_data(self.run)
         check_loss(self.run)
         check_kept(self.run)
@@ -203,7 +195,7 @@ class RunLoop(Loop):
             self._save(evaluates)
             metrics = self.evaluate([0])[0] if evaluates else {}
             if metrics:
-                self._keep_evaluation(metrics)
+                self._checkpoints.keep_evaluation(metrics)
         if self._members.can_change and self.run.worker.world_size > 1:
             # If the writer is lost, another worker must still be here to write.
             all_gather_values(None)
@@ -232,7 +224,7 @@ class RunLoop(Loop):
             self._warn_of_skipping()
         self.engine.open()
         self._has_begun = True
-        self._unsaved = UnsavedState(run.components.model) if run.components.local_tensors is None else None
+        self._checkpoints.begin()
         freeze_garbage_collector()
         metrics.begin_steps()
 
@@ -309,11 +301,11 @@ class RunLoop(Loop):
         `local` is the state that this worker would send as the source.
         """
         is_source = self.run.worker.rank == source
-        state = checkpoints.broadcast(self._checkpoint(local) if is_source else None, source)
+        state = checkpoints.broadcast(self._checkpoints.of(local) if is_source else None, source)
         rest = broadcast_value(self._position_in_loop() if is_source else None, source)
         if not is_current:
             self._take_position(rest)
-            self._load_checkpoint(state)
+            self._checkpoints.load(self.engine, state)
             self.run.metrics.batch_size = self.run.batch_size
             self.run.trial.moved = rest["moved"]
             self._has_state = self._has_begun or not rest["moved"]
@@ -489,7 +481,13 @@ class RunLoop(Loop):
 
     def after_evaluation(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
         for each in metrics.values():
-            self._keep_evaluation(each)
+            self._checkpoints.keep_evaluation(each)
+
+    def _save(self, is_evaluation_due: bool) -> None:
+        self.run.trial.owes_evaluation = is_evaluation_due
+        broken = self._checkpoints.save(self.engine.state())
+        if broken is not None and self.run.settings.stop_on_nan:
+            self._record_divergence(self.run.trial.step, broken)
 
     def evaluate(self, slots: Sequence[int]) -> dict[int, dict[str, float]]:
         """Evaluate; this step already has a checkpoint."""
@@ -508,158 +506,6 @@ class RunLoop(Loop):
         for each in metrics.values():
             run.metrics.evaluated(run.trial.step, each, run.components.test_set.length or 0, seconds)
 
-    def _keep_evaluation(self, metrics: dict[str, float]) -> None:
-        """Add the metrics to the checkpoint of this step, on the worker that wrote it."""
-        run, folder, started = self.run, self.run.folder.checkpoints, time.perf_counter()
-        run.trial.owes_evaluation, is_best = False, self._is_best(metrics)
-        if is_best:
-            run.trial.best = {"step": run.trial.step, **metrics}
-        if self._saved_step != run.trial.step:
-            return
-        checkpoints.update_progress(folder, run.trial.step, self._progress())
-        if is_best:
-            checkpoints.point_to_best(folder, run.trial.step)
-            self._prune()
-            run.metrics.saved(run.trial.step, time.perf_counter() - started, is_best)
-
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        name = self.run.settings.checkpoint.keep_best
-        if (
-            name is None
-            or not metrics
-            or not math.isfinite(metrics[name])
-            or self._broken_step == self.run.trial.step
-        ):
-            return False
-        best = self.run.trial.best
-        return best is None or gain(self.run.components.modes[name], metrics[name], best[name]) > 0
-
-    def _save(self, is_evaluation_due: bool) -> None:
-        """Write a checkpoint of this step on one worker; the others continue."""
-        run, started = self.run, time.perf_counter()
-        run.trial.owes_evaluation = is_evaluation_due
-        state = self.engine.state()
-        self._warn_of_unsaved()
-        if state is None:
-            return
-        if (broken := self._find_broken(state)) is not None:
-            run.metrics.warn(f"no checkpoint of step {run.trial.step}: {broken}; earlier ones stay")
-            if run.settings.stop_on_nan:
-                self._record_divergence(run.trial.step, broken)
-            state.discard()
-            self._broken_step = run.trial.step
-            return
-        if state.unsaved and not self._warned_of_unsaved:
-            self._warned_of_unsaved = True
-            run.metrics.warn(
-                f"optimizer: {run.settings.optimizer.kind} keeps {', '.join(state.unsaved)}, which no "
-                f"checkpoint holds (expected tensors and numbers): a resumed run begins without it"
-            )
-        checkpoints.save(run.folder.checkpoints, self._checkpoint(state))
-        state.discard()
-        self._saved_step = run.trial.step
-        self._prune()
-        run.metrics.saved(run.trial.step, time.perf_counter() - started, best=False)
-
-    def _warn_of_unsaved(self) -> None:
-        """Warn once of model state that is in no checkpoint; each worker checks its stages."""
-        if self._unsaved is None or not (names := self._unsaved.changed()):
-            return
-        self._unsaved = None
-        message = (
-            f"model: {listed(names)} of {self.run.settings.model.factory} changed while it trained, and no "
-            f"checkpoint holds it: a resumed run begins without it; keep it in a persistent buffer, or give "
-            f"it out by get_extra_state and take it back by set_extra_state"
-        )
-        if self.run.settings.pipeline is None:
-            self.run.metrics.warn(message)
-        else:
-            log.warning("%s", message)
-
-    def _prune(self) -> None:
-        best, folder = self.run.trial.best, self.run.folder.checkpoints
-        kept = best["step"] if best else None
-        checkpoints.prune(folder, self.run.trial.step, self.run.settings.checkpoint.keep_last, kept)
-
-    def _find_broken(self, state: EngineState) -> str | None:
-        """Why a state must not replace earlier checkpoints; None if it may."""
-        run = self.run
-        if run.settings.stop_on_nan and not run.metrics.is_loss_finite:
-            return "its loss is not a number"
-        name = state.find_broken(run.components.weights)
-        return None if name is None else f"{name!r} holds values that are no numbers"
-
-    def _checkpoint(self, state: EngineState) -> Checkpoint:
-        run = self.run
-        return Checkpoint(
-            run.trial.step, state.model, state.optimizer, self._progress(), state.sync, state.written
-        )
-
-    def _progress(self) -> dict[str, Any]:
-        """The progress of the run that a checkpoint stores besides tensors."""
-        run = self.run
-        return {
-            **run.trial.progress(run.components.scaler.state_dict(), run.worker.world_size),
-            "shuffle": run.settings.data.shuffle,
-            "samples": run.components.train_set.length,
-            "order": order_id(run.components.train_set.dataset, run.settings),
-            "fingerprint": fingerprint_of(run.components.train_set.dataset),
-            "gradient_noise": run.noise.state(),
-            "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
-        }
-
-    def _restore(self) -> Checkpoint | None:
-        """Load the newest checkpoint that is complete and fits this model; record those that are refused."""
-        run, refused, loaded = self.run, list[str](), list[Checkpoint]()
-
-        def refuse(path: Path, why: str) -> None:
-            refused.append(why)
-            run.metrics.refused(path, why)
-
-        def use(path: Path) -> bool:
-            state = read(path)
-            self._load_checkpoint(state)
-            loaded.append(state)
-            return True
-
-        folder = run.folder.checkpoints
-        read = checkpoints.load if run.components.local_tensors is None else checkpoints.load_lazily
-        if checkpoints.newest(folder, use, refuse):
-            return loaded[0]
-        if refused:
-            raise CheckpointError(f"no checkpoint below {folder} can be used; the newest: {refused[0]}")
-        run.metrics.warn(f"no checkpoint below {folder}; starting from the first step")
-        return None
-
-    def _load_checkpoint(self, state: Checkpoint) -> None:
-        """Continue from a checkpoint; on CheckpointError nothing has changed."""
-        run, progress = self.run, state.progress
-        checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
-        check_same_data(progress, run.components.train_set.dataset, run.settings.data)
-        trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
-        trial.load(state.step, progress)
-        try:
-            loss_scale = progress["loss_scale"]
-            policies = list(progress.get("policies", ()))
-            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
-        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
-            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, trial.position, run.settings, run.components.train_set.length)
-        check_end(state.step, trial.position, run.settings)
-        if trial.position.sample:
-            check_same_order(progress, run.components.train_set.dataset, run.settings)
-        self.engine.load(state)
-        if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
-            trial.best = None
-        run.trial = trial
-        run.noise.load(noise)
-        saved = [source for source in self._sources if isinstance(source, SavedSource)]
-        for source, values in zip(saved, policies):
-            source.load(values)
-        # A run that had no loss scale starts with a new one.
-        if loss_scale and run.components.scaler.is_enabled():
-            run.components.scaler.load_state_dict(loss_scale)
-
     def _agree_on_start(self, loaded: Checkpoint | None) -> None:
         """All workers start from what rank 0 has `loaded`, even if they cannot read its files."""
         worker, components = self.run.worker, self.run.components
@@ -668,9 +514,11 @@ class RunLoop(Loop):
         progress = all_gather_values([self.run.trial.step, self.run.trial.owes_evaluation])
         if any(each != progress[0] for each in progress):
             fresh = EngineState({}, {}) if components.local_tensors is not None else components.state()
-            state = checkpoints.broadcast((loaded or self._checkpoint(fresh)) if worker.rank == 0 else None)
+            state = checkpoints.broadcast(
+                (loaded or self._checkpoints.of(fresh)) if worker.rank == 0 else None
+            )
             if worker.rank != 0:
-                self._load_checkpoint(state)
+                self._checkpoints.load(self.engine, state)
         if components.local_tensors is None:
             self.run.broadcast_weights()
 

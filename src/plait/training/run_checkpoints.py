@@ -1,0 +1,196 @@
+"""The checkpoints of a run: what is written and kept, and which one a resumed run continues from."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.adapt.changes import ChangeSource, SavedSource
+from plait.core.codec import decode
+from plait.core.errors import ArtefactError, CheckpointError
+from plait.core.shown import listed
+from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
+from plait.training import checkpoint as checkpoints
+from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.checks.resumed import check_end, check_order
+from plait.training.checks.unsaved_model import UnsavedState
+from plait.training.engine import Engine
+from plait.training.run import Run
+from plait.training.trial import gain
+
+log = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of a run, and loads them; `sources` are the policies whose state they hold."""
+
+    def __init__(self, run: Run, sources: Sequence[ChangeSource]) -> None:
+        self._run = run
+        self._sources = sources
+        # The step of the last checkpoint that this worker wrote, and of the last that it refused to write.
+        self._saved_step: int | None = None
+        self._broken_step: int | None = None
+        self._warned_of_unsaved = False
+        self._unsaved: UnsavedState | None = None
+
+    def begin(self) -> None:
+        """Remember the model's state that no checkpoint holds; called before the first step."""
+        components = self._run.components
+        self._unsaved = UnsavedState(components.model) if components.local_tensors is None else None
+
+    def keep_evaluation(self, metrics: dict[str, float]) -> None:
+        """Add the metrics to the checkpoint of this step, on the worker that wrote it."""
+        run, folder, started = self._run, self._run.folder.checkpoints, time.perf_counter()
+        run.trial.owes_evaluation, is_best = False, self._is_best(metrics)
+        if is_best:
+            run.trial.best = {"step": run.trial.step, **metrics}
+        if self._saved_step != run.trial.step:
+            return
+        checkpoints.update_progress(folder, run.trial.step, self._progress())
+        if is_best:
+            checkpoints.point_to_best(folder, run.trial.step)
+            self._prune()
+            run.metrics.saved(run.trial.step, time.perf_counter() - started, is_best)
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        name = self._run.settings.checkpoint.keep_best
+        if (
+            name is None
+            or not metrics
+            or not math.isfinite(metrics[name])
+            or self._broken_step == self._run.trial.step
+        ):
+            return False
+        best = self._run.trial.best
+        return best is None or gain(self._run.components.modes[name], metrics[name], best[name]) > 0
+
+    def save(self, state: EngineState | None) -> str | None:
+        """Write a checkpoint of this step on the worker that has the `state`; the others continue.
+
+        Returns why no checkpoint was written, if the state must not replace earlier ones.
+        """
+        run, started = self._run, time.perf_counter()
+        self._warn_of_unsaved()
+        if state is None:
+            return None
+        if (broken := self._find_broken(state)) is not None:
+            run.metrics.warn(f"no checkpoint of step {run.trial.step}: {broken}; earlier ones stay")
+            state.discard()
+            self._broken_step = run.trial.step
+            return broken
+        if state.unsaved and not self._warned_of_unsaved:
+            self._warned_of_unsaved = True
+            run.metrics.warn(
+                f"optimizer: {run.settings.optimizer.kind} keeps {', '.join(state.unsaved)}, which no "
+                f"checkpoint holds (expected tensors and numbers): a resumed run begins without it"
+            )
+        checkpoints.save(run.folder.checkpoints, self.of(state))
+        state.discard()
+        self._saved_step = run.trial.step
+        self._prune()
+        run.metrics.saved(run.trial.step, time.perf_counter() - started, best=False)
+        return None
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of model state that is in no checkpoint; each worker checks its stages."""
+        if self._unsaved is None or not (names := self._unsaved.changed()):
+            return
+        self._unsaved = None
+        message = (
+            f"model: {listed(names)} of {self._run.settings.model.factory} changed while it trained, and no "
+            f"checkpoint holds it: a resumed run begins without it; keep it in a persistent buffer, or give "
+            f"it out by get_extra_state and take it back by set_extra_state"
+        )
+        if self._run.settings.pipeline is None:
+            self._run.metrics.warn(message)
+        else:
+            log.warning("%s", message)
+
+    def _prune(self) -> None:
+        best, folder = self._run.trial.best, self._run.folder.checkpoints
+        kept = best["step"] if best else None
+        checkpoints.prune(folder, self._run.trial.step, self._run.settings.checkpoint.keep_last, kept)
+
+    def _find_broken(self, state: EngineState) -> str | None:
+        """Why a state must not replace earlier checkpoints; None if it may."""
+        run = self._run
+        if run.settings.stop_on_nan and not run.metrics.is_loss_finite:
+            return "its loss is not a number"
+        name = state.find_broken(run.components.weights)
+        return None if name is None else f"{name!r} holds values that are no numbers"
+
+    def of(self, state: EngineState) -> Checkpoint:
+        run = self._run
+        return Checkpoint(
+            run.trial.step, state.model, state.optimizer, self._progress(), state.sync, state.written
+        )
+
+    def _progress(self) -> dict[str, Any]:
+        """The progress of the run that a checkpoint stores besides tensors."""
+        run = self._run
+        return {
+            **run.trial.progress(run.components.scaler.state_dict(), run.worker.world_size),
+            "shuffle": run.settings.data.shuffle,
+            "samples": run.components.train_set.length,
+            "order": order_id(run.components.train_set.dataset, run.settings),
+            "fingerprint": fingerprint_of(run.components.train_set.dataset),
+            "gradient_noise": run.noise.state(),
+            "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
+        }
+
+    def restore(self, engine: Engine) -> Checkpoint | None:
+        """Load the newest checkpoint that is complete and fits this model; record those that are refused."""
+        run, refused, loaded = self._run, list[str](), list[Checkpoint]()
+
+        def refuse(path: Path, why: str) -> None:
+            refused.append(why)
+            run.metrics.refused(path, why)
+
+        def use(path: Path) -> bool:
+            state = read(path)
+            self.load(engine, state)
+            loaded.append(state)
+            return True
+
+        folder = run.folder.checkpoints
+        read = checkpoints.load if run.components.local_tensors is None else checkpoints.load_lazily
+        if checkpoints.newest(folder, use, refuse):
+            return loaded[0]
+        if refused:
+            raise CheckpointError(f"no checkpoint below {folder} can be used; the newest: {refused[0]}")
+        run.metrics.warn(f"no checkpoint below {folder}; starting from the first step")
+        return None
+
+    def load(self, engine: Engine, state: Checkpoint) -> None:
+        """Continue from a checkpoint; on CheckpointError nothing has changed."""
+        run, progress = self._run, state.progress
+        checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
+        check_same_data(progress, run.components.train_set.dataset, run.settings.data)
+        trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
+        trial.load(state.step, progress)
+        try:
+            loss_scale = progress["loss_scale"]
+            policies = list(progress.get("policies", ()))
+            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
+        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
+            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
+        check_order(progress, trial.position, run.settings, run.components.train_set.length)
+        check_end(state.step, trial.position, run.settings)
+        if trial.position.sample:
+            check_same_order(progress, run.components.train_set.dataset, run.settings)
+        engine.load(state)
+        if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
+            trial.best = None
+        run.trial = trial
+        run.noise.load(noise)
+        saved = [source for source in self._sources if isinstance(source, SavedSource)]
+        for source, values in zip(saved, policies):
+            source.load(values)
+        # A run that had no loss scale starts with a new one.
+        if loss_scale and run.components.scaler.is_enabled():
+            run.components.scaler.load_state_dict(loss_scale)
