@@ -15,7 +15,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 class MapDataset(Protocol):
-    """A set of (input, target) pairs by index; its attributes describe it for models.
+    """A set of (inputs, target) pairs by index; its attributes describe it for models.
 
     Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary` and
     `input_shape`. A set with `streams` promises that sample i continues sample i - streams, and one with
@@ -25,7 +25,7 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]: ...
 
 
 class Fingerprinted:
