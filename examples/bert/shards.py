@@ -119,7 +119,8 @@ class PretrainingShards(Fingerprinted):
         self._fingerprint = fingerprint
         self.input_shape = (heads[0].length,)
         self._heads = list(heads)
-        self.lanes = lanes
+        self._lanes = lanes
+        self.order_options = {"lanes": lanes}
         self._ends = np.cumsum([head.samples for head in heads])
         self._open: OrderedDict[int, dict[str, Array]] = OrderedDict()
 
@@ -156,13 +157,13 @@ class PretrainingShards(Fingerprinted):
 
     def epoch_order(self, seed: int, batch_size: int) -> list[int]:
         """Shards in a shuffled order, distributed over workers, with their samples shuffled."""
-        return lane_order([head.samples for head in self._heads], seed, batch_size, self.lanes)
+        return lane_order([head.samples for head in self._heads], seed, batch_size, self._lanes)
 
     def _arrays(self, shard: int) -> dict[str, Array]:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        while len(self._open) > self.lanes:
+        while len(self._open) > self._lanes:
             self._open.popitem(last=False)
         head = self._heads[shard]
         with open_hdf5(head.path, EXPECTED, REMEDY) as file:

@@ -150,8 +150,9 @@ class SentenceGroups(Fingerprinted):
 def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int]) -> list[list[int]]:
     """Consecutive samples for each batch: the first ones whose lengths show which sizes change.
 
-    Tracing treats sizes that are equal in all examples as one size, or as fixed: so the sources of the
-    batches must have different lengths, the targets too, and the two must differ.
+    Tracing treats sizes that are equal in all examples as one size, or as fixed, and a size of 1 as fixed: so
+    the sources of the batches must have different lengths, the targets too, the two must differ, and groups
+    must have several sentences.
     """
     examples: list[list[int]] = []
     for begin in range(min(len(dataset), _TRIES)):
@@ -160,7 +161,7 @@ def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int
         shapes = [_sizes_of(dataset.collated_batch(numbers)) for numbers in examples]
         rows, sources, targets = zip(*shapes)
         unlike = all(len(set(lengths)) == len(lengths) for lengths in (sources, targets))
-        if unlike and len({rows, sources, targets}) == 3:
+        if unlike and 1 not in rows and len({rows, sources, targets}) == 3:
             return examples
     return examples
 

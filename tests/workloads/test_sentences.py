@@ -183,6 +183,14 @@ def test_example_batches_show_which_sizes_change():
         assert lengths[::2] != lengths[1::2]
 
 
+def test_example_batches_of_groups_have_several_sentences():
+    """Tracing takes a size of 1 for a fixed one."""
+    kind = "translation.number_words:number_words"
+    dataset = build(kind, "train", samples=24, test_samples=6, merges=60, tokens=30)
+    batches = [dataset.collated_batch(numbers) for numbers in dataset.example_indices((2, 1))]
+    assert all(source.shape[1] > 1 for (source, _), _ in batches)
+
+
 # Number words
 
 
