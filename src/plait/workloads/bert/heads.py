@@ -31,7 +31,7 @@ def pretraining(
 def question_answering(
     size: Size = "base", vocabulary: int = 30522, context: int = 512, dropout: float = 0.1
 ) -> nn.Module:
-    """`BertForQuestionAnswering`: begin and end of an answer in a text, as `examples/bert/squad.py` has it."""
+    """`BertForQuestionAnswering`: begin and end of an answer, as in `examples/bert/squad.py`."""
     return from_config("BertForQuestionAnswering", _config(size, vocabulary, context, dropout))
 
 
