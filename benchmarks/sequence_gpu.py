@@ -44,6 +44,7 @@ from plait.training.choose_engine import make_loop
 from plait.training.process import choose_device
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of
@@ -64,7 +65,7 @@ def job(
     values: dict[str, Any] = {
         "name": "sequence",
         "model": ModelSettings(f"{WORKLOADS}.{model}", args),
-        "data": DataSettings(data if ":" not in data else f"{WORKLOADS}.{data}", 8, options),
+        "data": DataSettings(data, 8, options),
         "loss": "cross-entropy",
         # A large epsilon keeps the rounding of gradients that are truly zero from being blown up.
         "optimizer": OptimizerSettings("adam", {"lr": 0.003, "eps": 1e-3}),
@@ -79,7 +80,7 @@ def job(
 def transformers_job(architecture: str, config: dict[str, Any]) -> TrainSettings:
     lines = {"samples": 8, "length": 32, "vocabulary": 256}
     args = {"architecture": architecture, "config": {"vocab_size": 256, **config}}
-    made = "language.text_lines:synthetic_lines"
+    made = "text_lines:synthetic_lines"
     return job("from_transformers:from_config", args, made, lines, loss="model")
 
 
@@ -90,7 +91,7 @@ JOBS = {
     "AWD-LSTM": job(
         "language.awd_lstm:awd_lstm_tiny",
         {"vocabulary": 256, "streams": 8},
-        "language.continued_text:synthetic_text",
+        f"{WORKLOADS}.data.continued_text:synthetic_text",
         {"streams": 8, "length": 32, "vocabulary": 256, "windows": 2},
         optimizer=OptimizerSettings("adam", {"lr": 0.05, "eps": 1e-3}),
     ),
@@ -103,7 +104,7 @@ JOBS = {
     "GNMT": job(
         "translation.gnmt:gnmt_tiny",
         {"vocabulary": 160},
-        "number-words",
+        "translation.number_words:number_words",
         {"samples": 32, "test_samples": 8, "merges": 100, "sentences": 4},
         loss=f"{WORKLOADS}.translation.loss:label_smoothing",
         loss_args={"tokens_per_sample": 30.0},
@@ -111,20 +112,20 @@ JOBS = {
     "S2VT": job(
         "video.s2vt:s2vt_tiny",
         {"vocabulary": 32},
-        "video.captions:synthetic_captions",
+        "captions:synthetic_captions",
         {"samples": 8, "features": 12},
     ),
     "BERT pre-training": job(
         "bert:pretraining",
         {**BERT, "vocabulary": 256, "context": 32},
-        "bert.pretraining_shards:synthetic_shards",
+        "bert.shards:synthetic_shards",
         {"samples": 8, "vocabulary": 256},
         loss="model",
     ),
     "BERT on SQuAD": job(
         "bert:question_answering",
         {**BERT, "vocabulary": 128, "context": 48},
-        "bert.squad_windows:synthetic_squad",
+        "bert.squad:synthetic_squad",
         {"questions": 8, "length": 48},
         loss="model",
     ),

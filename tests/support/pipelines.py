@@ -24,10 +24,9 @@ from plait.planner.schedules.operations import Update
 from plait.profiler.trace import TracedModel, trace
 from plait.schema.plans.plan import Layout
 from plait.training.optimizers.fused import use_fused_kernels
-from plait.workloads.data.sentences.vocabulary import PAD
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
-from plait.workloads.translation.gnmt import gnmt_tiny
+from plait.workloads.translation.gnmt import PAD, gnmt_tiny
 from plait.workloads.translation.loss import label_smoothing
 from support.meeting import rendezvous_of
 from support.stages import cut_all

@@ -46,7 +46,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 IMAGES = {"data.synthetic": {"shape": [1, 8, 8], "samples": 12}, "data.batch_size": 6}
 GREY = {**IMAGES, "model_args.channels": 1}
 TEXTS = {"data.synthetic": {"shape": [6], "vocabulary": 16, "samples": 12}, "data.batch_size": 4}
-NUMBERS = {"kind": "number-words", "samples": 24, "test_samples": 6, "merges": 60}
+NUMBERS = {"kind": "translation.number_words:number_words", "samples": 24, "test_samples": 6, "merges": 60}
 GPT2 = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
 GPT2 |= {
     "bos_token_id": 0,
@@ -60,8 +60,8 @@ VIT |= {**NO_DROPOUT, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_
 
 
 def _made(kind: str, **options: Any) -> dict[str, Any]:
-    """Batches of four of what a function of `plait.workloads` makes up."""
-    return {"data.synthetic": {"kind": f"plait.workloads.{kind}", **options}, "data.batch_size": 4}
+    """Batches of four of what a function makes up."""
+    return {"data.synthetic": {"kind": kind, **options}, "data.batch_size": 4}
 
 
 # What `--set` puts over the example of that name to make it tiny. An example without an entry fails a test.
@@ -77,7 +77,13 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "transformer": TEXTS,
     "bert": TEXTS,
     "awd-lstm": {
-        **_made("language.continued_text:synthetic_text", streams=4, length=5, vocabulary=12, windows=2),
+        **_made(
+            "plait.workloads.data.continued_text:synthetic_text",
+            streams=4,
+            length=5,
+            vocabulary=12,
+            windows=2,
+        ),
         "model_args": {"vocabulary": 12, "streams": 4, "dropout": 0.0},
     },
     "gnmt": {
@@ -91,19 +97,19 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "model_args": {"vocabulary": 100, "width": 8, "layers": 2, "dropout": 0.0},
     },
     "s2vt": {
-        **_made("video.captions:synthetic_captions", samples=12, features=5, frames=4),
+        **_made("captions:synthetic_captions", samples=12, features=5, frames=4),
         "model_args": {"vocabulary": 12, "features": 5},
     },
     "bert-pretraining": {
-        **_made("bert.pretraining_shards:synthetic_shards", samples=12, length=16, vocabulary=64),
+        **_made("bert.shards:synthetic_shards", samples=12, length=16, vocabulary=64),
         "model_args": {"size": "tiny", "vocabulary": 64, "context": 16, "dropout": 0.0},
     },
     "squad": {
-        **_made("bert.squad_windows:synthetic_squad", questions=12, length=48),
+        **_made("bert.squad:synthetic_squad", questions=12, length=48),
         "model_args": {"size": "tiny", "vocabulary": 128, "context": 48, "dropout": 0.0},
     },
     "gpt2": {
-        **_made("language.text_lines:synthetic_lines", samples=12, length=8),
+        **_made("text_lines:synthetic_lines", samples=12, length=8),
         "model_args.config": GPT2,
     },
 }

@@ -90,7 +90,6 @@ def test_a_sweep_that_compares_by_a_metric_of_ones_own_must_say_its_mode():
 KNOWN = {
     "accuracy": "max",
     "perplexity": "min",
-    "plait.workloads.metrics:token_accuracy": "max",
     "plait.workloads.translation.loss:token_accuracy": "max",
     "plait.workloads.bert:masked_accuracy": "max",
     "plait.workloads.bert:span_accuracy": "max",

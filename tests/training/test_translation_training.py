@@ -13,12 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from plait.cli import app
-from plait.cli.bleu import measure_bleu
-from plait.cli.show import bleu_table
 from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.data.requirements import check_same_data
-from plait.jobs.evaluate import measure_run
+from plait.jobs.evaluate import measure_kept, measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
@@ -30,13 +28,12 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
-from plait.workloads.translation.beam_search import BeamOptions
-from plait.workloads.translation.bleu import score
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
 from support.world import run_ranks
+from translation.bleu import score
 
 LOSS = "plait.workloads.translation.loss"
-GREEDY = BeamOptions(size=1)
+GREEDY = {"beam": 1}
 
 
 def translation_job(batch_size: int = 8, steps: int = 3, **options: Any) -> TrainSettings:
@@ -44,7 +41,7 @@ def translation_job(batch_size: int = 8, steps: int = 3, **options: Any) -> Trai
     data = {"samples": 48, "test_samples": 10, "merges": 60, **options}
     return digits_job(
         model=ModelSettings("plait.workloads.translation.gnmt:gnmt_tiny", {"vocabulary": 100, "width": 8}),
-        data=DataSettings("number-words", batch_size, data),
+        data=DataSettings("translation.number_words:number_words", batch_size, data),
         loss=f"{LOSS}:label_smoothing",
         # A large epsilon keeps the rounding of gradients that are truly zero from being blown up.
         optimizer=OptimizerSettings("adam", {"lr": 0.01, "eps": 1e-3}),
@@ -71,7 +68,8 @@ def test_data_parallel_workers_equal_one_process_and_their_checkpoints_score_ali
     assert result.test["token_accuracy"] == plain.test["token_accuracy"]
     assert result.test["loss"] == pytest.approx(plain.test["loss"], abs=1e-10)
     folders = [write_settings(tmp_path / name, job) for name in ("workers", "plain")]
-    assert measure_bleu(folders[0], GREEDY) == measure_bleu(folders[1], GREEDY)
+    scores = [measure_run(folder, options=GREEDY)["metrics"] for folder in folders]
+    assert scores[0]["bleu"] == scores[1]["bleu"]
 
 
 @pytest.mark.parametrize("options", [{}, {"sentences": 3}])
@@ -88,10 +86,10 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_cut(
 def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     train_here(translation_job(steps=1), tmp_path)
     other = translation_job(steps=2, merges=40)
-    message = "the data of number-words is not what the checkpoint was trained with"
+    message = "the data of translation.number_words:number_words is not what the checkpoint was trained with"
     with pytest.raises(DataError, match=message):
         train_here(other, tmp_path, resume=True)
-    for measure in (measure_run, lambda folder: measure_bleu(folder, GREEDY)):
+    for measure in (measure_run, measure_kept):
         with pytest.raises(DataError, match=message):
             measure(write_settings(tmp_path, other))
 
@@ -115,47 +113,52 @@ def test_a_fingerprint_is_compared_with_that_of_older_checkpoints_and_is_text() 
 def test_a_model_with_fewer_tokens_than_the_data_is_refused() -> None:
     job = translation_job()
     small = replace(job, model=replace(job.model, args={**job.model.args, "vocabulary": 30}))
-    with pytest.raises(JobError, match=r"model_args\.vocabulary: found 30, but the data of number-words has"):
+    with pytest.raises(JobError, match=r"model_args\.vocabulary: found 30, but the data of translation\."):
         components.build(small, torch.device("cpu"))
 
 
-def test_bleu_is_measured_of_every_kept_checkpoint_and_of_translations_only(tmp_path: Path) -> None:
+def test_bleu_is_measured_of_every_kept_checkpoint(tmp_path: Path) -> None:
     job = replace(translation_job(), checkpoint=CheckpointSettings(every_steps=1, keep_last=2))
     train_here(job, tmp_path / "run")
-    found = measure_bleu(write_settings(tmp_path / "run", job), BeamOptions(size=2))
-    assert [row["step"] for row in found["checkpoints"]] == [2, 3]
-    assert found["sentences"] == 10
-    assert "tok:13a" in found["signature"]
-    words = ["evaluate", str(tmp_path / "run"), "--bleu", "--beam", "2"]
+    found = measure_kept(write_settings(tmp_path / "run", job), {"beam": 2})
+    assert [row["step"] for row in found] == [2, 3]
+    assert {"loss", "token_accuracy", "bleu", "length_ratio"} == found[0]["metrics"].keys()
+    words = ["evaluate", str(tmp_path / "run"), "--all", "--score", "beam=2"]
     shown = CliRunner().invoke(app, words, catch_exceptions=False).stdout
-    assert re.search(r"10 sentences, beam 2\nstep +BLEU +length *\n +2 .*\n +3 .*\nsignature: nrefs:1", shown)
+    assert re.fullmatch(r"(.* at step \d: loss .*, bleu [\d.e-]+, length_ratio [\d.]+\n){2}", shown)
     answer = json.loads(CliRunner().invoke(app, [*words, "--json"], catch_exceptions=False).stdout)
-    assert answer == {"run": str(tmp_path / "run"), **found}
+    assert answer == {"run": str(tmp_path / "run"), "checkpoints": found}
+
+
+def test_options_that_the_scores_do_not_take_are_refused(tmp_path: Path) -> None:
+    train_here(translation_job(steps=1), tmp_path / "run")
+    folder = write_settings(tmp_path / "run", translation_job(steps=1))
+    with pytest.raises(InputError, match=r"--score\.bean: scores takes no 'bean'; did you mean 'beam'"):
+        measure_run(folder, options={"bean": 2})
+    for options, message in (
+        ({"beam": 0}, "beam: found 0, expected 1 to"),
+        ({"length_penalty": -1}, "length_penalty: found -1"),
+        ({"coverage_penalty": float("nan")}, "coverage_penalty: found nan"),
+    ):
+        with pytest.raises(InputError, match=message):
+            measure_run(folder, options=options)
     train_here(digits_job(steps=1), tmp_path / "digits")
-    with pytest.raises(InputError, match="--bleu measures translations, but this run has data.kind digits"):
-        measure_bleu(write_settings(tmp_path / "digits", digits_job(steps=1)), GREEDY)
+    with pytest.raises(InputError, match="--score: this run has data.kind digits, which has no scores"):
+        measure_run(write_settings(tmp_path / "digits", digits_job(steps=1)), options=GREEDY)
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "message"),
+    ("flags", "message"),
     [
-        ("--beam", "0", "--beam: found 0, expected 1 to"),
-        ("--length-penalty", "-1", "--length-penalty: found -1"),
-        ("--coverage-penalty", "nan", "--coverage-penalty: found nan"),
+        (["--best", "--all"], "--best and --all: found both"),
+        (["--score", "beam"], "--score: found 'beam', expected name=value"),
     ],
 )
-def test_wrong_options_of_the_search_are_refused(tmp_path: Path, flag: str, value: str, message: str) -> None:
+def test_wrong_flags_of_an_evaluation_are_refused(tmp_path: Path, flags: list[str], message: str) -> None:
     folder = write_settings(tmp_path, translation_job())
-    done = CliRunner().invoke(app, ["evaluate", str(folder.path), "--bleu", flag, value])
+    done = CliRunner().invoke(app, ["evaluate", str(folder.path), *flags])
     assert isinstance(done.exception, InputError)
     assert message in str(done.exception)
-
-
-def test_of_equally_good_checkpoints_the_first_is_marked_as_the_best() -> None:
-    rows = [
-        {"step": step, "bleu": bleu, "length_ratio": 1.0} for step, bleu in ((1, 3.0), (2, 7.0), (3, 7.0))
-    ]
-    assert list(bleu_table(rows).columns[-1].cells) == ["", "best", ""]
 
 
 def test_right_translations_score_a_hundred() -> None:

@@ -29,6 +29,7 @@ from plait.sweeping.sweep_loop import make_entry
 from plait.training import components
 from plait.training.worker_group import WorkerGroup
 from plait.workloads.data import build
+from plait.workloads.data.continued_text import synthetic_text
 from plait.workloads.language.awd_lstm import (
     AwdLstm,
     CarriedLSTM,
@@ -37,7 +38,6 @@ from plait.workloads.language.awd_lstm import (
     awd_lstm,
     awd_lstm_tiny,
 )
-from plait.workloads.language.continued_text import synthetic_text
 from support.plans import cut_in_two, planned
 from support.training import digits_job, largest_difference, saved_weights, train_each, train_here
 from support.world import run_ranks
@@ -52,7 +52,7 @@ def job(**changes: Any) -> TrainSettings:
             "plait.workloads.language.awd_lstm:awd_lstm_tiny", {"vocabulary": 12, "streams": STREAMS}
         ),
         "data": DataSettings(
-            "plait.workloads.language.continued_text:synthetic_text", STREAMS, DATA, shuffle=False
+            "plait.workloads.data.continued_text:synthetic_text", STREAMS, DATA, shuffle=False
         ),
         "loss": "cross-entropy",
         "optimizer": OptimizerSettings("sgd", {"lr": 2.0}),

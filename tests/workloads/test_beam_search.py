@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD, UNKNOWN
-from plait.workloads.translation.beam_search import (
+from plait.workloads.translation.gnmt import EncodedSource, Gnmt, gnmt_tiny
+from translation.beam_search import (
     BeamOptions,
     beam_search,
     coverage_penalty,
     length_penalty,
 )
-from plait.workloads.translation.gnmt import EncodedSource, Gnmt, gnmt_tiny
+from translation.vocabulary import BEGIN, END, PAD, UNKNOWN
 
 LONGEST = 4
 TOKENS = (UNKNOWN, 4, 5)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from bert.shards import KEYS
+from bert.word_pieces import SPECIAL, WordPieces, read_pieces
 from make_shards import ShardSettings, build_vocabulary, make_shards
 from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.sampler import Position, batches, share
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
-from plait.workloads.bert.pretraining_shards import KEYS
-from plait.workloads.bert.wordpiece import SPECIAL, WordPieces, read_pieces
 from plait.workloads.data import build
 from support.training import digits_job, largest_difference, train_here
 
@@ -86,8 +86,8 @@ def test_pieces_are_those_of_the_transformers_library(tmp_path: Path) -> None:
 def test_shards_made_from_text_hold_pairs_whose_masked_tokens_are_known(tmp_path: Path) -> None:
     folder = shards_in(tmp_path)
     train, test = (
-        build("bert-shards", "train", path=str(folder)),
-        build("bert-shards", "test", path=str(folder)),
+        build("bert.shards:bert_shards", "train", path=str(folder)),
+        build("bert.shards:bert_shards", "test", path=str(folder)),
     )
     pieces = read_pieces(folder / "vocab.txt")
     assert train.vocabulary == len(pieces) <= 80
@@ -110,24 +110,24 @@ def test_shards_made_from_text_hold_pairs_whose_masked_tokens_are_known(tmp_path
     assert hidden > len(train)
     again = tmp_path / "again"
     again.mkdir()
-    other = build("bert-shards", "train", path=str(shards_in(again)))
+    other = build("bert.shards:bert_shards", "train", path=str(shards_in(again)))
     assert all(torch.equal(train[3][key], other[3][key]) for key in train[3])
 
 
 def test_shards_of_nvidia_are_read_as_the_models_arguments(tmp_path: Path) -> None:
     write_shard(tmp_path / "wiki_training_0.hdf5")
     write_shard(tmp_path / "wiki_training_1.hdf5", 3, next_sentence_labels=np.ones(3, np.int8))
-    train = build("bert-shards", "train", path=str(tmp_path))
+    train = build("bert.shards:bert_shards", "train", path=str(tmp_path))
     assert (len(train), train.input_shape) == (9, (8,))
     assert train[5]["labels"].tolist() == [-100, -100, 9, -100, -100, 8, -100, -100]
     assert [int(train[i]["next_sentence_label"]) for i in (5, 6, -1)] == [0, 1, 1]
-    assert build("bert-shards", "test", path=str(tmp_path)) is None
+    assert build("bert.shards:bert_shards", "test", path=str(tmp_path)) is None
 
 
 def test_each_worker_reads_shards_of_its_own_and_every_sample_comes_once(tmp_path: Path) -> None:
     for number in range(4):
         write_shard(tmp_path / "training" / f"{number}.hdf5", 8)
-    source = DataSource(build("bert-shards", "train", path=str(tmp_path), lanes=2))
+    source = DataSource(build("bert.shards:bert_shards", "train", path=str(tmp_path), lanes=2))
     order = batches(Position(), 32, 4, seed=3, shuffle=True, keep_last=True, own_order=source.own_order(3, 4))
     seen: list[set[int]] = [set(), set()]
     epochs: list[list[int]] = [[], []]
@@ -150,14 +150,14 @@ def test_each_worker_reads_shards_of_its_own_and_every_sample_comes_once(tmp_pat
 def test_unequal_shards_and_odd_batches_still_give_every_sample_once(sizes: Any, tmp_path: Path) -> None:
     for number, size in enumerate(sizes):
         write_shard(tmp_path / "training" / f"{number}.hdf5", size)
-    dataset = build("bert-shards", "train", path=str(tmp_path), lanes=3)
+    dataset = build("bert.shards:bert_shards", "train", path=str(tmp_path), lanes=3)
     for batch_size in (1, 2, 7):
         assert sorted(dataset.epoch_order(5, batch_size)) == list(range(sum(sizes)))
 
 
 def test_a_resumed_run_goes_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    data = DataSettings("bert-shards", 8, {"path": str(shards_in(tmp_path)), "lanes": 2})
+    data = DataSettings("bert.shards:bert_shards", 8, {"path": str(shards_in(tmp_path)), "lanes": 2})
     args = {"size": "tiny", "vocabulary": 80, "context": 24}
     job = digits_job(
         model=ModelSettings("plait.workloads.bert:pretraining", args),
@@ -173,8 +173,10 @@ def test_a_resumed_run_goes_on_with_the_samples_that_are_left(tmp_path: Path) ->
     assert largest_difference(found, weights) == 0.0
     assert resumed.test == whole.test
     assert 0 <= whole.test["masked_accuracy"] <= 1
-    other = DataSettings("bert-shards", 8, {**data.options, "lanes": 3})
-    with pytest.raises(JobError, match=r"data\.lanes 3, but .* data\.lanes 2, by which bert-shards orders"):
+    other = DataSettings("bert.shards:bert_shards", 8, {**data.options, "lanes": 3})
+    with pytest.raises(
+        JobError, match=r"data\.lanes 3, but .* data\.lanes 2, by which bert.shards:bert_shards orders"
+    ):
         train_here(digits_job(**{**vars(job), "data": other, "steps": 12}), tmp_path / "parts", resume=True)
 
 
@@ -198,12 +200,12 @@ def test_a_damaged_shard_is_refused_with_its_name_and_what_is_wrong(case: str, t
     changes, message = BAD_SHARDS[case]
     write_shard(tmp_path / "training" / "wiki.hdf5", **changes)
     with pytest.raises(DataError, match=rf"wiki\.hdf5: .*{message}.* write the shard again"):
-        build("bert-shards", "train", path=str(tmp_path), vocabulary=30)[0]
+        build("bert.shards:bert_shards", "train", path=str(tmp_path), vocabulary=30)[0]
 
 
 def test_shards_without_a_vocabulary_are_held_to_the_tokens_that_the_model_knows(tmp_path: Path) -> None:
     write_shard(tmp_path / "training" / "wiki.hdf5")
-    train = build("bert-shards", "train", path=str(tmp_path))
+    train = build("bert.shards:bert_shards", "train", path=str(tmp_path))
     train.limit_tokens(9)
     with pytest.raises(DataError, match=r"masked_lm_ids, row 0: found 9, expected 0 to 8.*model_args"):
         train[0]
@@ -216,10 +218,10 @@ def test_a_file_that_is_cut_off_or_no_hdf5_is_refused(tmp_path: Path) -> None:
     for content in (whole[:700], whole[: len(whole) // 2], b"", b"text"):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"wiki\.hdf5: not a whole hdf5 file .* write the shard again"):
-            build("bert-shards", "train", path=str(tmp_path))[0]
+            build("bert.shards:bert_shards", "train", path=str(tmp_path))[0]
     path.unlink()
-    with pytest.raises(DataError, match=r"found no shards for training.* python examples/text/make_shards"):
-        build("bert-shards", "train", path=str(tmp_path))
+    with pytest.raises(DataError, match=r"found no shards for training.* python examples/make_shards"):
+        build("bert.shards:bert_shards", "train", path=str(tmp_path))
 
 
 def test_texts_and_vocabularies_that_cannot_be_used_are_refused_with_their_line(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from captions import BEGIN, END, synthetic_captions
 from plait.core.errors import DataError
 from plait.workloads.data import build
 from plait.workloads.losses import cross_entropy
-from plait.workloads.metrics import token_accuracy
-from plait.workloads.video.captions import BEGIN, END, synthetic_captions
+from plait.workloads.metrics import accuracy
 from plait.workloads.video.s2vt import s2vt, s2vt_tiny
 
 
@@ -36,7 +36,7 @@ def write(folder: Path, shapes: dict[str, tuple[int, ...]] | None = None, **chan
 
 
 def test_captions_come_with_their_videos_frames_and_words_one_later(tmp_path: Path) -> None:
-    train = build("captions", "train", path=write(tmp_path), frames=3, length=2)
+    train = build("captions:captions", "train", path=write(tmp_path), frames=3, length=2)
     assert (len(train), train.input_shape, train.vocabulary) == (3, (3, 3), 7)
     (features, previous), target = train[0]
     assert features[:, 0].tolist() == [0.0, 6.0, 12.0]
@@ -45,12 +45,12 @@ def test_captions_come_with_their_videos_frames_and_words_one_later(tmp_path: Pa
     assert [words[i] for i in target] == ["a", "man", END]
     (features, _), target = train[2]
     assert features[:, 0].tolist() == [0.0, 3.0, 0.0]
-    test = build("captions", "test", path=write(tmp_path), frames=3, length=4)
+    test = build("captions:captions", "test", path=write(tmp_path), frames=3, length=4)
     (_, previous), target = test[0]
     assert [words[i] for i in previous] == [BEGIN, "a", "<unk>", "sings", "<unk>"]
     assert target[-1] == -100
     assert train.fingerprint() == test.fingerprint()
-    assert build("captions", "train", path=write(tmp_path), vocabulary=5).words == [
+    assert build("captions:captions", "train", path=write(tmp_path), vocabulary=5).words == [
         "<unk>",
         "a",
         "man",
@@ -79,7 +79,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_files_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     changes, message = BAD[case]
     with pytest.raises(DataError, match=message):
-        build("captions", "train", path=write(tmp_path, **changes))
+        build("captions:captions", "train", path=write(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("value", [np.float32("nan"), b"text"])
@@ -89,7 +89,7 @@ def test_features_that_are_no_finite_numbers_are_refused(value: Any, tmp_path: P
         del file["video1"]
         file["video1"] = np.full((2, 3), value)
     with pytest.raises(DataError, match=r"features\.hdf5: video 'video1' holds .* expected finite numbers"):
-        build("captions", "train", path=path)
+        build("captions:captions", "train", path=path)
 
 
 def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     features, sentences = tmp_path / "features.hdf5", tmp_path / "captions.json"
     features.write_bytes(features.read_bytes()[:1000])
     with pytest.raises(DataError, match=r"features\.hdf5: not a whole hdf5 file"):
-        build("captions", "train", path=path)
+        build("captions:captions", "train", path=path)
     sentences.write_text(sentences.read_text()[:40])
     with pytest.raises(DataError, match=r"captions\.json, line 1: not JSON"):
-        build("captions", "train", path=path)
+        build("captions:captions", "train", path=path)
 
 
 def test_a_word_depends_on_the_frames_and_the_words_before_it_alone() -> None:
@@ -135,7 +135,7 @@ def test_it_learns_to_say_what_it_sees() -> None:
         optimizer.zero_grad()
         cross_entropy(model(features, previous), target).backward()
         optimizer.step()
-    good, count = token_accuracy(model(features, previous), target)
+    good, count = accuracy(model(features, previous), target)
     assert good / count > 0.8
     found = model.caption(features[:8], begin=1, end=2, longest=4)
     assert sum(len(words) in (1, 2) for words in found) >= 6

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 
 import plait
-from plait.cli.bleu import measure_bleu
 from plait.core.codec import encode
-from plait.jobs.evaluate import measure_run
+from plait.jobs.evaluate import measure_kept, measure_run
 from plait.launch.run_dir import RunDir
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import TrainSettings
-from plait.workloads.translation.beam_search import BeamOptions
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import largest_difference, saved_weights, train_here
 from support.workloads import (
@@ -96,7 +94,8 @@ def skip_without_library(workload: str) -> float:
 
 
 def bleu(folder: Path) -> Any:
-    return measure_bleu(RunDir(folder), BeamOptions(size=1))["checkpoints"]
+    (kept,) = measure_kept(RunDir(folder), {"beam": 1})
+    return kept["metrics"]["bleu"]
 
 
 def in_pieces(job: TrainSettings) -> TrainSettings:

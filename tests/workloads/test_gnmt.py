@@ -10,9 +10,9 @@ import torch
 import plait_bench
 from plait.core.errors import JobError
 from plait.graph import pipedream
-from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
 from plait.workloads.translation.gnmt import Gnmt, gnmt8, gnmt16, gnmt_tiny, reversed_positions
 from plait.workloads.translation.loss import label_smoothing, token_accuracy
+from translation.vocabulary import BEGIN, END, PAD
 
 PROFILES = Path(plait_bench.__file__).parent / "profiles"
 # The gain and the bias of the normalised attention, which PipeDream's model does not have.

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from bert.squad import synthetic_squad
+from bert.squad_scores import exact_match, f1, normalised, squad_scores
+from bert.word_pieces import SPECIAL
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
-from plait.workloads.bert.squad_scores import exact_match, f1, normalised, squad_scores
-from plait.workloads.bert.squad_windows import synthetic_squad
-from plait.workloads.bert.wordpiece import SPECIAL
 from plait.workloads.data import build
 from support.training import digits_job, train_here
 
@@ -45,7 +45,7 @@ def write(folder: Path, *questions: dict[str, Any]) -> dict[str, str]:
 
 def test_windows_hold_question_and_text_and_where_the_answer_is(tmp_path: Path) -> None:
     options = write(tmp_path, question(0, "Who led?", "Rollo, a Viking"), question(1, "What?", None))
-    dataset = build("squad", "train", **options, length=32, question_length=8)
+    dataset = build("bert.squad:squad", "train", **options, length=32, question_length=8)
     assert len(dataset) == 2
     arguments, span = dataset[0]
     words = [*SPECIAL, *WORDS.split()]
@@ -62,7 +62,7 @@ def test_windows_hold_question_and_text_and_where_the_answer_is(tmp_path: Path) 
 
 def test_a_long_text_has_several_windows_and_the_answer_lies_in_some(tmp_path: Path) -> None:
     options = write(tmp_path, question(0, "Who led?", "Rollo, a Viking"))
-    dataset = build("squad", "train", **options, length=16, stride=4, question_length=4)
+    dataset = build("bert.squad:squad", "train", **options, length=16, stride=4, question_length=4)
     assert [window.begin for window in dataset.windows] == [0, 4, 8]
     spans = [dataset[i][1].tolist() for i in range(3)]
     assert spans[0] == [0, 0]
@@ -86,7 +86,9 @@ def test_answers_are_taken_from_the_text_across_windows_and_scored(tmp_path: Pat
         question(1, "What?", None),
         question(2, "Where?", "coast"),
     ]
-    dataset = build("squad", "test", **write(tmp_path, *asked), length=16, stride=4, question_length=4)
+    dataset = build(
+        "bert.squad:squad", "test", **write(tmp_path, *asked), length=16, stride=4, question_length=4
+    )
     model = Oracle()
     found = dataset.answers(model, torch.device("cpu"), batch_size=2)
     # A window that does not hold the answer says so; the lowest such score of a question counts.
@@ -111,7 +113,7 @@ def test_scores_are_those_of_the_official_script() -> None:
 def test_a_fine_tuned_run_is_evaluated_by_exact_match_and_f1(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     args = {"size": "tiny", "vocabulary": 128, "context": 48, "dropout": 0.0}
-    kind = "plait.workloads.bert.squad_windows:synthetic_squad"
+    kind = "bert.squad:synthetic_squad"
     job = digits_job(
         model=ModelSettings("plait.workloads.bert:question_answering", args),
         data=DataSettings(kind, 8, {"questions": 16, "length": 48}),
@@ -165,12 +167,14 @@ def test_a_malformed_file_is_refused_with_the_place(case: str, tmp_path: Path) -
     change, message = BAD_FILES[case]
     path.write_text(change(path.read_text()))
     with pytest.raises(DataError, match=f"{message}.*repair this one"):
-        build("squad", "train", **options)
+        build("bert.squad:squad", "train", **options)
 
 
 def test_windows_without_room_and_missing_files_are_refused(tmp_path: Path) -> None:
     options = write(tmp_path, question(0, "Who led?", "Rollo"))
     with pytest.raises(DataError, match="found windows of 20 tokens"):
-        build("squad", "train", **options, length=20)
+        build("bert.squad:squad", "train", **options, length=20)
     with pytest.raises(DataError, match=r"train-v2\.0\.json: no such file"):
-        build("squad", "train", path=str(tmp_path / "x"), vocabulary_file=options["vocabulary_file"])
+        build(
+            "bert.squad:squad", "train", path=str(tmp_path / "x"), vocabulary_file=options["vocabulary_file"]
+        )

@@ -106,16 +106,14 @@ def test_an_architecture_or_setting_that_transformers_lacks_is_reported(args: An
 
 def test_data_with_more_tokens_than_the_configuration_has_is_refused() -> None:
     pytest.importorskip("transformers")
-    lines = DataSettings("plait.workloads.language.text_lines:synthetic_lines", 4, {"vocabulary": 50})
+    lines = DataSettings("text_lines:synthetic_lines", 4, {"vocabulary": 50})
     with pytest.raises(JobError, match=r"model_args\.config\.vocab_size: found 40, but .* has 50 tokens"):
         components.build(replace(job("gpt2"), data=lines), torch.device("cpu"))
 
 
 def test_lines_that_are_longer_than_the_models_places_are_refused() -> None:
     pytest.importorskip("transformers")
-    lines = DataSettings(
-        "plait.workloads.language.text_lines:synthetic_lines", 4, {"length": 17, "vocabulary": 9}
-    )
+    lines = DataSettings("text_lines:synthetic_lines", 4, {"length": 17, "vocabulary": 9})
     with pytest.raises(JobError, match=r"data\.length: found samples of 17 tokens .* has 16 places; shorten"):
         components.build(replace(job("gpt2"), data=lines), torch.device("cpu"))
 
@@ -131,11 +129,11 @@ def test_where_transformers_is_missing_the_message_says_what_to_install(
 def test_lines_of_a_text_are_padded_and_padding_is_no_target(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("a b c\n\nb a\na\nd a\n")
-    train = build("text-lines", "train", path=str(path), length=2, test_fraction=0.25)
+    train = build("text_lines:text_lines", "train", path=str(path), length=2, test_fraction=0.25)
     assert (len(train), train.vocabulary) == (3, 4)
     assert train[0]["input_ids"].tolist() == [1, 2]
     short = {name: value.tolist() for name, value in train[2].items()}
     assert short == {"input_ids": [1, 0], "attention_mask": [1, 0], "labels": [1, -100]}
-    test = build("text-lines", "test", path=str(path), length=2, test_fraction=0.25)
+    test = build("text_lines:text_lines", "test", path=str(path), length=2, test_fraction=0.25)
     assert test[0]["input_ids"].tolist() == [0, 1]
-    assert build("text-lines", "train", path=str(path), level="byte").vocabulary == 256
+    assert build("text_lines:text_lines", "train", path=str(path), level="byte").vocabulary == 256

@@ -13,6 +13,7 @@ import typer
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption, placement_overrides
+from plait.core.codec import encode
 from plait.core.errors import InputError
 from plait.core.names import searching
 from plait.core.shown import shown
@@ -133,14 +134,8 @@ def _profile_summary(measured: Profile, target: Path) -> dict[str, Any]:
         "notes": list(measured.notes),
         "warnings": [warning] if (warning := measured.doubts()) else [],
         "parameter_bytes": graph.parameter_bytes(),
-        "links": [
-            {"source": k.source, "target": k.target, "bytes_per_s": k.bytes_per_s, "latency_s": k.latency_s}
-            for k in measured.links
-        ],
-        "sums": [
-            {"workers": s.workers, "bytes_per_s": s.bytes_per_s, "latency_s": s.latency_s}
-            for s in measured.sums
-        ],
+        "links": encode(measured.links),
+        "sums": encode(measured.sums),
     }
 
 

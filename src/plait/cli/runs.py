@@ -177,12 +177,11 @@ def evaluate(
     run: RunArgument,
     run_dir: RunsFolder = Path("runs"),
     best: Annotated[bool, typer.Option(help="The best checkpoint instead of the newest.")] = False,
-    bleu: Annotated[
-        bool, typer.Option("--bleu", help="BLEU of translations by every kept checkpoint, or by the best.")
-    ] = False,
-    beam: Annotated[int, typer.Option(help="With --bleu: hypotheses a sentence; 1 is greedy.")] = 5,
-    length_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.6,
-    coverage_penalty: Annotated[float, typer.Option(help="With --bleu: 0 is none.")] = 0.1,
+    every: Annotated[bool, typer.Option("--all", help="Every checkpoint that the run has kept.")] = False,
+    score: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of the data set's scores, such as beam=1 (repeatable)."),
+    ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Also evaluate another user's run, which executes its code.")
     ] = False,
@@ -197,21 +196,22 @@ def evaluate(
         if not trust:
             _check_owner(folder)
         modules = folder.read_record().modules if folder.record.exists() else ()
+    if best and every:
+        raise InputError("--best and --all: found both, expected at most one of them")
+    from plait.schema.job import parse_override
+
+    options = dict(parse_override(text, "--score") for text in score or ())
     show_logs()
     with searching(os.getcwd(), *modules):
-        if bleu:
-            from plait.cli.bleu import evaluate_bleu
+        from plait.jobs.evaluate import measure_kept, measure_run
 
-            evaluate_bleu(folder, best, beam, (length_penalty, coverage_penalty), json_)
-            return
-        from plait.jobs.evaluate import measure_run
-
-        scores = measure_run(folder, best)
+        rows = measure_kept(folder, options) if every else [measure_run(folder, best, options)]
     if json_:
-        print(json.dumps({"run": str(folder.path), **scores}))
+        content = {"checkpoints": rows} if every else rows[0]
+        print(json.dumps({"run": str(folder.path), **content}))
         return
-    text = show_metrics(scores["metrics"])
-    print(f"{folder.path} at step {scores['step']}: {text}")
+    for row in rows:
+        print(f"{folder.path} at step {row['step']}: {show_metrics(row['metrics'])}")
 
 
 def _check_owner(folder: RunDir) -> None:

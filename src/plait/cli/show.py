@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -124,19 +124,6 @@ def result_table(result: RunResult) -> Table:
     if result.verified_s is not None:
         text = "stages compute what the plain model computes"
         table.add_row("verified", f"{text} (checked in {show_seconds(result.verified_s)})")
-    return table
-
-
-def bleu_table(checkpoints: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each checkpoint; the best one is marked."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("step", "BLEU", "length"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    best = max(checkpoints, key=lambda row: float(row["bleu"]))
-    for row in checkpoints:
-        mark = "best" if row is best and len(checkpoints) > 1 else ""
-        table.add_row(str(row["step"]), f"{row['bleu']:.2f}", f"{row['length_ratio']:.3f}", mark)
     return table
 
 

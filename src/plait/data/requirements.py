@@ -135,10 +135,10 @@ def _known_tokens(settings: TrainSettings, factory: Callable[..., Any], model: n
 
 def order_id(dataset: Any, settings: TrainSettings) -> str | None:
     """What the data set's own shuffled order depends on besides the seed; None without such an order."""
-    lanes = getattr(dataset, "lanes", None)
     if not settings.data.shuffle or not hasattr(dataset, "epoch_order"):
         return None
-    return f"data.batch_size {settings.data.batch_size}, data.lanes {lanes}"
+    options = {"batch_size": settings.data.batch_size, **getattr(dataset, "order_options", {})}
+    return ", ".join(f"data.{name} {value}" for name, value in options.items())
 
 
 def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainSettings) -> None:

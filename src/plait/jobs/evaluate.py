@@ -10,7 +10,7 @@ from typing import Any
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
-from plait.core.names import parameters_of
+from plait.core.names import check_arguments
 from plait.data.calling import evaluation_mode
 from plait.data.requirements import check_same_data
 from plait.launch.run_dir import RunDir
@@ -26,46 +26,46 @@ from plait.training.process import choose_device
 log = logging.getLogger(__name__)
 
 
-def measure_run(folder: RunDir, best: bool = False) -> dict[str, Any]:
-    """The step and metrics of a run's newest, or best, checkpoint, computed in this process."""
+def measure_run(
+    folder: RunDir, best: bool = False, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The step and metrics of a run's newest, or best, checkpoint, computed in this process.
+
+    The data set's own `scores`, called with `options`, are among the metrics.
+    """
     settings = _read_settings(folder)
     state = _best(folder) if best else _newest(folder)
-    components = _build(folder, settings)
+    return _measure(_build(folder, settings, options or {}), settings, state, options or {})
+
+
+def measure_kept(folder: RunDir, options: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """What `measure_run` returns, for every checkpoint that the run has kept, oldest first.
+
+    Checkpoints are by parameter name, so it makes no difference on how many workers or stages one was made.
+    """
+    settings = _read_settings(folder)
+    states = _kept(folder)
+    components = _build(folder, settings, options or {})
+    return [_measure(components, settings, state, options or {}) for state in states]
+
+
+def _measure(
+    components: Components,
+    settings: TrainSettings,
+    state: checkpoints.Checkpoint,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
     assert components.test_set is not None
     check_same_data(state.progress, components.test_set.dataset, settings.data)
     checkpoints.load_model_state(components.model, state.model)
     if has_modes(components.optimizer):
         named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
     metrics = evaluate_parts(components, settings)
-    # Metrics that need the whole split at once.
     scores = getattr(components.test_set.dataset, "scores", None)
     if scores is not None:
-        metrics |= scores(components.model, components.device)
-    return {"step": state.step, "metrics": metrics}
-
-
-def measure_scores(
-    folder: RunDir, options: Mapping[str, Any], what: str, best: bool = False
-) -> list[dict[str, Any]]:
-    """What the test split's own `scores` say, with these options, of every checkpoint kept, or of the best.
-
-    `what` they measure leads the refusal of a run whose data has no such scores. Checkpoints are by parameter
-    name, so it makes no difference on how many workers or stages one was made.
-    """
-    settings = _read_settings(folder)
-    states = [_best(folder)] if best else _kept(folder)
-    components = _build(folder, settings)
-    assert components.test_set is not None
-    scores = getattr(components.test_set.dataset, "scores", None)
-    if scores is None or not options.keys() <= parameters_of(scores).keys():
-        raise InputError(f"{folder.path}: {what}, but this run has data.kind {settings.data.kind}")
-    rows: list[dict[str, Any]] = []
-    for state in states:
-        check_same_data(state.progress, components.test_set.dataset, settings.data)
-        checkpoints.load_model_state(components.model, state.model)
         with evaluation_mode(components.model), components.autocast():
-            rows.append({"step": state.step, **scores(components.model, components.device, **options)})
-    return rows
+            metrics |= scores(components.model, components.device, **options)
+    return {"step": state.step, "metrics": metrics}
 
 
 def _read_settings(folder: RunDir) -> TrainSettings:
@@ -77,10 +77,15 @@ def _read_settings(folder: RunDir) -> TrainSettings:
     return settings
 
 
-def _build(folder: RunDir, settings: TrainSettings) -> Components:
+def _build(folder: RunDir, settings: TrainSettings, options: Mapping[str, Any]) -> Components:
     components = build_components(settings, choose_device(settings.device, 0))
     if components.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; nothing to measure on")
+    scores = getattr(components.test_set.dataset, "scores", None)
+    if options and scores is None:
+        raise InputError(f"--score: this run has data.kind {settings.data.kind}, which has no scores")
+    if scores is not None:
+        check_arguments(scores, options, "--score", InputError, positional=2)
     return components
 
 

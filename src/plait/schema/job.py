@@ -116,7 +116,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], aliases: AliasResolver) -> str:
     """Set a value in `tree`; returns its canonical key."""
-    path, value = _parse_override(override) if isinstance(override, str) else override
+    path, value = parse_override(override) if isinstance(override, str) else override
     path, value = aliases.resolve(path, plain_copy(value, path))
     short_path = shortened(path)
     *parents, last = path.split(".")
@@ -137,13 +137,15 @@ def _apply_override(tree: dict[str, Any], override: str | tuple[str, Any], alias
     return path
 
 
-def _parse_override(override: str) -> tuple[str, Any]:
+def parse_override(override: str, flag: str = "--set") -> tuple[str, Any]:
+    """The key and the YAML value of `key=value`, an argument of `flag`."""
     path, equals, text = override.partition("=")
     if not equals:
-        raise JobError(f"--set: found {shown(override)}, expected key.path=value, such as optimizer.lr=0.1")
+        example = "key.path=value, such as optimizer.lr=0.1" if flag == "--set" else "name=value"
+        raise JobError(f"{flag}: found {shown(override)}, expected {example}")
     try:
         return path, load_yaml(text)
     except YamlError as failure:
         raise JobError(
-            f"--set {shortened(path)}: found {shown(text)}, expected a YAML value ({failure})"
+            f"{flag} {shortened(path)}: found {shown(text)}, expected a YAML value ({failure})"
         ) from None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
+from plait.core.errors import JobError
 from plait.schema.hosts import MAX_SLOTS
 
 # Integers up to here are exact in a float64 too, which is how some steps and samples are counted.
@@ -28,6 +30,21 @@ class KeyLimits:
     min_length: int | None = None
     max_length: int | None = None
     pattern: str | None = None
+
+    def first_broken(self, number: float) -> str | None:
+        """The first bound that `number` is outside of, in words; None if it is within all of them."""
+        bounds = (
+            ("greater than or equal to", self.ge, operator.ge),
+            ("greater than", self.gt, operator.gt),
+            ("less than or equal to", self.le, operator.le),
+            ("less than", self.lt, operator.lt),
+        )
+        broken = (
+            f"{text} {bound}"
+            for text, bound, holds in bounds
+            if bound is not None and not holds(number, bound)
+        )
+        return next(broken, None)
 
 
 @dataclass(frozen=True)
@@ -56,3 +73,12 @@ ExtraKeys = Annotated[Mapping[str, Any], MapContent.EXTRA_KEYS]
 AsGiven = Annotated[Mapping[str, Any], MapContent.AS_GIVEN]
 ReadFrom = Annotated[str | None, MapContent.AS_GIVEN]
 Variables = Annotated[Mapping[str, str], MapContent.VARIABLES]
+
+
+def check_limits(settings: Any, key: str) -> None:
+    """Raise JobError for the first number of a dataclass that is outside of the limits in its type."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        for limits in getattr(hint, "__metadata__", ()):
+            if (expected := limits.first_broken(value)) is not None:
+                raise JobError(f"{key}.{name}: found {value!r}, expected {expected}")

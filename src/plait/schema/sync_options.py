@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
 from plait.core.names import did_you_mean
+from plait.schema.limits import Count, CountFromZero, KeyLimits, check_limits
 
 KEY = "parallel.sync_options"
 
@@ -17,15 +18,12 @@ KEY = "parallel.sync_options"
 class AllReduceOptions:
     """Gradients are summed at every step; there are no options."""
 
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
     """A worker that sends no heartbeat for `lease_s` is lost."""
 
-    lease_s: float = 5.0
+    lease_s: Annotated[float, KeyLimits(ge=0.2)] = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,25 +35,12 @@ class PartialReduceOptions(LeaseOptions):
     """
 
     average: Literal["weights", "gradients"] = "weights"
-    minimum: int = 2
-    window: float = 0.1
-    patience: float = 1.0
-    every: int = 10
+    minimum: Annotated[int, KeyLimits(ge=2)] = 2
+    # A share of a step, and steps to wait for a partner.
+    window: Annotated[float, KeyLimits(ge=0, le=1)] = 0.1
+    patience: Annotated[float, KeyLimits(gt=0)] = 1.0
+    every: Count = 10
     state: bool = True
-
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_failed(
-            (
-                2 <= self.minimum <= max(workers, 2),
-                "minimum",
-                self.minimum,
-                f"2 to {workers}, the number of workers",
-            ),
-            (0 <= self.window <= 1, "window", self.window, "a share of a step, 0 to 1"),
-            (self.patience > 0, "patience", self.patience, "steps to wait for a partner, more than 0"),
-            (self.every >= 1, "every", self.every, "a number of rounds, at least 1"),
-            _lease(self.lease_s),
-        )
 
 
 @dataclass(frozen=True)
@@ -64,9 +49,6 @@ class AdPsgdOptions(LeaseOptions):
 
     graph: Literal["complete", "ring"] = "complete"
 
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_failed(_lease(self.lease_s))
-
 
 @dataclass(frozen=True)
 class PairSyncOptions:
@@ -74,43 +56,27 @@ class PairSyncOptions:
 
     state: bool = False
 
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return None
-
 
 @dataclass(frozen=True)
 class PairAveragingOptions(LeaseOptions):
     """Each worker pulls the model of a random peer and averages it with its own."""
-
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_failed(_lease(self.lease_s))
 
 
 @dataclass(frozen=True)
 class SmaOptions:
     """Synchronous model averaging: at every step weights move towards the global mean by `alpha`."""
 
-    alpha: float = 0.1
-
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_failed((0 < self.alpha <= 1, "alpha", self.alpha, "more than 0, at most 1"))
+    alpha: Annotated[float, KeyLimits(gt=0, le=1)] = 0.1
 
 
 @dataclass(frozen=True)
 class LocalSgdOptions:
     """Averages all workers every `every` steps; with `outer: nesterov`, as a step of DiLoCo's optimizer."""
 
-    every: int = 8
+    every: Count = 8
     outer: Literal["none", "nesterov"] = "none"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        return _first_failed(
-            (self.every >= 1, "every", self.every, "a number of steps, at least 1"),
-            (self.outer_lr > 0, "outer_lr", self.outer_lr, "more than 0"),
-            (0 <= self.outer_momentum < 1, "outer_momentum", self.outer_momentum, "0 to less than 1"),
-        )
+    outer_lr: Annotated[float, KeyLimits(gt=0)] = 0.7
+    outer_momentum: Annotated[float, KeyLimits(ge=0, lt=1)] = 0.9
 
 
 @dataclass(frozen=True)
@@ -120,18 +86,10 @@ class HetPipeOptions:
     A worker may be `staleness` waves ahead of the slowest. `dedicated` servers do not train.
     """
 
-    servers: int = 1
+    servers: Count = 1
     dedicated: bool = False
-    staleness: int = 0
-    wave: int = 1
-
-    def first_invalid(self, workers: int) -> tuple[str, Any, str] | None:
-        most = workers - 1 if self.dedicated else workers
-        return _first_failed(
-            (1 <= self.servers <= most, "servers", self.servers, f"1 to {most}, of {workers} workers"),
-            (self.staleness >= 0, "staleness", self.staleness, "a number of waves, at least 0"),
-            (self.wave >= 1, "wave", self.wave, "a number of steps, at least 1"),
-        )
+    staleness: CountFromZero = 0
+    wave: Count = 1
 
 
 Options = (
@@ -170,9 +128,11 @@ def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
         options = decode(KINDS[kind], dict(given), KEY)
     except ArtefactError as failure:
         raise JobError(f"{failure} (options of {kind})") from None
-    if (invalid := options.first_invalid(workers)) is not None:
-        name, value, expected = invalid
-        raise JobError(f"{KEY}.{name}: found {value!r}, expected {expected}")
+    check_limits(options, KEY)
+    if isinstance(options, PartialReduceOptions) and options.minimum > max(workers, 2):
+        raise JobError(f"{KEY}.minimum: found {options.minimum}, expected 2 to {workers}, the workers")
+    if isinstance(options, HetPipeOptions) and options.servers > (most := workers - options.dedicated):
+        raise JobError(f"{KEY}.servers: found {options.servers}, expected 1 to {most}, of {workers} workers")
     return options
 
 
@@ -190,11 +150,3 @@ def lease_of(kind: str, given: Mapping[str, Any]) -> float | None:
     """The heartbeat timeout under a sync that tolerates the loss of a worker; None for other syncs."""
     options = decode(KINDS[kind], dict(given), KEY) if kind in KINDS else None
     return options.lease_s if isinstance(options, LeaseOptions) else None
-
-
-def _lease(seconds: float) -> tuple[bool, str, Any, str]:
-    return (seconds >= 0.2, "lease_s", seconds, "seconds, at least 0.2")
-
-
-def _first_failed(*checks: tuple[bool, str, Any, str]) -> tuple[str, Any, str] | None:
-    return next(((name, value, expected) for fine, name, value, expected in checks if not fine), None)

@@ -33,10 +33,6 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return (output.argmax(-1) == target).sum(), int((target != IGNORED).sum())
 
 
-# Another name that jobs may use.
-token_accuracy = accuracy
-
-
 class Perplexity:
     """The exponential of the mean cross entropy of a token, over all tokens that are not padding (-100)."""
 

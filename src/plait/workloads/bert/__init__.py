@@ -1,4 +1,4 @@
-"""BERT: models, pre-training data in hdf5 shards, word pieces, and SQuAD fine-tuning.
+"""BERT: models, and the metrics of pre-training and of SQuAD. The data of its examples is in `examples/bert`.
 
 `bert`, `bert_medium` and `bert_tiny` are implemented here; `pretraining` and `question_answering` make models
 of the transformers library, which compute their own loss.

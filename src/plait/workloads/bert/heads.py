@@ -23,7 +23,7 @@ def pretraining(
 ) -> nn.Module:
     """`BertForPreTraining`: its loss is that of masked tokens plus that of the next sentence.
 
-    Base has 110,106,428 parameters. Use it with samples of `bert-shards`.
+    Base has 110,106,428 parameters. Use it with samples of `examples/bert/shards.py`.
     """
     return from_config("BertForPreTraining", _config(size, vocabulary, context, dropout))
 
@@ -31,7 +31,7 @@ def pretraining(
 def question_answering(
     size: Size = "base", vocabulary: int = 30522, context: int = 512, dropout: float = 0.1
 ) -> nn.Module:
-    """`BertForQuestionAnswering`: begin and end of an answer in a text. Use it with samples of `squad`."""
+    """`BertForQuestionAnswering`: begin and end of an answer, as in `examples/bert/squad.py`."""
     return from_config("BertForQuestionAnswering", _config(size, vocabulary, context, dropout))
 
 

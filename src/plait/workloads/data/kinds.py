@@ -15,6 +15,7 @@ from plait.core.errors import ArtefactError, DataError
 from plait.core.files import expand_path
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.workloads.data.cifar import cifar
+from plait.workloads.data.continued_text import continued_text
 from plait.workloads.data.digits import digits
 from plait.workloads.data.fashion_mnist import fashion_mnist
 from plait.workloads.data.image_folder import image_folder
@@ -24,22 +25,12 @@ from plait.workloads.data.text import text
 
 KINDS: Mapping[str, Callable[..., MapDataset]] = {
     "cifar": cifar,
+    "continued-text": continued_text,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "image-folder": image_folder,
     "synthetic": synthetic,
     "text": text,
-}
-# Kinds that belong to a workload, by factory; their modules are imported when a job names them.
-WORKLOAD_KINDS: Mapping[str, str] = {
-    "bert-shards": "plait.workloads.bert.pretraining_shards:bert_shards",
-    "catalogues": "plait.workloads.data.sentences.catalogues:catalogues",
-    "captions": "plait.workloads.video.captions:captions",
-    "continued-text": "plait.workloads.language.continued_text:continued_text",
-    "number-words": "plait.workloads.data.sentences.number_words:number_words",
-    "squad": "plait.workloads.bert.squad_windows:squad",
-    "text-lines": "plait.workloads.language.text_lines:text_lines",
-    "translation": "plait.workloads.data.sentences.text_files:translation",
 }
 
 
@@ -101,8 +92,7 @@ def check(kind: str, options: Mapping[str, Any]) -> tuple[Callable[..., MapDatas
     _check_split(factory, kind, options)
     reserved = ("batch_size", "shuffle", "last_batch", "loaders", "collate_fn")
     check_arguments(factory, options, "data", DataError, positional=1, reserved=reserved)
-    is_ours = kind in KINDS or kind in WORKLOAD_KINDS
-    return factory, _converted(factory, options) if is_ours else dict(options)
+    return factory, _converted(factory, options) if kind in KINDS else dict(options)
 
 
 def _check_split(factory: Callable[..., Any], kind: str, options: Mapping[str, Any]) -> None:
@@ -151,11 +141,9 @@ def in_place_of(kind: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
 def factory_of(kind: str) -> Callable[..., MapDataset]:
     if kind in KINDS:
         return KINDS[kind]
-    if kind in WORKLOAD_KINDS:
-        return cast("Callable[..., MapDataset]", resolve(WORKLOAD_KINDS[kind], "data.kind", DataError))
     if ":" not in kind:
         raise DataError(
-            f"data.kind: unknown kind {kind!r}{did_you_mean(kind, [*KINDS, *WORKLOAD_KINDS])}; "
+            f"data.kind: unknown kind {kind!r}{did_you_mean(kind, KINDS)}; "
             f"a data set of your own is written 'package.module:name'"
         )
     factory = resolve(kind, "data.kind", DataError)

@@ -15,17 +15,18 @@ Sample = tuple[Tensor, Tensor]
 
 
 class MapDataset(Protocol):
-    """A set of (input, target) pairs by index; its attributes describe it for models.
+    """A set of (inputs, target) pairs by index; its attributes describe it for models.
 
     Sets of classified images have `classes` and `input_shape`; sets of tokens have `vocabulary` and
     `input_shape`. A set with `streams` promises that sample i continues sample i - streams, and one with
-    `epoch_order(seed, batch_size)` has its own shuffled order. `fingerprint()` must be the same in a resumed
-    run; `scores(model, device)` are printed by `plait evaluate`.
+    `epoch_order(seed, batch_size)` has its own shuffled order, which also depends on its `order_options`, by
+    name. `fingerprint()` must be the same in a resumed run; `scores(model, device)` are printed by
+    `plait evaluate`.
     """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]: ...
 
 
 class Fingerprinted:

@@ -1,5 +1,4 @@
-"""Language models that carry their state from batch to batch, and the text that they read in order.
+"""Language models that carry their state from batch to batch, in `CarriedState` modules.
 
-A model here has `CarriedState` modules; its data set provides the stream of each sample, which the next batch
-continues.
+Their data set provides the stream of each sample, which the next batch continues.
 """

@@ -1,4 +1,1 @@
-"""Translation: pairs of sentences as token numbers in, a GNMT model, its loss, translations and BLEU out.
-
-The data sets of sentence pairs live in `plait.workloads.data.sentences`.
-"""
+"""Translation: GNMT, and its loss. The data of its examples is in `examples/translation`."""

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.workloads.data.sentences.vocabulary import PAD
 from plait.workloads.translation.attention import NormalisedAttention
+
+# The token that fills the end of a sentence in a batch.
+PAD = 0
 
 # The hidden and the cell state of a layer, each (1, batch, channels).
 LayerState = tuple[Tensor, Tensor]

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.core.errors import JobError
-from plait.workloads.data.sentences.vocabulary import PAD
 from plait.workloads.metrics import more_is_better
+from plait.workloads.translation.gnmt import PAD
 
 
 def label_smoothing(

@@ -1,1 +1,1 @@
-"""Videos: features of their frames in, captions out."""
+"""Video captions: S2VT. The data of its example is in `examples/captions.py`."""

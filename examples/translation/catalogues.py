@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gettext
 import logging
 import re
 import struct
@@ -10,21 +11,16 @@ from functools import lru_cache
 from pathlib import Path
 
 from plait.core.errors import DataError
-from plait.workloads.data.files import read_bytes
-from plait.workloads.data.sentences.encoding import Encoding, learn_encoding
-from plait.workloads.data.sentences.pairs import SentenceGroups, SentencePairs, arrange
-from plait.workloads.data.sentences.splitting import is_test
-from plait.workloads.data.sentences.words import split_words
 from plait.workloads.data.stored import Split
+from translation.encoding import Encoding, learn_encoding
+from translation.pairs import SentenceGroups, SentencePairs, arrange, is_test
+from translation.words import split_words
 
 log = logging.getLogger(__name__)
 
 # The folder of German catalogues in Debian.
-DEBIAN_FOLDER = Path("/usr/share/locale/de")
+DEBIAN_FOLDER = "/usr/share/locale/de"
 _REMEDY = "install packages with translations (Debian: git, gettext, coreutils), or set data.path"
-_FILE_REMEDY = "reinstall its package, or remove the file from the folder"
-_ORDERS = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}
-_CHARSET = re.compile(rb"charset=(?!CHARSET)([\w.:-]+)")
 _TAG = re.compile(r"</?\w[^<>]*>")
 # The sign before the accelerator key of a menu entry: `_File`, `&File`.
 _ACCELERATOR = re.compile(r"(?<![\w&])[_&](?=\w)")
@@ -36,7 +32,7 @@ _LEAST_WORDS, _LEAST_LETTERS, _MOST_RATIO = 2, 0.6, 2.5
 
 def catalogues(
     split: Split,
-    path: Path = DEBIAN_FOLDER,
+    path: str = DEBIAN_FOLDER,
     test_fraction: float = 0.05,
     merges: int = 2000,
     vocabulary_size: int | None = None,
@@ -54,7 +50,7 @@ def catalogues(
         raise DataError(f"data.test_fraction: found {test_fraction}, expected more than 0 and less than 1")
     if merges < 1:
         raise DataError(f"data.merges: found {merges}, expected at least 1")
-    pairs, encoding = _learned(path, test_fraction, merges, vocabulary_size)
+    pairs, encoding = _learned(Path(path).expanduser(), test_fraction, merges, vocabulary_size)
     english, others = zip(*(pair for pair in pairs if is_test(pair[0], test_fraction) == (split == "test")))
     return arrange(SentencePairs(english, others, encoding, others), sentences, tokens, longest)
 
@@ -82,7 +78,7 @@ def read_catalogues(path: Path) -> list[tuple[str, str]]:
     if not files:
         problem = "holds no .mo file" if path.is_dir() else "no such folder"
         raise DataError(f"{path}: {problem}, expected message catalogues; {_REMEDY}")
-    pairs = clean_pairs(pair for file in files for pair in read_mo(file))
+    pairs = clean_pairs(pair for file in files for pair in _read_or_skip(file))
     if not pairs:
         raise DataError(
             f"{path}: its {len(files):,} catalogues hold no pair that looks like sentences; {_REMEDY}"
@@ -91,37 +87,30 @@ def read_catalogues(path: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def read_mo(path: Path) -> list[tuple[str, str]]:
-    """The messages of a catalogue and their translations, in the file's order; the singular of plurals.
-
-    The catalogue's description, under the empty message, is skipped, and so is the context of a message.
-    Python's gettext does not list messages, and fails on descriptions in another encoding than UTF-8, as in
-    some of Debian's files.
-    """
-    data = read_bytes(path, "a message catalogue (.mo)", _FILE_REMEDY)
-    order = _ORDERS.get(data[:4])
-    if order is None:
-        raise DataError(
-            f"{path}: found {data[:4].hex()} as its first bytes, not those of a .mo file; {_FILE_REMEDY}"
-        )
+def _read_or_skip(path: Path) -> list[tuple[str, str]]:
+    """The messages of a catalogue, or none: gettext cannot read one in a thousand of Debian's."""
     try:
-        count, *offsets = struct.unpack_from(f"{order}3I", data, 8)
-        tables = [
-            [struct.unpack_from(f"{order}2I", data, offset + 8 * i) for i in range(count)]
-            for offset in offsets
-        ]
-        if any(begin + length > len(data) for table in tables for length, begin in table):
-            raise ValueError(f"a string ends beyond the file's {len(data):,} bytes")
-        messages, texts = ([data[begin : begin + length] for length, begin in table] for table in tables)
-        described = _CHARSET.search(b"".join(text for message, text in zip(messages, texts) if not message))
-        charset = described[1].decode() if described else "utf-8"
-        pairs = [(m.decode(charset), text.decode(charset)) for m, text in zip(messages, texts) if m]
-    except (struct.error, LookupError, ValueError) as failure:
-        raise DataError(
-            f"{path}: it is damaged, or not in the encoding that it names ({failure}); {_FILE_REMEDY}"
-        ) from None
-    plain = [(message.rpartition("\x04")[2], text) for message, text in pairs]
-    return [(message.partition("\0")[0], text.partition("\0")[0]) for message, text in plain]
+        return read_mo(path)
+    except DataError as failure:
+        log.warning("%s", failure)
+        return []
+
+
+def read_mo(path: Path) -> list[tuple[str, str]]:
+    """The messages of a catalogue and their translations, in the file's order; the singular of plurals."""
+    try:
+        with path.open("rb") as file:
+            # Python's reader has no public list of its messages.
+            messages = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+    except (OSError, ValueError, LookupError, struct.error) as failure:
+        raise DataError(f"{path}: not a message catalogue that gettext can read ({failure})") from None
+    pairs = []
+    for message, text in messages.items():
+        name, form = message if isinstance(message, tuple) else (message, 0)
+        if name and form == 0:
+            # Before \x04 is the message's context.
+            pairs.append((name.rpartition("\x04")[2], text))
+    return pairs
 
 
 def clean_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ Line = TypeVar("Line")
 
 def text_lines(
     split: Split,
-    path: Path,
+    path: str,
     length: int = 64,
     level: Literal["word", "character", "byte"] = "word",
     test_fraction: float = 0.1,
@@ -31,16 +31,17 @@ def text_lines(
     those of `text`.
     """
     check_options(length, test_fraction, vocabulary)
-    data = read_bytes(path, "a text file", "set data.path to one")
+    file = Path(path).expanduser()
+    data = read_bytes(file, "a text file", "set data.path to one")
     if level == "byte":
         lines = [list(line) for line in data.splitlines() if line.strip()]
-        return PaddedLines(_part(split, path, lines, test_fraction), length, 256)
-    content = decode_text(path, data, "or set data.level to byte")
+        return PaddedLines(_part(split, file, lines, test_fraction), length, 256)
+    content = decode_text(file, data, "or set data.level to byte")
     texts = [line for line in content.splitlines() if line.strip()]
     words = [list(line) if level == "character" else line.split() for line in texts]
     cut = len(words) - round(len(words) * test_fraction)
     known = vocabulary_of([word for line in words[:cut] for word in line], vocabulary)
-    numbers = [[known.get(word, 0) for word in line] for line in _part(split, path, words, test_fraction)]
+    numbers = [[known.get(word, 0) for word in line] for line in _part(split, file, words, test_fraction)]
     return PaddedLines(numbers, length, len(known), fingerprint(known))
 
 

@@ -1,6 +1,6 @@
 """BERT's pre-training shards from plain text: sentence pairs with masked tokens, and a vocabulary of pieces.
 
-    python examples/text/make_shards.py corpus.txt --to data/shards --vocabulary 4000 --length 128
+    python examples/make_shards.py corpus.txt --to data/shards --vocabulary 4000 --length 128
 
 A text has a sentence a line and an empty line between documents, as BERT's own scripts take it.
 """
@@ -20,13 +20,13 @@ import h5py
 import numpy as np
 from tokenizers import models, trainers
 
+from bert.shards import VOCABULARY_FILE
+from bert.word_pieces import SPECIAL, WordPieces, read_pieces, uncased
+from hdf5 import Array
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import DataError, PlaitError
 from plait.core.files import write_atomic
-from plait.workloads.bert.pretraining_shards import VOCABULARY_FILE
-from plait.workloads.bert.wordpiece import SPECIAL, WordPieces, read_pieces, uncased
 from plait.workloads.data.files import decode_text, read_bytes
-from plait.workloads.data.hdf5 import Array
 
 Document = list[list[int]]
 _REMEDY = "give a text in UTF-8, a sentence a line, with an empty line between documents"

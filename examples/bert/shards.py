@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bert.word_pieces import read_pieces
+from hdf5 import Array, check_keys, open_hdf5
 from plait.core.errors import DataError
-from plait.workloads.bert.shard_order import LaneOrder, lane_order
-from plait.workloads.bert.wordpiece import read_pieces
-from plait.workloads.data.hdf5 import Array, check_keys, open_hdf5
 from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.metrics import IGNORED
 
@@ -32,12 +32,12 @@ KEYS = (
     "next_sentence_labels",
 )
 EXPECTED = f"a shard with the arrays {', '.join(KEYS)}"
-REMEDY = "write the shard again (examples/text/make_shards.py makes some from text), or remove it"
+REMEDY = "write the shard again (examples/make_shards.py makes some from text), or remove it"
 VOCABULARY_FILE = "vocab.txt"
 
 
 def bert_shards(
-    split: Split, path: Path, lanes: int = 8, vocabulary: int | None = None
+    split: Split, path: str, lanes: int = 8, vocabulary: int | None = None
 ) -> PretrainingShards | None:
     """The samples of all shards of a split below `path`, as dicts of the model's arguments.
 
@@ -48,15 +48,16 @@ def bert_shards(
     """
     if lanes < 1:
         raise DataError(f"data.lanes: found {lanes}, expected at least 1; use the number of workers")
-    files = find_shards(path, split)
+    folder = Path(path).expanduser()
+    files = find_shards(folder, split)
     if not files:
         if split == "test":
             return None
         raise DataError(
-            f"{path}: found no shards for training; expected training/*.hdf5 in it; make some from text: "
-            f"python examples/text/make_shards.py TEXT --to {path}"
+            f"{folder}: found no shards for training; expected training/*.hdf5 in it; make some from text: "
+            f"python examples/make_shards.py TEXT --to {folder}"
         )
-    pieces = read_pieces(path / VOCABULARY_FILE) if (path / VOCABULARY_FILE).exists() else None
+    pieces = read_pieces(folder / VOCABULARY_FILE) if (folder / VOCABULARY_FILE).exists() else None
     known = vocabulary or (None if pieces is None else len(pieces))
     heads = [read_head(file) for file in files]
     for head in heads[1:]:
@@ -118,7 +119,8 @@ class PretrainingShards(Fingerprinted):
         self._fingerprint = fingerprint
         self.input_shape = (heads[0].length,)
         self._heads = list(heads)
-        self.lanes = lanes
+        self._lanes = lanes
+        self.order_options = {"lanes": lanes}
         self._ends = np.cumsum([head.samples for head in heads])
         self._open: OrderedDict[int, dict[str, Array]] = OrderedDict()
 
@@ -153,15 +155,15 @@ class PretrainingShards(Fingerprinted):
         """The number of the shard that holds a sample."""
         return int(np.searchsorted(self._ends, index, side="right"))
 
-    def epoch_order(self, seed: int, batch_size: int) -> LaneOrder:
+    def epoch_order(self, seed: int, batch_size: int) -> list[int]:
         """Shards in a shuffled order, distributed over workers, with their samples shuffled."""
-        return lane_order([head.samples for head in self._heads], seed, batch_size, self.lanes)
+        return lane_order([head.samples for head in self._heads], seed, batch_size, self._lanes)
 
     def _arrays(self, shard: int) -> dict[str, Array]:
         if shard in self._open:
             self._open.move_to_end(shard)
             return self._open[shard]
-        while len(self._open) > self.lanes:
+        while len(self._open) > self._lanes:
             self._open.popitem(last=False)
         head = self._heads[shard]
         with open_hdf5(head.path, EXPECTED, REMEDY) as file:
@@ -239,3 +241,37 @@ class SyntheticPairs:
             "labels": labels,
             "next_sentence_label": torch.tensor(is_other),
         }
+
+
+def lane_order(samples: Sequence[int], seed: int, batch_size: int, lanes: int) -> list[int]:
+    """All samples of shards of the given sizes, once; each of `lanes` readers reads one shard at a time.
+
+    Shards are assigned, in a shuffled order, to the lane with the fewest samples. A batch consists of
+    consecutive parts, one of each lane, in order; if a lane has ended, others contribute more. The order does
+    not depend on the number of workers, nor on where a run was resumed.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    begins = np.concatenate([[0], np.cumsum(samples)])
+    dealt: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[] for _ in range(lanes)]
+    sizes = [0] * lanes
+    for shard in generator.permutation(len(samples)):
+        lane = sizes.index(min(sizes))
+        dealt[lane].append(begins[shard] + generator.permutation(samples[shard]))
+        sizes[lane] += samples[shard]
+    rows = [np.concatenate(lane) if lane else np.empty(0, np.int64) for lane in dealt]
+    return _merged(rows, batch_size).tolist()
+
+
+def _merged(
+    lanes: list[np.ndarray[tuple[int], np.dtype[np.int64]]], batch_size: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The batches, each in equal parts of the remaining lanes."""
+    parts = []
+    left = [lane for lane in lanes if len(lane)]
+    while left:
+        ends = [batch_size * i // len(left) for i in range(len(left) + 1)]
+        for index, (begin, end) in enumerate(pairwise(ends)):
+            parts.append(left[index][: end - begin])
+            left[index] = left[index][end - begin :]
+        left = [lane for lane in left if len(lane)]
+    return np.concatenate(parts)

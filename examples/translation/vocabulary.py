@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from plait.core.errors import DataError
-from plait.workloads.data.sentences.lines import read_lines
+from translation.lines import read_lines
 
 SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 PAD, UNKNOWN, BEGIN, END = range(len(SPECIAL))

@@ -17,9 +17,7 @@ from plait.core.errors import DataError
 from plait.workloads.data.files import decode_text, fingerprint, read_bytes
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-REMEDY = (
-    "set data.vocabulary_file to BERT's vocab.txt, a piece a line, or make one: examples/text/make_shards.py"
-)
+REMEDY = "set data.vocabulary_file to BERT's vocab.txt, a piece a line, or make one: examples/make_shards.py"
 
 
 class Piece(NamedTuple):

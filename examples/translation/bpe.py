@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, trainers
 
 from plait.core.errors import DataError
-from plait.workloads.data.sentences.lines import read_lines
+from translation.lines import read_lines
 
 Merge = tuple[str, str]
 END_OF_WORD = "</w>"

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from plait.core.errors import DataError
-from plait.workloads.data.sentences.encoding import Encoding, learn_encoding
-from plait.workloads.data.sentences.pairs import SentenceGroups, SentencePairs, arrange
-from plait.workloads.data.sentences.splitting import is_test
 from plait.workloads.data.stored import Split
+from translation.encoding import Encoding, learn_encoding
+from translation.pairs import SentenceGroups, SentencePairs, arrange, is_test
 
 MILLION = 1_000_000
 MOST = 1000 * MILLION

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
+from plait.core.errors import InputError
+from translation.vocabulary import BEGIN, END, PAD
+
+MOST_HYPOTHESES, MOST_PENALTY = 1000, 10
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,13 @@ class BeamOptions:
     coverage_penalty: float = 0.1
     longest: int = 150
     longest_ratio: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MOST_HYPOTHESES:
+            raise InputError(f"beam: found {self.size}, expected 1 to {MOST_HYPOTHESES}")
+        for name in ("length_penalty", "coverage_penalty"):
+            if not 0 <= getattr(self, name) <= MOST_PENALTY:
+                raise InputError(f"{name}: found {getattr(self, name):g}, expected 0 to {MOST_PENALTY}")
 
 
 class Translator(Protocol):

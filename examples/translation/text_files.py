@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from plait.core.errors import DataError
-from plait.workloads.data.sentences.bpe import read_codes
-from plait.workloads.data.sentences.encoding import Encoding, learn_encoding
-from plait.workloads.data.sentences.lines import read_lines
-from plait.workloads.data.sentences.pairs import SentenceGroups, SentencePairs, arrange
-from plait.workloads.data.sentences.vocabulary import UNKNOWN, count_vocabulary, read_vocabulary
 from plait.workloads.data.stored import Split
+from translation.bpe import read_codes
+from translation.encoding import Encoding, learn_encoding
+from translation.lines import read_lines
+from translation.pairs import SentenceGroups, SentencePairs, arrange
+from translation.vocabulary import UNKNOWN, count_vocabulary, read_vocabulary
 
 _WHAT = "sentences, one a line"
 _REMEDY = "set data.path, data.train, data.test, data.source and data.target to PATH/TRAIN.SOURCE and so on"
@@ -18,7 +18,7 @@ _REMEDY = "set data.path, data.train, data.test, data.source and data.target to 
 
 def translation(
     split: Split,
-    path: Path,
+    path: str,
     source: str = "en",
     target: str = "de",
     train: str = "train",
@@ -44,12 +44,13 @@ def translation(
         raise DataError("data: found both codes and merges, expected at most one of them")
     if merges is not None and vocabulary is not None:
         raise DataError("data: found both merges, which learn a vocabulary, and vocabulary; leave one out")
-    prefix = path / (train if split == "train" else test)
+    folder = Path(path).expanduser()
+    prefix = folder / (train if split == "train" else test)
     texts = _read_pair(prefix, source, target)
     learns = vocabulary is None or merges is not None
-    to_learn_from = texts if split == "train" or not learns else _read_pair(path / train, source, target)
-    encoding = _encoding(path, to_learn_from, codes, vocabulary, merges, vocabulary_size, tokenised)
-    references = None if split == "train" else _references(path, reference, texts)
+    to_learn_from = texts if split == "train" or not learns else _read_pair(folder / train, source, target)
+    encoding = _encoding(folder, to_learn_from, codes, vocabulary, merges, vocabulary_size, tokenised)
+    references = None if split == "train" else _references(folder, reference, texts)
     pairs = SentencePairs(*texts, encoding, references)
     _check_known(pairs, prefix)
     return arrange(pairs, sentences, tokens, longest if split == "train" else None)

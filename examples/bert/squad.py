@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bert.squad_file import Answer, Question, read_squad
+from bert.squad_scores import squad_scores
+from bert.word_pieces import SPECIAL, Piece, WordPieces, read_pieces
 from plait.core.errors import DataError
-from plait.workloads.bert.squad_file import Answer, Question, read_squad
-from plait.workloads.bert.squad_scores import squad_scores
-from plait.workloads.bert.wordpiece import SPECIAL, Piece, WordPieces, read_pieces
 from plait.workloads.data.stored import Fingerprinted, Split
 
 FILES: dict[Split, str] = {"train": "train-v2.0.json", "test": "dev-v2.0.json"}
@@ -22,8 +22,8 @@ SquadSample = tuple[dict[str, Tensor], Tensor]
 
 def squad(
     split: Split,
-    path: Path,
-    vocabulary_file: Path,
+    path: str,
+    vocabulary_file: str,
     length: int = 384,
     stride: int = 128,
     question_length: int = 64,
@@ -35,8 +35,8 @@ def squad(
     word pieces. A sample is a dict of the model's arguments, and the begin and end of the answer (0, 0 if the
     window has none).
     """
-    questions = read_squad(path / FILES[split])
-    pieces = read_pieces(vocabulary_file)
+    questions = read_squad(Path(path).expanduser() / FILES[split])
+    pieces = read_pieces(Path(vocabulary_file).expanduser())
     return SquadWindows(questions, pieces, _Sizes(length, stride, question_length, longest_answer))
 
 

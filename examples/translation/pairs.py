@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.core.errors import DataError, InputError
-from plait.workloads.data.sentences.encoding import Encoding
-from plait.workloads.data.sentences.vocabulary import BEGIN, END, PAD
+from plait.core.errors import DataError
 from plait.workloads.data.stored import Fingerprinted
-from plait.workloads.translation.beam_search import BeamOptions
-from plait.workloads.translation.bleu import pad_rows, score, translate
+from translation.beam_search import BeamOptions
+from translation.bleu import pad_rows, score, translate
+from translation.encoding import Encoding
+from translation.vocabulary import BEGIN, END, PAD
 
 # How many starting points are tried for example batches.
 _TRIES = 100
@@ -81,23 +82,23 @@ class SentencePairs(Fingerprinted):
         both = zip(self._sources, self._targets)
         return np.array([1 + max(len(tokens(a)), len(tokens(b))) for a, b in both], dtype=np.int64)
 
-    def scores(self, model: Any, device: torch.device, beam: BeamOptions | None = None) -> dict[str, Any]:
-        """The BLEU of the model's translations by a search with `beam`; empty without, as it takes long."""
-        if beam is None:
-            return {}
-        if not callable(getattr(model, "encode", None)) or not callable(getattr(model, "step", None)):
-            raise InputError(
-                f"--bleu measures translations, but this run has a {type(model).__name__}; expected a model "
-                f"with encode and step, such as plait.workloads.translation.gnmt:gnmt8"
-            )
+    def scores(
+        self,
+        model: Any,
+        device: torch.device,
+        beam: int = 5,
+        length_penalty: float = 0.6,
+        coverage_penalty: float = 0.1,
+    ) -> dict[str, float]:
+        """The BLEU of the model's translations by beam search, printed by `plait evaluate`."""
         translations = translate(
-            model, [self.source_numbers(index) for index in range(len(self))], beam, device
+            model,
+            [self.source_numbers(index) for index in range(len(self))],
+            BeamOptions(beam, length_penalty, coverage_penalty),
+            device,
         )
         references = [self.reference(index) for index in range(len(self))]
-        return {
-            "sentences": len(self),
-            **score([self.encoding.text(each) for each in translations], references),
-        }
+        return score([self.encoding.text(each) for each in translations], references)
 
     def only(self, indices: Sequence[int]) -> SentencePairs:
         """Only these pairs."""
@@ -126,6 +127,7 @@ class SentenceGroups(Fingerprinted):
     def __init__(self, pairs: SentencePairs, groups: Sequence[Sequence[int]]) -> None:
         self.pairs = pairs
         self.vocabulary = pairs.vocabulary
+        self.scores = pairs.scores
         self._fingerprint = pairs.fingerprint()
         self._groups = groups
 
@@ -144,16 +146,13 @@ class SentenceGroups(Fingerprinted):
         """Samples for batches of these sizes whose lengths show which sizes change; see `choose_examples`."""
         return choose_examples(self, sizes)
 
-    def scores(self, model: Any, device: torch.device, beam: BeamOptions | None = None) -> dict[str, Any]:
-        """The scores of the pairs."""
-        return self.pairs.scores(model, device, beam)
-
 
 def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int]) -> list[list[int]]:
     """Consecutive samples for each batch: the first ones whose lengths show which sizes change.
 
-    Tracing treats sizes that are equal in all examples as one size, or as fixed: so the sources of the
-    batches must have different lengths, the targets too, and the two must differ.
+    Tracing treats sizes that are equal in all examples as one size, or as fixed, and a size of 1 as fixed: so
+    the sources of the batches must have different lengths, the targets too, the two must differ, and groups
+    must have several sentences.
     """
     examples: list[list[int]] = []
     for begin in range(min(len(dataset), _TRIES)):
@@ -162,7 +161,7 @@ def choose_examples(dataset: SentencePairs | SentenceGroups, sizes: Sequence[int
         shapes = [_sizes_of(dataset.collated_batch(numbers)) for numbers in examples]
         rows, sources, targets = zip(*shapes)
         unlike = all(len(set(lengths)) == len(lengths) for lengths in (sources, targets))
-        if unlike and len({rows, sources, targets}) == 3:
+        if unlike and 1 not in rows and len({rows, sources, targets}) == 3:
             return examples
     return examples
 
@@ -224,3 +223,8 @@ def group_by_length(lengths: Any, sentences: int | None, tokens: int | None) -> 
     # The first groups must be typical, as models are profiled with them.
     random.Random(0).shuffle(groups)
     return groups
+
+
+def is_test(text: str, fraction: float) -> bool:
+    """Whether a sentence is in the `fraction` for testing, by a hash of its text."""
+    return zlib.crc32(text.encode()) < fraction * 2**32

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hdf5 import open_hdf5
 from plait.core.errors import DataError
 from plait.workloads.data.files import decode_text, fingerprint, read_bytes
-from plait.workloads.data.hdf5 import open_hdf5
 from plait.workloads.data.stored import Fingerprinted, Split
 from plait.workloads.data.text import vocabulary_of
 from plait.workloads.metrics import IGNORED
@@ -35,7 +35,7 @@ CaptionSample = tuple[tuple[Tensor, Tensor], Tensor]
 
 
 def captions(
-    split: Split, path: Path, frames: int = 80, length: int = 20, vocabulary: int | None = None
+    split: Split, path: str, frames: int = 80, length: int = 20, vocabulary: int | None = None
 ) -> Captions:
     """The captions of a split's videos: ((features, words), words one later); padding is ignored.
 
@@ -45,7 +45,8 @@ def captions(
     """
     if frames < 1 or length < 1:
         raise DataError(f"data.frames: found {frames} frames and {length} words, expected at least 1 of each")
-    splits, sentences = _read_captions(path / CAPTIONS_FILE)
+    folder = Path(path).expanduser()
+    splits, sentences = _read_captions(folder / CAPTIONS_FILE)
     target = [words for video, words in sentences if splits[video] == "train"]
     if vocabulary is not None and vocabulary < 4:
         raise DataError(f"data.vocabulary: found {vocabulary}, expected at least 4 words")
@@ -54,8 +55,10 @@ def captions(
     known |= {BEGIN: len(known), END: len(known) + 1}
     selected = [(video, words) for video, words in sentences if splits[video] == split]
     if not selected:
-        raise DataError(f"{path / CAPTIONS_FILE}: found no captions of videos with split {split!r}; add some")
-    features = _read_features(path / FEATURES_FILE, sorted({video for video, _ in selected}), frames)
+        raise DataError(
+            f"{folder / CAPTIONS_FILE}: found no captions of videos with split {split!r}; add some"
+        )
+    features = _read_features(folder / FEATURES_FILE, sorted({video for video, _ in selected}), frames)
     numbers = [
         [known[BEGIN], *(known.get(w, 0) for w in words[:length]), known[END]] for _, words in selected
     ]

@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from plait.workloads.data.sentences.bpe import Codes, join_pieces, learn_codes
-from plait.workloads.data.sentences.vocabulary import Vocabulary, count_vocabulary
-from plait.workloads.data.sentences.words import join_words, split_words
+from translation.bpe import Codes, join_pieces, learn_codes
+from translation.vocabulary import Vocabulary, count_vocabulary
+from translation.words import join_words, split_words
 
 
 @dataclass(frozen=True)

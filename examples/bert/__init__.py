@@ -1,0 +1,1 @@
+"""Data of the BERT examples: pre-training shards, SQuAD, and word pieces."""
