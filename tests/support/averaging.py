@@ -59,7 +59,7 @@ def partial_reduce(
     **rules: Any,
 ) -> PartialReduce:
     store, mailbox, presence = enter(rank, size, address, lease_s, hosts, on_send)
-    return PartialReduce(Peers(store, "t", mailbox, presence), [lambda: tensors], Rules(**rules))
+    return PartialReduce(Peers(store, "t", mailbox, presence.lost), [lambda: tensors], Rules(**rules))
 
 
 def closed_rounds(address: str) -> list[tuple[int, ...]]:

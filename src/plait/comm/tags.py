@@ -11,7 +11,7 @@ class Tag(IntEnum):
     # Partial reduce: to the leader of a round, and back.
     ROUND_UP = 1
     ROUND_DOWN = 13
-    # Full average: votes, then shares of the mean to their owners and back.
+    # Full average: arrivals, then shares of the mean to their owners and back.
     FULL_AVERAGE = 2
     FULL_TO_OWNER = 3
     FULL_FROM_OWNER = 4

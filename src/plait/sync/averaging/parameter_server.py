@@ -202,7 +202,7 @@ class HetPipe(AllOrNone):
         if self._since >= self._wave:
             self._exchange(last=False)
 
-    def synchronize(self) -> tuple[int, ...]:
+    def synchronize(self) -> None:
         """Push the last change, wait until all workers have, and pull; the rest of the state is averaged."""
         for source in self._when_synchronized:
             source.prepare()
@@ -219,7 +219,6 @@ class HetPipe(AllOrNone):
         self._rest.scatter()
         for source in self._when_synchronized:
             source.finish()
-        return tuple(range(self._size))
 
     def close(self) -> None:
         try:

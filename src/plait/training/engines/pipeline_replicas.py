@@ -89,11 +89,11 @@ class PipelineMember:
     def weight_sums(self) -> list[float]:
         return []
 
-    def synchronize(self) -> tuple[int, ...]:
+    def synchronize(self) -> None:
         pipeline = self._replica.pipeline
         self._on_event(operations_event(self._trial.step, pipeline.timings))
         pipeline.timings.clear()
-        return self.averaging.synchronize()
+        self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
         settings, tests = self._trial.settings, self._components.test_set
