@@ -314,9 +314,6 @@ class SimulatedMail:
         simulation.switch(self._worker, "wait for messages", simulation.now + seconds, for_mail=True)
         self._read()
 
-    def flush(self, seconds: float) -> None:
-        pass
-
     def close(self) -> None:
         pass
 

@@ -29,6 +29,5 @@ class Tag(IntEnum):
     TO_FIRST = (1 << 16) + 1
     # All-reduce over a topology: from here on, two tags for each route of each lane.
     FIRST_ROUTE = 1 << 20
-    # Closing of a link, and authentication of a process group.
-    CLOSING = 1 << 24
-    PROOF = (1 << 24) + 1
+    # Authentication of a process group.
+    PROOF = 1 << 24

@@ -452,8 +452,6 @@ class Pipeline:
                 leaves = [*leaves, flight.random_after.packed()]
             what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
             self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
-            if hop.route.grad_names and not evaluating:
-                self._channels.expect(peer, hop.number + 1)
 
     def _backward(self, op: Backward | BackwardInput) -> InFlight:
         held = self._held[op.stage]

@@ -116,7 +116,6 @@ class FullAverage:
         others = self._peers.mailbox.peers()
         for peer in others:
             self._peers.mailbox.send(peer, Tag.FULL_AVERAGE, self._number, [])
-        self._peers.flush()
         for peer in others:
             message = self._arrivals.receive(peer, self._number, 1.0, "to join a full average")
             assert message is not None

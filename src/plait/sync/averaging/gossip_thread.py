@@ -128,7 +128,6 @@ class GossipThread:
             else:
                 self._mailbox.send(peer, Tag.GOSSIP_ANSWER, message.content.number, [])
             message.release()
-            self._mailbox.flush(0.1)
 
     def _answer(self, peer: int, message: Message) -> None:
         with self._lock:
@@ -158,7 +157,6 @@ class GossipThread:
         number = (self._synchronized << COUNT_BITS) + self.questions
         if self._mailbox.send(peer, Tag.GOSSIP_ASK, number, sent):
             self._asked = _Question(peer, number, sent)
-            self._mailbox.flush(0.1)
 
     def _receive_answer(self) -> None:
         if self._asked is None:

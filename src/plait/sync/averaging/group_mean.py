@@ -71,7 +71,6 @@ class GroupMean:
         for owner, part in zip(owners, parts):
             if owner != rank:
                 self._take_mean(number, owner, part)
-        self._peers.flush()
 
     def _average_part(self, number: int, members: Sequence[int], part: list[Tensor], blank: bool) -> None:
         """Average the part that this worker owns, and send it to all members."""

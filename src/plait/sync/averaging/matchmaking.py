@@ -107,7 +107,6 @@ class Matchmaking:
             return None
         if flats:
             self._send_mean(round_, self._collect(round_), flats)
-            self._peers.flush()
         else:
             self._announce(round_, round_.members, ())
         return round_

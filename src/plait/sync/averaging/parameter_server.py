@@ -156,7 +156,6 @@ class Server:
                 del self._waiting[worker]
             else:
                 self._check_there(self._weights.awaited(worker, last))
-        self._mailbox.flush(0.1)
 
 
 class HetPipe(AllOrNone):
@@ -238,7 +237,6 @@ class HetPipe(AllOrNone):
             for server, mailbox, change in zip(self._servers, self._mailboxes, changes):
                 if server != self._rank:
                     mailbox.send(server, Tag.PUSH, self._number, change, "last" if last else "")
-                    mailbox.flush(self._deadline_s)
             for part, change in enumerate(changes):
                 self._take(part, self._pull(part, change, last))
         self._number += 1

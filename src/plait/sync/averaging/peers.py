@@ -16,7 +16,6 @@ from plait.launch.membership import Memberships
 from plait.schema.placement import WorkerLimits
 from plait.sync.averaging.mailbox import Mailbox
 
-FLUSH_S = 0.25
 LOOK_S = 0.05
 # A wait polls much more often than this; a longer gap means that this process was itself stopped.
 LONGEST_LOOK_S = 1.0
@@ -90,21 +89,6 @@ class Peers:
             LostPeer.SILENT,
             min(who, default=None),
         )
-
-    def flush(self) -> None:
-        """Wait until sent messages have left this process: on a slow link they only do so while it polls.
-
-        If some worker is not live, its messages may never leave, and are not waited for.
-        """
-        waited, started = self.stopwatch(), self.now()
-        while not waited.is_over():
-            begun = time.monotonic()
-            self.mailbox.flush(LOOK_S)
-            if time.monotonic() - begun < LOOK_S:
-                return
-            all_there = len(self.living()) == len(self.members)
-            if not all_there and self.now() - started > FLUSH_S:
-                return
 
 
 class WaitTimer:
