@@ -500,10 +500,6 @@ class Agent:
 
     def _take_message(self, message: JobMessage) -> None:
         match message:
-            case messages.CheckResult(why=None):
-                self._get_ready()
-            case messages.CheckResult(why=str(why)):
-                self._supervisor.send(messages.Refusal(why))
             case messages.Beat():
                 pass
             case CoordinatorQuestion() | CoordinatorAnswer() if self._pass_to_worker(message):
@@ -526,6 +522,8 @@ class Agent:
             self._supervisor.send(messages.WorkerEnd(worker.rank, status))
         elif status:
             self._supervisor.send(messages.CheckFailure())
+        else:
+            self._get_ready()
 
     def _drain(self) -> None:
         """Forward the last output of the workers, for `DRAIN_S` at most."""

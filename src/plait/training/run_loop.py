@@ -213,7 +213,6 @@ class RunLoop(Loop):
         """End this worker; the others continue."""
         self.run.metrics.leave()
         self.run.close()
-        self._members.worker.report_left()
 
     def begin(self, steps: int) -> None:
         """Prepare to train until `steps` steps are done."""

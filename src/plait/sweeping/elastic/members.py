@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from plait.launch.worker import ElasticWorker, Worker
+from plait.launch.worker import LaunchedWorker, Worker
 
 # How long a joining worker waits; the supervisor ends workers that are not needed.
 WAIT_S = 86400.0
@@ -17,7 +17,7 @@ class SweepMembers:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = cast("ElasticWorker", worker)
+        self._worker = cast("LaunchedWorker", worker)
         self._memberships = worker.memberships
 
     @property
@@ -57,6 +57,5 @@ class SweepMembers:
         while self.is_leaving:
             version = self._memberships.latest().version
             if self._memberships.dismissal_or_later(version) is None:
-                self._worker.report_left()
                 return True
         return False

@@ -14,7 +14,7 @@ from plait.comm.collectives import all_gather_values
 from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
 from plait.launch.membership import Membership, Memberships
-from plait.launch.worker import ElasticWorker, Worker, as_loss
+from plait.launch.worker import LaunchedWorker, Worker, as_loss
 from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RunMembers:
 
     def __init__(self, run: Run, memberships: Memberships) -> None:
         self._run = run
-        self.worker = cast("ElasticWorker", run.worker)
+        self.worker = cast("LaunchedWorker", run.worker)
         self._memberships = memberships
         # When steps stopped for the current change, and the members before it.
         self._since: float | None = None
