@@ -37,7 +37,7 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
-from plait.launch.roster import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster, Start
+from plait.launch.roster import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules, Placement
 
@@ -134,13 +134,6 @@ class Supervisor:
     def request_control(self, request: ControlRequest) -> None:
         """Queue a request of the control endpoint; may be called from any thread."""
         self._inbox.put((-1, request))
-
-    def _start_worker(self, start: Start) -> None:
-        """Ask a host's agent to start a worker that joins the job."""
-        host = self._placement.hosts[start.host].name
-        assert start.worker == len(self._ranks)
-        self._ranks.append(RankState(start.worker, host))
-        self._agents[start.host].send(messages.StartWorker(start.worker, start.slot))
 
     def _warn(self, message: str) -> None:
         self._display.printed(f"warning: {message}")
@@ -263,7 +256,9 @@ class Supervisor:
 
     def _execute(self, steps: NextSteps) -> None:
         for start in steps.start:
-            self._start_worker(start)
+            assert start.worker == len(self._ranks)
+            self._ranks.append(RankState(start.worker, self._placement.hosts[start.host].name))
+            self._agents[start.host].send(messages.StartWorker(start.worker, start.slot))
         if steps.end:
             self._broadcast(messages.EndWorkers(steps.end))
         if steps.publish is not None:

@@ -44,6 +44,8 @@ from plait.launch.messages import (
 BEAT_S = 0.5
 # Heartbeats per lease.
 BEATS = 5
+# How long a joining worker waits until it is made a member.
+JOIN_S = 86400.0
 # How often a wait in the store checks whether a member was lost.
 LOOK_S = 0.1
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -246,9 +248,13 @@ class LaunchedWorker:
             self._world = world
         self.memberships.raise_loss()
 
-    def report_ready(self) -> None:
-        """Report that this worker is ready to become a member."""
+    def await_membership(self) -> Membership:
+        """Report that this worker is ready, and wait for the first version with it.
+
+        The job continues without it until then; the supervisor ends workers that are not needed.
+        """
         self._agent.send(messages.ReadyReport(self.id))
+        return self.memberships.after(-1, JOIN_S)
 
     def report_joined(self) -> None:
         """Report that this worker has joined the version that it entered and has the state of the others."""

@@ -186,7 +186,7 @@ class RunLoop(Loop):
                 # Otherwise the first step would take longer than others.
                 warm_up(self.run.components, self.run.settings)
             freeze_garbage_collector()
-            self._go_on_among(self._members.first)
+            self._go_on_among(self._members.worker.await_membership)
             return
         if self.run.worker.rank == 0:
             # No worker writes yet; an earlier launch may have been killed while it was writing.

@@ -6,9 +6,6 @@ from typing import cast
 
 from plait.launch.worker import LaunchedWorker, Worker
 
-# How long a joining worker waits; the supervisor ends workers that are not needed.
-WAIT_S = 86400.0
-
 
 class SweepMembers:
     """This worker as a member of a sweep, elastic or not.
@@ -30,8 +27,7 @@ class SweepMembers:
         if not self.can_change:
             return
         if self._worker.rank < 0:
-            self._worker.report_ready()
-            self._worker.enter(self._memberships.after(-1, WAIT_S))
+            self._worker.enter(self._worker.await_membership())
         self._worker.report_joined()
 
     @property

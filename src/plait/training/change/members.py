@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # step is done.
 ProgressMark = Sequence[int]
 NO_STATE: ProgressMark = (-1, 0)
-# A joining worker waits until the members switch to it; the supervisor ends workers that are not needed.
-WAIT_S = 86400.0
 # NCCL cannot interrupt a worker that waits for a lost one.
 BACKEND = "gloo"
 
@@ -91,11 +89,6 @@ class RunMembers:
     def is_joining(self) -> bool:
         """Whether this worker has yet to become a member."""
         return self.worker.rank < 0
-
-    def first(self) -> Membership:
-        """Wait for the first version with this worker; the job continues without it until then."""
-        self.worker.report_ready()
-        return self._memberships.after(-1, WAIT_S)
 
     def agree(self) -> Membership:
         """The version to change to, the same on all members, who call it after the same step."""
