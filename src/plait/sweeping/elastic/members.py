@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from plait.launch.worker import LaunchedWorker, Worker
+from plait.launch.worker_process import LaunchedWorker, Worker
 
 
 class SweepMembers:

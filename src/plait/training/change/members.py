@@ -14,7 +14,7 @@ from plait.comm.collectives import all_gather_values
 from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
 from plait.launch.membership import Membership, Memberships
-from plait.launch.worker import LaunchedWorker, Worker, as_loss
+from plait.launch.worker_process import LaunchedWorker, Worker, as_loss
 from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:

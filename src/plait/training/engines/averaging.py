@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,

@@ -23,7 +23,7 @@ from plait.core.errors import JobError
 from plait.core.events import Event
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, options_among

@@ -13,7 +13,7 @@ from plait.core.events import Event
 from plait.data import loader
 from plait.data.sampler import share
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import tied_aliases
 from plait.pipeline.op_timings import operations_event
