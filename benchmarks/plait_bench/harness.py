@@ -34,7 +34,7 @@ from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
 if TYPE_CHECKING:
-    from plait.launch.worker import Worker
+    from plait.launch.worker_process import Worker
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]

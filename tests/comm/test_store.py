@@ -18,7 +18,7 @@ from plait.comm import store
 from plait.comm.handshake import Listener, connect, new_secret
 from plait.comm.store import PURPOSE, StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
-from plait.launch.worker import JobStore
+from plait.launch.worker_process import JobStore
 
 SECRET = new_secret()
 

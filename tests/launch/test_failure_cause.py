@@ -10,7 +10,7 @@ import pytest
 
 from plait.core.errors import DataError, LostPeer, PeerError
 from plait.launch.failure_cause import RankState, find_cause, is_conclusive
-from plait.launch.worker import describe_failure
+from plait.launch.worker_process import describe_failure
 
 
 def states(**signs: Any) -> list[RankState]:

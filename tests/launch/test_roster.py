@@ -228,18 +228,13 @@ def test_whatever_happens_the_wanted_number_of_workers_is_reached(seed: int):
 def _join_all(roster: Roster, alive: set[int]) -> None:
     """Do what the roster says until there is nothing more to do."""
     for _ in range(20):
-        members = set(roster.membership.members)
         steps = roster.next_steps()
         assert steps.too_few is None
         for start in steps.start:
             alive.add(start.worker)
             roster.on_ready(start.worker)
-        for worker in steps.end:
-            alive.discard(worker)
-            roster.on_left(worker)
-        for leaver in (members - set(join(roster).members)) & alive:
-            alive.discard(leaver)
-            roster.on_left(leaver)
+        join(roster)
+        alive -= {*steps.end, *roster.dismiss()}
 
 
 def test_a_job_whose_members_have_finished_waits_for_no_joiner():

@@ -20,7 +20,7 @@ from plait.core.errors import LostPeer, PeerError
 from plait.launch.membership import Membership, Memberships
 from plait.launch.messages import BreakReport, JobMessage, WorkerRequest
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import LaunchedWorker, Worker
+from plait.launch.worker_process import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
 from plait.training import components, run_loop
 from plait.training.change.members import join_members

@@ -28,7 +28,7 @@ from plait.launch.messages import (
     JoinReport,
     WorkerRequest,
 )
-from plait.launch.worker import LaunchedWorker
+from plait.launch.worker_process import LaunchedWorker
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.settings import SweepSettings
 from support.averaging import open_store

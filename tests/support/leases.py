@@ -22,8 +22,7 @@ BEATS = 5
 class Leases:
     """This worker's lease and its view of the others'; all `members` make one with the same prefix.
 
-    A member whose word has not changed for `lease_s` is absent until it speaks again. One that is known to
-    have ended (`forget`) stays away.
+    A member whose word has not changed for `lease_s` is absent until it speaks again.
     """
 
     def __init__(
@@ -57,10 +56,9 @@ class Leases:
             ]
         return tuple(sorted([self._rank, *found]))
 
-    def forget(self, member: int) -> None:
-        """The member has ended and will not be back."""
-        with self._lock:
-            self._gone.add(member)
+    def lost(self) -> set[int]:
+        """The members that are not there."""
+        return set(self.members) - set(self.living())
 
     def close(self) -> None:
         """Give up the lease; the others learn at once."""

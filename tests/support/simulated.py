@@ -314,9 +314,6 @@ class SimulatedMail:
         simulation.switch(self._worker, "wait for messages", simulation.now + seconds, for_mail=True)
         self._read()
 
-    def flush(self, seconds: float) -> None:
-        pass
-
     def close(self) -> None:
         pass
 
@@ -339,14 +336,13 @@ class SimulatedMail:
 
 
 class SimulatedPresence:
-    """Leases as `Presence` has them, beaten by the simulation while a worker is not stopped."""
+    """Leases, beaten by the simulation while a worker is not stopped."""
 
     def __init__(self, simulation: Simulation, worker: SimulatedWorker) -> None:
         size = len(simulation.beats)
         self.members = tuple(range(size))
         self._simulation = simulation
         self._worker = worker
-        self._gone: set[int] = set()
         self._last_seen_s = [0.0] * size
         self._words = [-1] * size
         self._looked = 0.0
@@ -358,12 +354,11 @@ class SimulatedPresence:
         return tuple(
             other
             for other in self.members
-            if other == rank
-            or (other not in self._gone and not (judges and now - self._last_seen_s[other] > lease_s))
+            if other == rank or not (judges and now - self._last_seen_s[other] > lease_s)
         )
 
-    def forget(self, member: int) -> None:
-        self._gone.add(member)
+    def lost(self) -> set[int]:
+        return set(self.members) - set(self.living())
 
     def close(self) -> None:
         pass

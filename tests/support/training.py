@@ -18,7 +18,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError
 from plait.launch.membership import fixed_memberships
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.results import RunResult
 from plait.schema.settings import (
     CheckpointSettings,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from plait.comm.links.packing import Content, Message
 from plait.launch.membership import Membership, Memberships
-from plait.sync.averaging.peers import Inbox, LivingMembers, SharedClock, WaitTimer
+from plait.sync.averaging.peers import Inbox, Peers, SharedClock, WaitTimer, find_lost
 
 
 class Clock:
@@ -58,21 +59,21 @@ def test_workers_whose_clocks_differ_share_one_time_once_they_exchanged_messages
 def test_a_worker_that_is_to_leave_is_there_until_it_does_and_one_that_is_lost_is_not():
     memberships = Memberships(4)
     memberships.enter(Membership(2, (1, 4, 6), ("here",) * 3))
-    living = LivingMembers(memberships, index=1, ranks=(0, 1, 2))
+    mailbox: Any = ScriptedMail([], rank=1)
+    peers = Peers(dist.HashStore(), "t", mailbox, find_lost(memberships, ranks=(0, 1, 2)))
     memberships.put(Membership(3, (4, 6), ("here",) * 2))
-    assert living.living() == (0, 1, 2)
+    assert peers.living() == {0, 1, 2}
     memberships.put(Membership(4, (4,), ("here",), lost=(6,)))
-    assert living.living() == (0, 1)
-    living.forget(0)
-    assert living.living() == (1,)
+    assert peers.living() == {0, 1}
+    mailbox.gone.add(0)
+    assert peers.living() == {1}
 
 
 class ScriptedMail:
-    """Mail that has brought some numbers."""
+    """Mail of three workers that has brought some numbers."""
 
-    rank = 0
-
-    def __init__(self, numbers: list[int]) -> None:
+    def __init__(self, numbers: list[int], rank: int = 0) -> None:
+        self.rank, self.gone = rank, set[int]()
         self.released: list[int] = []
         self._messages = [
             Message(
@@ -82,22 +83,24 @@ class ScriptedMail:
         ]
 
     def peers(self) -> list[int]:
-        return [1]
+        return [peer for peer in range(3) if peer != self.rank]
+
+    def is_gone(self, peer: int) -> bool:
+        return peer in self.gone
 
     def take(self, peer: int, channel: int) -> Message | None:
-        return self._messages.pop(0) if self._messages else None
+        return self._messages.pop(0) if peer == 1 and self._messages else None
 
 
 def test_an_inbox_gives_the_number_asked_for_and_releases_what_came_too_late():
     mailbox: Any = ScriptedMail([3, 4, 6])
-    inbox = Inbox(mailbox, 1)
+    inbox = Inbox(Peers(dist.HashStore(), "t", mailbox, set), 1)
     inbox.drop_before(4)
     assert mailbox.released == [3]
     message = inbox.find(1, 4)
     assert message is not None
     assert message.content.number == 4
-    assert inbox.find(1, 5) is None
-    assert inbox.is_past(1, 5)
-    assert not inbox.is_past(1, 6)
+    # Later messages came instead of it.
+    assert inbox.receive(1, 5, 1.0, "to send") is None
     assert inbox.find(1, 6) is not None
     assert mailbox.released == [3]

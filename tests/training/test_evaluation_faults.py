@@ -14,7 +14,7 @@ from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import PlaitError
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import describe_failure
+from plait.launch.worker_process import describe_failure
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

@@ -22,7 +22,7 @@ from torch import nn
 from plait.core import events
 from plait.core.run_events import Changed, Signals, Step
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import (
     DataSettings,
     ModelSettings,

@@ -20,7 +20,7 @@ from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

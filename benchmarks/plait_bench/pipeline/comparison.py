@@ -28,7 +28,7 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.measure.job import ProfileRequest, profile_here
 from plait.pipeline.executor import PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, replica_groups

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from plait.core.events import EventLog
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.op_timings import operations_event
 from plait.planner.schedules.kinds import Schedule

@@ -19,7 +19,7 @@ from torch import nn
 from plait.core import run_events
 from plait.core.events import read
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.collectives import all_gather_values
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.planner.schedules.kinds import Schedule
 from plait.profiler.trace import trace

@@ -11,7 +11,7 @@ class Tag(IntEnum):
     # Partial reduce: to the leader of a round, and back.
     ROUND_UP = 1
     ROUND_DOWN = 13
-    # Full average: votes, then shares of the mean to their owners and back.
+    # Full average: arrivals, then shares of the mean to their owners and back.
     FULL_AVERAGE = 2
     FULL_TO_OWNER = 3
     FULL_FROM_OWNER = 4
@@ -29,6 +29,5 @@ class Tag(IntEnum):
     TO_FIRST = (1 << 16) + 1
     # All-reduce over a topology: from here on, two tags for each route of each lane.
     FIRST_ROUTE = 1 << 20
-    # Closing of a link, and authentication of a process group.
-    CLOSING = 1 << 24
-    PROOF = (1 << 24) + 1
+    # Authentication of a process group.
+    PROOF = 1 << 24

@@ -326,7 +326,9 @@ class Agent:
             if self._launch.check:
                 # In a forked process, which has the modules imported.
                 check = messages.CheckRequest(self._launch.check, self._launch.settings)
-                self._start(self._worker_process(messages.CHECK, None), "plait.launch.worker:check", check)
+                self._start(
+                    self._worker_process(messages.CHECK, None), "plait.launch.worker_process:check", check
+                )
             else:
                 self._get_ready()
             while True:
@@ -452,7 +454,7 @@ class Agent:
             nic=self._placement.nic or interface_of(self._address),
             threads=self._threads,
         )
-        self._start(self._worker_process(rank, launch.logs), "plait.launch.worker:enter", request)
+        self._start(self._worker_process(rank, launch.logs), "plait.launch.worker_process:enter", request)
 
     def _start(
         self, worker: _WorkerProcess, function: str, request: messages.CheckRequest | WorkerRequest
@@ -500,10 +502,6 @@ class Agent:
 
     def _take_message(self, message: JobMessage) -> None:
         match message:
-            case messages.CheckResult(why=None):
-                self._get_ready()
-            case messages.CheckResult(why=str(why)):
-                self._supervisor.send(messages.Refusal(why))
             case messages.Beat():
                 pass
             case CoordinatorQuestion() | CoordinatorAnswer() if self._pass_to_worker(message):
@@ -526,6 +524,8 @@ class Agent:
             self._supervisor.send(messages.WorkerEnd(worker.rank, status))
         elif status:
             self._supervisor.send(messages.CheckFailure())
+        else:
+            self._get_ready()
 
     def _drain(self) -> None:
         """Forward the last output of the workers, for `DRAIN_S` at most."""

@@ -26,7 +26,6 @@ class RankState:
     status: int | None = None
     silent_s: float | None = None
     trouble_index: int | None = None
-    ended_here: bool = False  # killed by the supervisor
 
     @property
     def lost_peer(self) -> LostPeer | None:
@@ -36,7 +35,7 @@ class RankState:
     @property
     def failed_by_itself(self) -> bool:
         """Whether it failed, or its process was killed, and not because it lost another worker."""
-        if self.done or self.ended_here:
+        if self.done:
             return False
         if self.failure is not None:
             return self.lost_peer is None

@@ -55,6 +55,11 @@ class Memberships:
         self._on_loss: list[Callable[[PeerError], None]] = []
 
     @property
+    def has_entered(self) -> bool:
+        """Whether this worker is a member."""
+        return self._current is not None
+
+    @property
     def current(self) -> Membership:
         """The version that this worker has entered."""
         assert self._current is not None

@@ -192,7 +192,7 @@ class Refusal(JobMessage):
 
 
 class CheckFailure(JobMessage):
-    """The process that checks the settings has crashed; its output says why."""
+    """The process that checks the settings has failed; its output says why, unless it sent `Refusal`."""
 
 
 class WorkerPids(JobMessage):
@@ -227,13 +227,7 @@ class UnreachableHost(JobMessage):
     index: int
 
 
-# From a worker to its agent, which forwards all but the first to the supervisor.
-
-
-class CheckResult(JobMessage):
-    """The result of the check; `why` is the error message, or None."""
-
-    why: str | None
+# From a worker to its agent, which forwards them to the supervisor.
 
 
 class ProgressReport(JobMessage):
@@ -284,12 +278,6 @@ class JoinReport(JobMessage):
     version: int
 
 
-class LeaveReport(JobMessage):
-    """A worker has left on request."""
-
-    rank: int
-
-
 class BreakReport(JobMessage):
     """The members of a version cannot communicate; `peer` is the cause, if known."""
 
@@ -311,7 +299,7 @@ class ResizeRequest(JobMessage):
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Call `check` with the settings and report its error, if any."""
+    """Call `check` with the settings, and send `Refusal` if it raises InputError."""
 
     check: str
     settings: Mapping[str, Any]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import enum
 import itertools
+import queue
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError
 from plait.core.shown import shown
 from plait.launch.membership import Membership
 from plait.schema.hosts import Host
@@ -25,6 +27,22 @@ MOST_FAILED_STARTS = 3
 
 class StaleVersionError(InputError):
     """The number of workers has changed since the client read it."""
+
+
+@dataclass(frozen=True)
+class ControlRequest:
+    """A request to change the number of workers or their hosts, or to list the workers.
+
+    `answer` receives the requested state and the current members, or the error.
+    """
+
+    workers: int | None = None
+    hosts: tuple[Host, ...] | None = None
+    version: int | None = None
+    without: tuple[int, ...] = ()
+    by: str = "resize"
+    why: str = ""
+    answer: queue.SimpleQueue[dict[str, Any] | PlaitError] = field(default_factory=queue.SimpleQueue)
 
 
 class _Stage(enum.Enum):
@@ -97,8 +115,11 @@ class Roster:
         self._lost: list[int] = []
         self._fresh_losses: list[tuple[int, str]] = []
         self._joined: set[int] = set()
+        self._shown_version = 1
         # All workers that ever joined: only they hold the state of the run.
         self._holders: set[int] = set()
+        # The workers that are ended on request: those that were dismissed, and joiners that are not needed.
+        self.left: set[int] = set()
         self.has_begun = False
         self._failed_starts = 0
         self._failed_on = Counter[int]()
@@ -124,6 +145,45 @@ class Roster:
         """The workers that are to leave but are not dismissed yet; they keep their state until then."""
         members = self.membership.members
         return [w for w in sorted(self._holders) if self._is(w, _Stage.MEMBER) and w not in members]
+
+    def newly_joined(self) -> Membership | None:
+        """The membership if all its members have joined it since the last call."""
+        if not self.all_joined or self.membership.version == self._shown_version:
+            return None
+        self._shown_version = self.membership.version
+        return self.membership
+
+    def dismiss(self) -> tuple[int, ...]:
+        """Remove the leavers from the job; called when all members have joined. Returns them."""
+        leavers = tuple(self.leavers())
+        self._remove(leavers)
+        return leavers
+
+    def _remove(self, workers: Iterable[int]) -> None:
+        for worker in workers:
+            self._entries[worker].stage = _Stage.GONE
+            self.left.add(worker)
+
+    def state(self) -> dict[str, Any]:
+        """The requested workers and the current ones, for the control endpoint."""
+        members = self.membership.members
+        is_reached = len(members) == self.target.workers and not self.target.without & set(members)
+        return {
+            "workers": self.target.workers,
+            "version": self.target.version,
+            "members": list(members),
+            "places": dict(zip(members, self.membership.hosts)),
+            "is_settled": self.all_joined and is_reached,
+            "hosts": {host.name: slots for host, slots in zip(self.hosts, self.capacity)},
+        }
+
+    def apply(self, request: ControlRequest) -> None:
+        """Change the target as requested; a request to list the workers changes nothing."""
+        options: dict[str, Any] = {"version": request.version, "by": request.by, "why": request.why}
+        if request.hosts is not None:
+            self.use_hosts(request.hosts, **options)
+        elif request.workers is not None:
+            self.resize(request.workers, without=request.without, **options)
 
     def resize(
         self,
@@ -202,9 +262,6 @@ class Roster:
             self._joined.add(worker)
         self.has_begun = self.has_begun or self.all_joined
 
-    def on_left(self, worker: int) -> None:
-        self._entries[worker].stage = _Stage.GONE
-
     def on_done(self, worker: int) -> None:
         if not self._is(worker, _Stage.GONE):
             self._entries[worker].stage = _Stage.DONE
@@ -214,7 +271,9 @@ class Roster:
             self._step, self._losses_at_step = step, 0
 
     def on_gone(self, worker: int, why: str) -> None:
-        """The worker has died, or was killed because it is unreachable."""
+        """The worker has died, or was killed because it is unreachable; `why` is part of messages."""
+        if worker in self.left:
+            return
         state, self._entries[worker].stage = self._entries[worker].stage, _Stage.GONE
         if self.has_begun and not self.has_joined(worker):
             self._failed_starts += 1
@@ -290,6 +349,7 @@ class Roster:
         starting = [w for w in self._entries if self._is(w, _Stage.STARTING)]
         surplus = tuple((ready + starting)[missing:])
         if surplus:
+            self._remove(surplus)
             return NextSteps(end=surplus)
         start = self._to_start(missing - len(ready) - len(starting))
         if start or starting:

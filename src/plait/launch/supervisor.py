@@ -20,11 +20,10 @@ from typing import Any
 
 from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
-from plait.core.errors import InputError, LaunchError
+from plait.core.errors import InputError, LaunchError, PlaitError
 from plait.core.names import user_folders
 from plait.launch import messages
 from plait.launch.display import Display, WorkerState
-from plait.launch.elastic import ControlRequest, ElasticWorkers
 from plait.launch.failure_cause import Cause, RankState, describe_status, find_cause, is_conclusive
 from plait.launch.membership import Membership
 from plait.launch.messages import (
@@ -38,7 +37,7 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
-from plait.launch.roster import MOST_FAILED_STARTS, Roster, Start
+from plait.launch.roster import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules, Placement
 
@@ -53,6 +52,7 @@ BEAT_S = 5.0
 AGENT_TIMEOUT_FACTOR = 2.0
 TICK_S = 0.5
 LAST_LINES = 20
+POLICY = "policy"
 
 
 class Supervisor:
@@ -85,9 +85,10 @@ class Supervisor:
         rules = launch.placement.elastic
         # A job that is not elastic continues without lost workers if it can; they are not replaced.
         capacity = [0] * len(launch.placement.hosts) if rules is None else self._capacity()
-        roster = Roster(launch.placement.hosts, capacity, rules or ElasticRules())
-        can_change = launch.placement.may_lose_workers
-        self._members = ElasticWorkers(roster, self, self._show_members, can_change)
+        self._roster = Roster(launch.placement.hosts, capacity, rules or ElasticRules())
+        # The report that members cannot communicate, and when it came; and why the job ends for lack of them.
+        self._broken: tuple[messages.BreakReport, float] | None = None
+        self._too_few: str | None = None
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """Run the launch; returns the return value of the entry of each rank and of the coordinator.
@@ -103,7 +104,7 @@ class Supervisor:
                 prepare()
                 # From here on agents forward a request to stop, also to workers that are still starting.
                 self._begun = True
-                self.broadcast(messages.StartAll(store))
+                self._broadcast(messages.StartAll(store))
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -134,19 +135,7 @@ class Supervisor:
         """Queue a request of the control endpoint; may be called from any thread."""
         self._inbox.put((-1, request))
 
-    def start_worker(self, start: Start) -> None:
-        """Ask a host's agent to start a worker that joins the job."""
-        host = self._placement.hosts[start.host].name
-        assert start.worker == len(self._ranks)
-        self._ranks.append(RankState(start.worker, host))
-        self._agents[start.host].send(messages.StartWorker(start.worker, start.slot))
-
-    def end_workers(self, workers: tuple[int, ...]) -> None:
-        for worker in workers:
-            self._ranks[worker].ended_here = True
-        self.broadcast(messages.EndWorkers(workers))
-
-    def warn(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         self._display.printed(f"warning: {message}")
         self.warnings.append(message)
 
@@ -154,9 +143,6 @@ class Supervisor:
         """Record a worker's warning once for all workers; it is printed by the worker itself."""
         if text not in self.warnings:
             self.warnings.append(text)
-
-    def pid_of(self, worker: int) -> int | None:
-        return self._ranks[worker].pid
 
     def _show_members(self, membership: Membership) -> None:
         states = [self._ranks[member] for member in membership.members]
@@ -187,14 +173,14 @@ class Supervisor:
             launch=self._launch,
             index=index,
             capacity=self._capacity()[index],
-            membership=self._members.roster.membership,
+            membership=self._roster.membership,
             secret=self._secret.hex(),
             folder=os.getcwd(),
             modules=tuple(user_folders()),
             supervisor_timeout_s=None if is_local else AGENT_TIMEOUT_FACTOR * self._agent_timeout_s,
         )
 
-    def broadcast(self, message: JobMessage) -> None:
+    def _broadcast(self, message: JobMessage) -> None:
         """Send a message to all agents."""
         for agent in self._agents:
             agent.send(message)
@@ -233,8 +219,8 @@ class Supervisor:
         if not self._launch.saves:
             raise Interrupted("stopped while measuring; nothing was trained")
         self._display.stopping()
-        self._members.stop()
-        self.broadcast(messages.Stop())
+        self._roster.stop()
+        self._broadcast(messages.Stop())
 
     def _on_control(self, request: ControlRequest) -> None:
         if self._placement.elastic is None:
@@ -244,7 +230,52 @@ class Supervisor:
         elif self._stops and (request.workers or request.hosts):
             request.answer.put(InputError("the job is being stopped; its workers stay as they are"))
         else:
-            self._members.serve(request)
+            self._apply(request)
+
+    def _apply(self, request: ControlRequest) -> None:
+        """Apply a request to resize, or to show the workers, and answer it."""
+        try:
+            self._roster.apply(request)
+        except PlaitError as failure:
+            request.answer.put(failure)
+            if request.by == POLICY:
+                self._warn(f"a policy asked for {request.workers} workers: {failure}")
+            return
+        members = self._roster.membership.members
+        request.answer.put({**self._roster.state(), "pids": {m: self._ranks[m].pid for m in members}})
+        self._proceed()
+
+    def _proceed(self) -> None:
+        """Execute the roster's next steps until there are none."""
+        if (membership := self._roster.newly_joined()) is not None:
+            self._show_members(membership)
+            if leavers := self._roster.dismiss():
+                self._broadcast(messages.Dismissal(leavers))
+        while (steps := self._roster.next_steps()) != NextSteps():
+            self._execute(steps)
+
+    def _execute(self, steps: NextSteps) -> None:
+        for start in steps.start:
+            assert start.worker == len(self._ranks)
+            self._ranks.append(RankState(start.worker, self._placement.hosts[start.host].name))
+            self._agents[start.host].send(messages.StartWorker(start.worker, start.slot))
+        if steps.end:
+            self._broadcast(messages.EndWorkers(steps.end))
+        if steps.publish is not None:
+            self._broken = None
+            self._broadcast(messages.NewMembership(steps.publish))
+        if steps.too_few is not None:
+            if steps.publish is None:
+                raise LaunchError(f"{steps.too_few}; go on with --resume from the newest checkpoint")
+            self._too_few = steps.too_few
+            self._warn(f"{steps.too_few}; the run ends")
+            self._broadcast(messages.Stop())
+
+    def _form_again_if_due(self) -> None:
+        """Let members that cannot communicate try again, unless the end of a worker explains it."""
+        if self._broken is not None and time.monotonic() > self._broken[1] + GRACE_S:
+            (report, _), self._broken = self._broken, None
+            self._execute(self._roster.form_again(report.version, report.why))
 
     def _await_ready(self) -> str:
         """Wait until every host has accepted the job; returns the address of its store."""
@@ -271,8 +302,8 @@ class Supervisor:
             coordinator = self._coordinator
             self._agents[0].send(messages.CloseCoordinator())
             self._serve_until(lambda: coordinator.done)
-        if self._members.too_few is not None:
-            raise LaunchError(f"{self._members.too_few}; a checkpoint was written: go on with --resume")
+        if self._too_few is not None:
+            raise LaunchError(f"{self._too_few}; a checkpoint was written: go on with --resume")
         return self._results
 
     def _serve_until(self, is_over: Callable[[], bool]) -> None:
@@ -281,6 +312,7 @@ class Supervisor:
             if message is not None:
                 self._take(*message)
             self._check_agents()
+            self._proceed()
 
     def _take(self, index: int, message: JobMessage) -> None:
         match message:
@@ -293,7 +325,7 @@ class Supervisor:
             case messages.WarningReport():
                 self._record_warning(message.text)
             case messages.ProgressReport():
-                self._members.on_progress(message.progress.get("step", -1))
+                self._roster.on_progress(message.progress.get("step", -1))
                 self._display.progressed(message.progress)
             case messages.ResultReport():
                 self._record_result(message.rank, message.value)
@@ -303,8 +335,14 @@ class Supervisor:
                 self._agents[self._host_of(self._ranks[message.rank])].send(message)
             case Failure() | messages.WorkerSilence() | messages.WorkerEnd():
                 self._record_trouble(message)
-            case _:
-                self._members.take(message)
+            case messages.ReadyReport():
+                self._roster.on_ready(message.rank)
+            case messages.JoinReport():
+                self._roster.on_joined(message.rank, message.version)
+            case messages.BreakReport():
+                self._broken = self._broken or (message, time.monotonic())
+            case messages.ResizeRequest():
+                self._apply(ControlRequest(message.workers, by=POLICY, why=message.why))
 
     def _state_of(self, rank: int) -> RankState:
         if rank != COORDINATOR:
@@ -321,19 +359,18 @@ class Supervisor:
         if rank == COORDINATOR:
             self._results[rank] = value
             return
-        if self._members.has_left(rank):
-            return
-        self._results[rank] = value
-        self._members.on_done(rank)
+        if rank not in self._roster.left:
+            self._results[rank] = value
+            self._roster.on_done(rank)
 
     def _leave_out(self, state: RankState) -> None:
         """Remove a worker that has ended or hangs from the job; raises if its failure ends the job.
 
         The failure of a worker that never joined does not end the job: the members do not have it.
         """
-        if state.done or state.ended_here:
+        if state.done or state.rank in self._roster.left:
             return
-        has_joined = self._members.roster.has_joined(state.rank)
+        has_joined = self._roster.has_joined(state.rank)
         if state.failure is not None and has_joined and self._ends_all(state.failure):
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
@@ -342,15 +379,15 @@ class Supervisor:
                 reason = f"hung: no sign of life for {state.silent_s:.0f} s"
             lost = "is lost" if has_joined else "could not join"
             log = self._log_of(state.rank) if has_joined else ""
-            self.warn(f"worker {state.rank} on {state.host} {lost} ({reason}); the rest goes on{log}")
-            self._members.on_gone(state.rank, reason)
-            if not has_joined and self._members.roster.gives_up_joiners:
-                self.warn(
+            self._warn(f"worker {state.rank} on {state.host} {lost} ({reason}); the rest goes on{log}")
+            self._roster.on_gone(state.rank, reason)
+            if not has_joined and self._roster.gives_up_joiners:
+                self._warn(
                     f"no more workers are started after {MOST_FAILED_STARTS} that could not join"
                     f"{self._log_of(state.rank)}; try again with plait resize"
                 )
         elif state.silent_s is not None:
-            self.broadcast(messages.EndWorkers((state.rank,)))
+            self._broadcast(messages.EndWorkers((state.rank,)))
 
     def _ends_all(self, failure: Failure) -> bool:
         """Whether a failure that a worker reports ends the job: with its samples the others would fail too.
@@ -374,15 +411,16 @@ class Supervisor:
             state.trouble_index = self._signs
             if state is self._coordinator:  # its state exists nowhere else
                 raise self._worker_failed(find_cause([state]))
-            if not self._members.has_begun:
+            if not self._roster.has_begun:
                 self._first_sign_at = self._first_sign_at or time.monotonic()
-        if self._members.has_begun:
+        if self._roster.has_begun:
             self._leave_out(state)
 
     def _is_over(self) -> bool:
         """Whether all workers are done, or lost if that is tolerated; raises if the job has failed."""
-        if self._members.has_begun:
-            return self._members.is_over()
+        if self._roster.has_begun:
+            self._form_again_if_due()
+            return self._roster.is_over()
         if self._first_sign_at is not None:
             if is_conclusive(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
                 raise self._worker_failed(find_cause(self._ranks))
@@ -392,7 +430,7 @@ class Supervisor:
     def _record_pids(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
             self._ranks[rank].pid = pid
-        if self._members.has_begun:
+        if self._roster.has_begun:
             return
         if all(state.pid is not None for state in self._ranks):
             self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
@@ -403,8 +441,8 @@ class Supervisor:
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or unreachable: its workers are lost; raises if this ends the job."""
-        self._members.roster.close_host(index)
-        if not self._members.has_begun or index == 0:
+        self._roster.close_host(index)
+        if not self._roster.has_begun or index == 0:
             if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
                 raise describe(index)
             return

@@ -24,7 +24,7 @@ from plait.launch.display import Silent
 from plait.launch.messages import Launch
 from plait.launch.run import TRACING
 from plait.launch.supervisor import Supervisor
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_gradient_reducers, replica_groups
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
@@ -42,28 +43,6 @@ from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
 _TIMINGS_AT_ONCE = 1024
-
-
-class Work(Protocol):
-    """What the microbatches of this worker's pipeline are."""
-
-    def content(self, microbatch: int) -> tuple[Any, Any]:
-        """Inputs and target; asked of workers of the first stage only."""
-
-    def weight(self, microbatch: int) -> float:
-        """The loss's share in the batch."""
-
-    def samples(self, microbatch: int) -> int:
-        """How many samples it holds."""
-
-    def seed(self, microbatch: int, stage: int) -> int:
-        """Where random numbers start."""
-
-    def set_rate(self, update: Update) -> None:
-        """Set the learning rate of an update."""
-
-    def factor(self, update: Update) -> float:
-        """What this worker's gradients are multiplied by before they are summed."""
 
 
 def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
@@ -452,8 +431,6 @@ class Pipeline:
                 leaves = [*leaves, flight.random_after.packed()]
             what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
             self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
-            if hop.route.grad_names and not evaluating:
-                self._channels.expect(peer, hop.number + 1)
 
     def _backward(self, op: Backward | BackwardInput) -> InFlight:
         held = self._held[op.stage]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from plait.data.sampler import GlobalBatch, mix, share
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update
@@ -22,6 +22,28 @@ class Microbatch:
     index: int
     epoch: int
     samples: Sequence[int]
+
+
+class Work(Protocol):
+    """What the microbatches of this worker's pipeline are."""
+
+    def content(self, microbatch: int) -> tuple[Any, Any]:
+        """Inputs and target; asked of workers of the first stage only."""
+
+    def weight(self, microbatch: int) -> float:
+        """The loss's share in the batch."""
+
+    def samples(self, microbatch: int) -> int:
+        """How many samples it holds."""
+
+    def seed(self, microbatch: int, stage: int) -> int:
+        """Where random numbers start."""
+
+    def set_rate(self, update: Update) -> None:
+        """Set the learning rate of an update."""
+
+    def factor(self, update: Update) -> float:
+        """What this worker's gradients are multiplied by before they are summed."""
 
 
 def microbatch_count(count: int, usual: int, microbatches: int) -> int:

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from plait.core.errors import LostPeer, PeerError
 from plait.pipeline.gradient_sync import GradientReducer
 from plait.pipeline.layout import PipelineLayout, oldest_needed, update_behind
-from plait.pipeline.tied_weights import TiedWeights, UpdateRounds
+from plait.pipeline.microbatches import Work
+from plait.pipeline.tied_weights import TiedWeights
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Backward, Forward, Update
 from plait.schema.topology_spec import TopologySpec
@@ -64,7 +65,7 @@ class StageOptimizer:
         """The parameters of a stage that were frozen in one of its weight versions."""
         return [parameter for versions in self.versions(stage) for parameter in versions.frozen()]
 
-    def bring_tied(self, op: Forward, work: UpdateRounds) -> tuple[int, ...]:
+    def bring_tied(self, op: Forward, work: Work) -> tuple[int, ...]:
         """Make the versions of tied weights that a forward uses available; returns their numbers."""
         return tuple(each.bring(op, work) for each in self._tied[op.stage])
 
@@ -78,7 +79,7 @@ class StageOptimizer:
         for agreement in set(self._agreements.values()):
             agreement.before_last_backward()
 
-    def before_backward(self, op: Backward, work: UpdateRounds) -> bool:
+    def before_backward(self, op: Backward, work: Work) -> bool:
         """Overlap the all-reduce with `op` if it completes gradients; returns whether it does.
 
         The all-reduce then ends at the next update of the stage.
@@ -90,7 +91,7 @@ class StageOptimizer:
         self._agreements[op.stage].before_last_backward(work.factor(update), leaves)
         return True
 
-    def agree(self, updates: Sequence[Update], work: UpdateRounds) -> None:
+    def agree(self, updates: Sequence[Update], work: Work) -> None:
         """Sum the gradients of the updated stages over all holders."""
         work.set_rate(updates[-1])
         factor = work.factor(updates[-1])
@@ -141,7 +142,7 @@ class StageOptimizer:
         assert not self._versions
         self._agreements[updates[-1].stage].clear()
 
-    def finish(self, work: UpdateRounds) -> None:
+    def finish(self, work: Work) -> None:
         """Put the newest weights into the modules as version 0; nothing is in flight."""
         for each in {id(each): each for tied in self._tied.values() for each in tied}.values():
             each.finish(work)

@@ -9,7 +9,7 @@ round as soon as it has them, and the stage that needs the next version waits fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,9 @@ from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
 from plait.pipeline.gradient_sync import clip_alone
 from plait.pipeline.layout import PipelineLayout, version_of
+from plait.pipeline.microbatches import Work
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Forward, Update
-
-
-class UpdateRounds(Protocol):
-    """The learning rate and gradient factor of an update."""
-
-    def set_rate(self, update: Update) -> None:
-        """Set the learning rate of an update."""
-
-    def factor(self, update: Update) -> float:
-        """What this worker's gradients are multiplied by before they are summed."""
 
 
 class TiedWeights:
@@ -67,7 +58,7 @@ class TiedWeights:
         self._oldest = dict.fromkeys(modules, 0)
         self._rounds: dict[int, _Round] = {}
 
-    def bring(self, op: Forward, work: UpdateRounds) -> int:
+    def bring(self, op: Forward, work: Work) -> int:
         """Make the version that `op` uses available, and return it; may wait for other holders."""
         version = version_of(self._pipeline_layout, min(self._stages), op.microbatch)
         self._oldest[op.stage] = version
@@ -92,14 +83,14 @@ class TiedWeights:
         if round_.given == len(self._left) and self._group is not None:
             round_.send(self.masters, self._group)
 
-    def finish(self, work: UpdateRounds) -> None:
+    def finish(self, work: Work) -> None:
         """Apply all contributed rounds, and call the result version 0; nothing is in flight."""
         self._advance(max(self._rounds, default=self.versions.newest), work)
         assert not self._rounds
         self.versions.restart()
         self._oldest = dict.fromkeys(self._oldest, 0)
 
-    def _advance(self, version: int, work: UpdateRounds) -> None:
+    def _advance(self, version: int, work: Work) -> None:
         while self.versions.newest < version:
             following = self.versions.newest + 1
             round_ = self._rounds.pop(following)

@@ -23,7 +23,7 @@ from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import CoordinatorProcess
+from plait.launch.worker_process import CoordinatorProcess
 from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays

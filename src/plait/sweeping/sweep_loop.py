@@ -16,7 +16,7 @@ from plait.core.codec import finite
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plait.core.errors import InputError
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric

@@ -11,7 +11,7 @@ import torch
 from plait.comm.groups import new_group
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.stages import layout_from

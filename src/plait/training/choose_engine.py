@@ -14,7 +14,7 @@ from plait.adapt.policy_source import PolicySource
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream

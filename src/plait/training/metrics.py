@@ -15,7 +15,7 @@ from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event, EventLog
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components

@@ -13,7 +13,7 @@ from plait.core.codec import decode
 from plait.core.errors import JobError
 from plait.core.logs import show_logs
 from plait.launch.messages import RunRequest
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.optimizers.eager import use_eager_optimizers
 

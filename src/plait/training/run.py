@@ -16,7 +16,7 @@ from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, batches
 from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
 from plait.training.components import Components

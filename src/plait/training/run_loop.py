@@ -178,7 +178,7 @@ class RunLoop(Loop):
                 # Otherwise the first step would take longer than others.
                 warm_up(self.run.components, self.run.settings)
             freeze_garbage_collector()
-            self._go_on_among(self._members.first)
+            self._go_on_among(self._members.worker.await_membership)
             return
         if self.run.worker.rank == 0:
             # No worker writes yet; an earlier launch may have been killed while it was writing.
@@ -205,7 +205,6 @@ class RunLoop(Loop):
         """End this worker; the others continue."""
         self.run.metrics.leave()
         self.run.close()
-        self._members.worker.report_left()
 
     def begin(self, steps: int) -> None:
         """Prepare to train until `steps` steps are done."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.comm.channels import Channels
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.sync.allreduce.sums import Members, whole_world
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint

@@ -1,15 +1,16 @@
-"""Messages between GPUs of two hosts: tensors over NCCL, their headers over gloo.
+"""Messages between GPUs of two hosts: tensors over NCCL, their headers over TCP.
 
 NCCL has no tags, and an operation blocks its stream until the other end has posted its part. So a receive is
 posted only after the header of its message says that the send was, and all in the order of the sends,
 whichever channel asks. This thread waits only for headers, with a deadline; the GPU waits for tensors.
-Messages without a GPU tensor use gloo only.
+Messages without a GPU tensor use TCP only.
 """
 
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,99 +21,77 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory, name_of
-from plait.comm.links.gloo import RemoteLink
 from plait.comm.links.packing import Buffer, Message, packing_of
-
-_HEADS = 0
-# Headers are small; the messages in flight are limited by channel.
-_MOST_HEADS = 4096
+from plait.comm.links.tcp import CLOSE_S, HEADER, TcpLink
 
 
-class NcclLink:
-    """One end of the connection to a worker with a GPU on another host; `there` and `back` are its groups."""
+@dataclass(frozen=True)
+class NcclPair:
+    """A peer with a GPU on another host, this worker's GPU, and the groups of the two for each direction."""
 
-    def __init__(
-        self, peer: int, window: int, device: torch.device, there: dist.ProcessGroup, back: dist.ProcessGroup
-    ) -> None:
-        self._peer = peer
-        self._window = window
-        self._device = device
-        self._there, self._back = there, back
-        self._heads = RemoteLink(peer, _MOST_HEADS)
+    peer: int
+    device: torch.device
+    there: dist.ProcessGroup
+    back: dist.ProcessGroup
+
+
+class NcclLink(TcpLink):
+    """One end of the connection to a worker with a GPU on another host."""
+
+    def __init__(self, connection: socket.socket, pair: NcclPair) -> None:
+        super().__init__(connection)
+        self._pair = pair
         # Operations in progress, with their buffers.
-        self._sent: dict[int, deque[tuple[dist.Work, Buffer]]] = defaultdict(deque)
-        # A message that does not use NCCL has no buffer here.
-        self._arrived: dict[int, deque[tuple[dist.Work | None, Buffer | None]]] = defaultdict(deque)
+        self._sending: deque[tuple[dist.Work, Buffer]] = deque()
+        self._receiving: dict[Buffer, dist.Work] = {}
 
-    @property
-    def buffer_count(self) -> int:
-        """The number of buffers of operations in progress, and of headers."""
-        sent, arrived = map(len, self._sent.values()), map(len, self._arrived.values())
-        return sum(sent) + sum(arrived) + self._heads.buffer_count
-
-    def send(
-        self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str, seconds: float
-    ) -> None:
-        """Send a message; blocks only if the window of messages in flight is full."""
+    def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
+        """Start sending a message; never blocks."""
         if not any(tensor is not None and tensor.is_cuda for tensor in tensors):
-            self._heads.send(_HEADS, number, [], str(channel), seconds)
-            self._heads.send(_HEADS + 1 + channel, number, tensors, note, seconds)
+            super().send(channel, number, tensors, note)
             return
-        sent = self._sent[channel]
-        while sent and (len(sent) >= self._window or sent[0][0].is_completed()):
-            sent[0][0].wait(timedelta(seconds=seconds))
-            sent.popleft()
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()[0].wait()
         packing = packing_of(tensors, note)
         buffer = self._buffer(torch.empty(packing.head_size, dtype=torch.uint8), packing.size)
         buffer.write(number, packing, tensors)
-        work = self._post(dist.isend, buffer, self._there)
+        work = self._post(dist.isend, buffer, self._pair.there)
         if work is not None:
-            sent.append((work, buffer))
-        self._heads.send(_HEADS, number, [buffer.flat], str(channel), seconds)
+            self._sending.append((work, buffer))
+        self._under_way[channel] += 1
+        self._put(HEADER, channel, buffer.flat)
 
-    def expect(self, channel: int) -> None:
-        """Post the receive for the next header of the channel."""
-        self._heads.expect(_HEADS)
-
-    def receive(self, channel: int, seconds: float) -> Message:
-        """The next message of `channel`; waits at most `seconds` for its header.
+    def take(self, channel: int) -> Message | None:
+        """The next message of `channel`, if its header has arrived.
 
         Later work on the current stream waits for its tensors.
         """
-        while not self._arrived[channel]:
-            self._take_head(self._heads.receive(_HEADS, seconds))
-        work, buffer = self._arrived[channel].popleft()
-        if buffer is None:
-            return self._heads.receive(_HEADS + 1 + channel, seconds)
-        if work is not None:
-            work.wait()
-        return Message(buffer.read(), lambda: None)
+        if self._arrived[channel]:
+            work = self._receiving.pop(self._arrived[channel][0], None)
+            if work is not None:
+                work.wait()
+        return super().take(channel)
 
-    def close(self, seconds: float) -> None:
-        """Wait for all operations in progress."""
-        works = [work for sent in self._sent.values() for work, _ in sent]
-        works += [work for arrived in self._arrived.values() for work, _ in arrived if work is not None]
-        for work in works:
-            work.wait(timedelta(seconds=seconds))
-        self._heads.close(seconds)
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """Wait for all operations in progress, and close this end."""
+        if not self.lost:
+            for work in (*(work for work, _ in self._sending), *self._receiving.values()):
+                work.wait(timedelta(seconds=seconds))
+        super().close(seconds)
 
-    def _take_head(self, head: Message) -> None:
-        """Post the receive of the tensors that a header announces."""
-        channel = int(head.content.note)
-        if not head.content.tensors:
-            head.release()
-            self._arrived[channel].append((None, None))
-            return
-        (header,) = head.content.tensors
-        assert header is not None
-        flat = header.clone()
-        head.release()
-        buffer = self._buffer(flat, Buffer(flat).message_size)
-        self._arrived[channel].append((self._post(dist.irecv, buffer, self._back), buffer))
+    def _handle(self, kind: int, channel: int, body: Tensor | None) -> None:
+        super()._handle(kind, channel, body)
+        if kind == HEADER:
+            assert body is not None
+            buffer = self._buffer(body, Buffer(body).message_size)
+            self._arrived[channel].append(buffer)
+            work = self._post(dist.irecv, buffer, self._pair.back)
+            if work is not None:
+                self._receiving[buffer] = work
 
     def _buffer(self, head: Tensor, size: int) -> Buffer:
         """New memory for a message, from torch's caching allocator."""
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(size, dtype=torch.uint8, device=self._pair.device)
         return Buffer(head, GpuMemory(memory, torch.cuda.Event()))
 
     def _post(self, operation: Any, buffer: Buffer, group: dist.ProcessGroup) -> dist.Work | None:
@@ -121,7 +100,7 @@ class NcclLink:
         content = buffer.gpu.flat[buffer.capacity :]
         if not content.numel():
             return None
-        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, content, self._peer, group)])
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, content, self._pair.peer, group)])
         return work
 
 
@@ -139,19 +118,18 @@ class NcclPeers:
         return NcclPeers(name, tuple(peers) if dist.is_nccl_available() else ())
 
 
-def make_nccl_links(
+def make_nccl_pairs(
     rank: int,
     hosts: Sequence[str],
     peers_of: Mapping[int, NcclPeers],
-    window: int,
     deadline_s: float,
     device: torch.device | None,
-) -> dict[int, NcclLink]:
-    """Links of this worker to its peers with a GPU on another host; all ranks call it together.
+) -> dict[int, NcclPair]:
+    """The peers of this worker with a GPU on another host; all ranks call it together.
 
     `peers_of` has an entry for every worker with a GPU; `device` is this worker's.
     """
-    links = {}
+    pairs = {}
     deadline = timedelta(seconds=deadline_s)
     for first, second in _remote_pairs(hosts, peers_of):
         member = rank in (first, second)
@@ -163,10 +141,10 @@ def make_nccl_links(
         if member:
             assert device is not None
             peer, there, back = (second, up, down) if rank == first else (first, down, up)
-            links[peer] = NcclLink(peer, window, device, there, back)
+            pairs[peer] = NcclPair(peer, device, there, back)
             for group, sends in ((up, rank == first), (down, rank == second)):
                 _connect_group(peer, group, sends, device, deadline)
-    return links
+    return pairs
 
 
 def _connect_group(

@@ -16,14 +16,9 @@ from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory
 
-# The number of the message (a microbatch), the bytes of the message, the bytes of the description; a channel
-# of the other direction, and how many messages the sender has received on it.
-_PREFIX = struct.Struct("<qqqqq")
+# The number of the message (a microbatch), the bytes of the message, the bytes of the description.
+_PREFIX = struct.Struct("<qqq")
 _ALIGNMENT = 64
-
-# A channel, and how many of its messages have been received.
-Received = tuple[int, int]
-NONE_RECEIVED: Received = (-1, 0)
 
 Signature = tuple[tuple[str, tuple[int, ...]] | None, ...]
 
@@ -125,35 +120,15 @@ class Buffer:
             return False
         return packing.head_size <= self.capacity and packing.size <= self.size
 
-    def write(
-        self,
-        number: int,
-        packing: Packing,
-        tensors: Sequence[Tensor | None],
-        received: Received = NONE_RECEIVED,
-    ) -> None:
+    def write(self, number: int, packing: Packing, tensors: Sequence[Tensor | None]) -> None:
         """Copy a message into the buffer, with tensors from any device."""
-        head = _PREFIX.pack(number, packing.size, len(packing.description), *received) + packing.description
+        head = _PREFIX.pack(number, packing.size, len(packing.description)) + packing.description
         self._bytes[: len(head)] = head
         for view, tensor in zip(self._view(packing), tensors):
             if view is not None and tensor is not None:
                 view.copy_(tensor.detach())
         if self.gpu is not None:
             self.gpu.written.record()
-
-    def write_need(self, size: int) -> None:
-        """Write, instead of a message, that the next one needs a buffer of `size` bytes."""
-        self._bytes[: _PREFIX.size] = _PREFIX.pack(-1, size, 0, *NONE_RECEIVED)
-
-    def need(self) -> int | None:
-        """The size that `write_need` wrote; None if the buffer holds a message."""
-        _, size, length, *_ = _PREFIX.unpack_from(self._bytes)
-        return None if length else int(size)
-
-    def received(self) -> Received:
-        """The acknowledgement in this message."""
-        *_, channel, count = _PREFIX.unpack_from(self._bytes)
-        return channel, count
 
     def read(self) -> Content:
         """The message in the buffer; its tensors are views, valid until the next write.
@@ -162,7 +137,7 @@ class Buffer:
         """
         if self.gpu is not None:
             self.gpu.written.wait()
-        number, _, length, *_ = _PREFIX.unpack_from(self._bytes)
+        number, _, length = _PREFIX.unpack_from(self._bytes)
         packing = _packing_from(bytes(self._bytes[_PREFIX.size : _PREFIX.size + length]))
         return Content(number, self._view(packing), packing.note)
 

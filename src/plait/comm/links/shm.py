@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import socket
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -164,13 +163,3 @@ def _rounded(size: int) -> int:
     """`size` rounded up to 4, 5, 6 or 7 times a power of two: at most a quarter more."""
     step = 1 << max(0, size.bit_length() - 3)
     return -(-size // step) * step
-
-
-def wait_for_notices(links: Sequence[SharedLink], seconds: float) -> None:
-    """Return once some peer has sent a notice, which is read, or after `seconds`."""
-    poll = select.poll()
-    by_descriptor = {link.fileno(): link for link in links if not link.ended and not link.lost}
-    for descriptor, link in by_descriptor.items():
-        poll.register(descriptor, select.POLLIN | (select.POLLOUT if link.has_unsent else 0))
-    for descriptor, _ in poll.poll(max(0.0, seconds) * 1e3):
-        by_descriptor[descriptor].take_notices()

@@ -1,13 +1,17 @@
-"""A TCP connection between two workers of different hosts, with the same interface as shared memory.
+"""Messages between two workers of different hosts over TCP, with the same interface as shared memory.
 
-Sending never blocks: data that the socket does not accept is sent when this end next polls. The peer
-acknowledges each message that it has released, so a sender knows how many are in flight.
+Two threads send and receive, so messages move while both workers compute. What has arrived takes effect in
+`take_notices`, in the thread that uses the link. The peer acknowledges each message that it has released, so
+a sender knows how many are in flight.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import socket
 import struct
+import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -18,105 +22,159 @@ from plait.comm.links.packing import Buffer, Message, packing_of
 
 # The type of the frame, the channel, the size of the body.
 _HEAD = struct.Struct("<BIQ")
-_FULL, _FREE, _END = 1, 2, 3
+FULL, FREE, END, HEADER = 1, 2, 3, 4
+_MOST_SPARE = 8
+# How long `close` waits until everything is sent.
+CLOSE_S = 10.0
 
 
-class WireLink:
-    """One end of the connection to a worker of another host."""
+class TcpLink:
+    """One end of the connection to a worker of another host.
+
+    `ended` is set if the peer has closed its end deliberately, `lost` if it is gone otherwise.
+    """
+
+    # The sending thread needs no help.
+    has_unsent = False
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
+        connection.settimeout(None)
         self._socket = connection
-        self._unsent: deque[memoryview] = deque()
+        self._outgoing: queue.SimpleQueue[tuple[bytes, Tensor | None] | None] = queue.SimpleQueue()
+        # Received frames: type, channel and body; None at the end of the connection.
+        self._incoming: queue.SimpleQueue[tuple[int, int, Tensor | None] | None] = queue.SimpleQueue()
+        self._notices, self._notifier = socket.socketpair()
+        for end in (self._notices, self._notifier):
+            end.setblocking(False)
         self._arrived: dict[int, deque[Buffer]] = defaultdict(deque)
         self._under_way: dict[int, int] = defaultdict(int)
-        self._head = bytearray(_HEAD.size)
-        self._body: Tensor | None = None
-        self._into = memoryview(self._head)
+        # Memory of messages that were sent or released: new pages take as long as copying.
+        self._spare: deque[Tensor] = deque(maxlen=_MOST_SPARE)
         self.ended = False
         self.lost = False
+        self._all_sent = threading.Event()
+        self._receiver = threading.Thread(target=self._receive_all, name="plait-receive", daemon=True)
+        self._receiver.start()
+        threading.Thread(target=self._send_all, name="plait-send", daemon=True).start()
 
     def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def unsent(self) -> bool:
-        """Whether there is unsent data."""
-        return bool(self._unsent)
+        """A descriptor that is readable if `take_notices` has something to do."""
+        return self._notices.fileno()
 
     def under_way(self, channel: int) -> int:
         """The number of messages on `channel` that the peer has not released."""
         return self._under_way[channel]
 
+    @property
+    def buffer_count(self) -> int:
+        """The number of messages that the peer has not released."""
+        return sum(self._under_way.values())
+
     def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
         """Copy a message and start sending it; never blocks."""
         packing = packing_of(tensors, note)
-        buffer = Buffer(torch.empty(packing.size, dtype=torch.uint8))
+        buffer = Buffer(self._memory(packing.size))
         buffer.write(number, packing, tensors)
         self._under_way[channel] += 1
-        self._put(_FULL, channel, memoryview(buffer.flat.numpy().data))
+        self._put(FULL, channel, buffer.flat)
 
     def take(self, channel: int) -> Message | None:
         """The next message of `channel`, if one has arrived."""
         if not self._arrived[channel]:
             return None
         buffer = self._arrived[channel].popleft()
-        return Message(buffer.read(), lambda: self._put(_FREE, channel))
+
+        def release() -> None:
+            self._spare.append(buffer.flat)
+            self._put(FREE, channel)
+
+        return Message(buffer.read(), release)
 
     def take_notices(self) -> None:
-        """Send and receive as much as possible without blocking."""
-        self._push()
-        try:
-            while not self.lost and not self.ended:
-                got = self._socket.recv_into(self._into)
-                if got == 0:
-                    self.lost = True
-                self._into = self._into[got:]
-                if not len(self._into):
-                    self._take_piece()
-        except BlockingIOError:
-            return
-        except OSError:
-            self.lost = True
+        """Handle what the peer has sent, without blocking."""
+        with contextlib.suppress(BlockingIOError):
+            while self._notices.recv(4096):
+                pass
+        while not self._incoming.empty():
+            frame = self._incoming.get()
+            if frame is None:
+                self.lost = not self.ended
+            else:
+                self._handle(*frame)
 
-    def close(self) -> None:
-        """Close this end; the peer is notified that it was deliberate."""
-        self._put(_END, 0)
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """Close this end, after what was sent before; the peer is notified that it was deliberate.
+
+        What is not sent within `seconds` is dropped.
+        """
+        self._put(END, 0)
+        self._outgoing.put(None)
+        if not self._all_sent.wait(seconds):
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _handle(self, kind: int, channel: int, body: Tensor | None) -> None:
+        if kind == FULL:
+            assert body is not None
+            self._arrived[channel].append(Buffer(body))
+        elif kind == FREE:
+            self._under_way[channel] -= 1
+        elif kind == END:
+            self.ended = True
+
+    def _put(self, kind: int, channel: int, body: Tensor | None = None) -> None:
+        size = 0 if body is None else body.numel()
+        self._outgoing.put((_HEAD.pack(kind, channel, size), body))
+
+    def _send_all(self) -> None:
+        """Send until the link is closed, then wait until the peer has closed its end, too."""
+        # What the peer sent before it ended can still be received; after that the receiver finds the end.
+        with contextlib.suppress(OSError):
+            while (frame := self._outgoing.get()) is not None:
+                head, body = frame
+                self._socket.sendall(head)
+                if body is not None:
+                    self._socket.sendall(memoryview(body.numpy().data))
+                    self._spare.append(body)
+            self._socket.shutdown(socket.SHUT_WR)
+        self._all_sent.set()
+        self._receiver.join()
         self._socket.close()
 
-    def _put(self, kind: int, channel: int, body: memoryview | None = None) -> None:
-        self._unsent.append(memoryview(_HEAD.pack(kind, channel, len(body) if body is not None else 0)))
-        if body is not None:
-            self._unsent.append(body)
-        self._push()
+    def _receive_all(self) -> None:
+        head = bytearray(_HEAD.size)
+        with contextlib.suppress(OSError):
+            while True:
+                self._receive(memoryview(head))
+                kind, channel, size = _HEAD.unpack(head)
+                body = None
+                if size:
+                    body = self._memory(size)
+                    self._receive(memoryview(body.numpy().data))
+                self._notify((kind, channel, body))
+        self._notify(None)
 
-    def _push(self) -> None:
-        try:
-            while self._unsent and not self.lost:
-                sent = self._socket.send(self._unsent[0])
-                self._unsent[0] = self._unsent[0][sent:]
-                if not len(self._unsent[0]):
-                    self._unsent.popleft()
-        except BlockingIOError:
-            return
-        except OSError:
-            # What the peer sent before it ended can still be read; the read after that finds the end.
-            self._unsent.clear()
+    def _memory(self, size: int) -> Tensor:
+        """Memory of an earlier message of that size, if there is any, else new memory; for any thread."""
+        with contextlib.suppress(IndexError):
+            for _ in range(len(self._spare)):
+                memory = self._spare.popleft()
+                if memory.numel() == size:
+                    return memory
+                self._spare.append(memory)
+        return torch.empty(size, dtype=torch.uint8)
 
-    def _take_piece(self) -> None:
-        """Process a complete header or body, and prepare the buffer for the next bytes."""
-        kind, channel, size = _HEAD.unpack(self._head)
-        if self._body is None and size:
-            self._body = torch.empty(size, dtype=torch.uint8)
-            self._into = memoryview(self._body.numpy().data)
-            return
-        if kind == _FULL:
-            assert self._body is not None
-            self._arrived[channel].append(Buffer(self._body))
-        elif kind == _FREE:
-            self._under_way[channel] -= 1
-        else:
-            self.ended = True
-        self._body = None
-        self._into = memoryview(self._head)
+    def _receive(self, into: memoryview) -> None:
+        """Fill `into` with the next bytes; OSError at the end of the connection."""
+        while len(into):
+            count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionError
+            into = into[count:]
+
+    def _notify(self, frame: tuple[int, int, Tensor | None] | None) -> None:
+        self._incoming.put(frame)
+        # A full socket already holds unread notices; a closed one has no reader.
+        with contextlib.suppress(OSError):
+            self._notifier.send(b"!")

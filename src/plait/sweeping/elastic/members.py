@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from plait.launch.worker import ElasticWorker, Worker
-
-# How long a joining worker waits; the supervisor ends workers that are not needed.
-WAIT_S = 86400.0
+from plait.launch.worker_process import LaunchedWorker, Worker
 
 
 class SweepMembers:
@@ -17,7 +14,7 @@ class SweepMembers:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = cast("ElasticWorker", worker)
+        self._worker = cast("LaunchedWorker", worker)
         self._memberships = worker.memberships
 
     @property
@@ -30,8 +27,7 @@ class SweepMembers:
         if not self.can_change:
             return
         if self._worker.rank < 0:
-            self._worker.report_ready()
-            self._worker.enter(self._memberships.after(-1, WAIT_S))
+            self._worker.enter(self._worker.await_membership())
         self._worker.report_joined()
 
     @property
@@ -57,6 +53,5 @@ class SweepMembers:
         while self.is_leaving:
             version = self._memberships.latest().version
             if self._memberships.dismissal_or_later(version) is None:
-                self._worker.report_left()
                 return True
         return False

@@ -21,7 +21,7 @@ from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import FusionReport
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.cutting.cut import cut
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
 from plait.pipeline.microbatches import Microbatch

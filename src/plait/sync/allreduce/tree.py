@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm.channels import connect_local
 from plait.comm.collectives import all_gather_values
 from plait.comm.links.shm_regions import LocalPeer, SharedBuffer
+from plait.comm.rendezvous import sharing_memory
 from plait.core.codec import encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
@@ -106,9 +106,8 @@ class OverTopology:
 def _share_regions(members: Members, region: SharedBuffer) -> dict[int, LocalPeer]:
     """Exchange regions with the members on this host; returns these by their ranks in the topology."""
     end = time.monotonic() + members.deadline_s
-    connections = connect_local(
-        members.rendezvous, f"sums/{','.join(map(str, members.ranks))}", members.ranks
-    )
+    local = sharing_memory(members.ranks, members.rank, members.rendezvous.hosts)
+    connections = members.rendezvous.connect(f"sums/{','.join(map(str, members.ranks))}", local)
     local_peers = {
         members.ranks.index(rank): LocalPeer(connection) for rank, connection in connections.items()
     }

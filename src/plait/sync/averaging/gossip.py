@@ -33,9 +33,7 @@ class Gossip(PeerAveraging):
     ) -> None:
         super().__init__(peers, sources, when_synchronized)
         self._averages = 0
-        self.thread = GossipThread(
-            peers.mailbox, peers.presence, self._vector, choose, mutual=mutual, seed=seed
-        )
+        self.thread = GossipThread(peers, self._vector, choose, mutual=mutual, seed=seed)
 
     def after_update(self) -> None:
         """Publish the update, and take the averages since the previous one."""
@@ -46,11 +44,10 @@ class Gossip(PeerAveraging):
         self._averages = averages
         self.stats.bytes_sent = self._mailbox.bytes_sent
 
-    def synchronize(self) -> tuple[int, ...]:
+    def synchronize(self) -> None:
         self.thread.pause()
-        members = super().synchronize()
+        super().synchronize()
         self.thread.resume()
-        return members
 
     def close(self) -> None:
         self.thread.pause()

@@ -16,8 +16,7 @@ from torch import Tensor
 from plait.comm.links.packing import Message
 from plait.comm.tags import Tag
 from plait.sync.averaging.flat_buffer import FlatBuffer
-from plait.sync.averaging.mailbox import Mailbox
-from plait.sync.averaging.peers import Inbox, Presence
+from plait.sync.averaging.peers import Inbox, Peers
 
 LOOK_S = 0.02
 # A question's number: how often all have synchronized, then the count of this worker's questions.
@@ -34,20 +33,19 @@ class GossipThread:
 
     def __init__(
         self,
-        mailbox: Mailbox,
-        presence: Presence,
+        peers: Peers,
         vector: FlatBuffer,
         choose: Callable[[Sequence[int]], Sequence[int]],
         *,
         mutual: bool,
         seed: int,
     ) -> None:
-        self._mailbox = mailbox
-        self._presence = presence
+        self._peers = peers
+        self._mailbox = peers.mailbox
         self._vector = vector
         self._choose = choose
         self._mutual = mutual
-        self._random = random.Random(f"{seed}/{mailbox.rank}")
+        self._random = random.Random(f"{seed}/{peers.rank}")
         self._lock = threading.Lock()
         self._published = [flat.clone() for flat in vector.gather()]
         self._base = [flat.clone() for flat in self._published]
@@ -55,7 +53,7 @@ class GossipThread:
         self.questions = 0
         self._pending = 0
         self._asked: _Question | None = None
-        self._answers = Inbox(mailbox, Tag.GOSSIP_ANSWER)
+        self._answers = Inbox(peers, Tag.GOSSIP_ANSWER)
         self.averages = 0
         self._run = threading.Event()
         self._parked = threading.Event()
@@ -130,7 +128,6 @@ class GossipThread:
             else:
                 self._mailbox.send(peer, Tag.GOSSIP_ANSWER, message.content.number, [])
             message.release()
-            self._mailbox.flush(0.1)
 
     def _answer(self, peer: int, message: Message) -> None:
         with self._lock:
@@ -143,16 +140,12 @@ class GossipThread:
 
     def _ask(self) -> None:
         if self._asked is not None:
-            peer = self._asked.peer
-            if not self._mailbox.is_gone(peer) and peer in self._presence.living():
+            if self._peers.is_there(self._asked.peer):
                 return
             self._asked = None
         if not self._pending:
             return
-        living = [
-            p for p in self._presence.living() if p != self._mailbox.rank and not self._mailbox.is_gone(p)
-        ]
-        peers = self._choose([*living, self._mailbox.rank])
+        peers = self._choose(sorted(self._peers.living()))
         if not peers:
             self._pending = 0
             return
@@ -164,7 +157,6 @@ class GossipThread:
         number = (self._synchronized << COUNT_BITS) + self.questions
         if self._mailbox.send(peer, Tag.GOSSIP_ASK, number, sent):
             self._asked = _Question(peer, number, sent)
-            self._mailbox.flush(0.1)
 
     def _receive_answer(self) -> None:
         if self._asked is None:

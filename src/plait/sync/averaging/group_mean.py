@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plait.comm.links.packing import Message
 from plait.core.splits import split
 from plait.sync.averaging.flat_buffer import put_mean
 from plait.sync.averaging.group_graph import owners_for
 from plait.sync.averaging.peers import Inbox, Peers
 
 LEAST_BYTES = 1 << 18
-LOOK_S = 0.05
 # An owner may itself wait for a member, and fails after one timeout, so members wait for two.
 OWNER_TIMEOUTS = 2.0
 
@@ -40,7 +38,7 @@ class GroupMean:
         self._peers = peers
         self._mailbox = peers.mailbox
         self._channels = channels
-        self._up, self._down = Inbox(peers.mailbox, channels.up), Inbox(peers.mailbox, channels.down)
+        self._up, self._down = Inbox(peers, channels.up), Inbox(peers, channels.down)
 
     def average(
         self,
@@ -48,8 +46,8 @@ class GroupMean:
         members: Sequence[int],
         flats: Sequence[Tensor],
         behind: Collection[int] = (),
-    ) -> bool:
-        """Set `flats` to the mean over the members that are not `behind`; False if an owner sent none.
+    ) -> None:
+        """Set `flats` to the mean over the members that are not `behind`.
 
         `number` increases from call to call. The first of `flats` has the same size on all members; another
         one that is missing or differs in size on some members is averaged over the rest.
@@ -67,26 +65,19 @@ class GroupMean:
         for owner, part in zip(owners, parts):
             if owner != rank:
                 self._mailbox.send(owner, self._channels.up, number, [] if rank in behind else part)
-        taken = [
-            self._average_part(number, members, part, rank in behind)
-            for owner, part in zip(owners, parts)
-            if owner == rank
-        ]
-        others = [(owner, part) for owner, part in zip(owners, parts) if owner != rank]
-        taken += [self._take_mean(number, owner, part) for owner, part in others]
-        self._peers.flush()
-        return all(taken)
+        for owner, part in zip(owners, parts):
+            if owner == rank:
+                self._average_part(number, members, part, rank in behind)
+        for owner, part in zip(owners, parts):
+            if owner != rank:
+                self._take_mean(number, owner, part)
 
-    def _average_part(self, number: int, members: Sequence[int], part: list[Tensor], blank: bool) -> bool:
-        """Average the part that this worker owns, and send it to all members.
-
-        False if no member contributed, so there is no mean.
-        """
+    def _average_part(self, number: int, members: Sequence[int], part: list[Tensor], blank: bool) -> None:
+        """Average the part that this worker owns, and send it to all members."""
         rank = self._mailbox.rank
         others = [member for member in members if member != rank]
         received = {
-            other: self._receive(self._up, other, number, 1.0, "to send its part of an average")
-            for other in others
+            other: self._up.receive(other, number, 1.0, "to send its part of an average") for other in others
         }
         came = {other: message for other, message in received.items() if message is not None}
         brought = {other: message.content.tensors for other, message in came.items()}
@@ -95,30 +86,12 @@ class GroupMean:
             message.release()
         for other in others:
             self._mailbox.send(other, self._channels.down, number, part if counts[0] else [])
-        return counts[0] > 0
 
-    def _take_mean(self, number: int, owner: int, part: list[Tensor]) -> bool:
-        message = self._receive(self._down, owner, number, OWNER_TIMEOUTS, "to send its part of a mean")
+    def _take_mean(self, number: int, owner: int, part: list[Tensor]) -> None:
+        message = self._down.receive(owner, number, OWNER_TIMEOUTS, "to send its part of a mean")
         if message is None:
-            return False
+            return
         for local, mean in zip(part, message.content.tensors):
             if mean is not None and mean.shape == local.shape:
                 local.copy_(mean)
-        has_mean = bool(message.content.tensors)
         message.release()
-        return has_mean
-
-    def _receive(self, inbox: Inbox, peer: int, number: int, timeouts: float, what: str) -> Message | None:
-        """Wait for message `number` of `peer`; None if it is not live, or has sent later messages instead."""
-        waited = self._peers.stopwatch(timeouts)
-        while True:
-            is_there = self._peers.is_there(peer)
-            if not is_there:
-                # Messages that it sent before can still be received.
-                self._mailbox.wait(0.0)
-            message = inbox.find(peer, number)
-            if message is not None or not is_there or inbox.is_past(peer, number):
-                return message
-            if waited.is_over():
-                raise self._peers.timed_out(waited, [peer], what)
-            self._mailbox.wait(LOOK_S)

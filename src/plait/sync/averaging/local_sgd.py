@@ -20,8 +20,8 @@ class Collective(AllOrNone):
         self._vector = FlatBuffer(*sources)
         self._when_synchronized = when_synchronized
 
-    def synchronize(self) -> tuple[int, ...]:
-        """Take the mean over all workers; returns their ranks."""
+    def synchronize(self) -> None:
+        """Take the mean over all workers."""
         for source in self._when_synchronized:
             source.prepare()
         self._vector.gather()
@@ -32,7 +32,6 @@ class Collective(AllOrNone):
         for source in self._when_synchronized:
             self._take_mean(FlatBuffer(source))
             source.finish()
-        return tuple(range(self._size))
 
     def close(self) -> None:
         pass

@@ -6,19 +6,17 @@ that is gone are dropped. Workers of one host use shared memory, others TCP conn
 
 from __future__ import annotations
 
-import select
 import socket
-import time
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from plait.comm.links.packing import Message
+from plait.comm.links.polling import Link, wait_for_notices
 from plait.comm.links.shm import SharedLink
-from plait.comm.links.tcp import WireLink
+from plait.comm.links.tcp import TcpLink
 from plait.comm.rendezvous import Rendezvous
 
-Link = SharedLink | WireLink
 OnSend = Callable[[int, int], None]
 WINDOW = 8
 
@@ -70,28 +68,10 @@ class Mailbox:
 
     def wait(self, seconds: float) -> None:
         """Receive messages; returns once a peer has sent something or is gone, or after `seconds`."""
-        poll = select.poll()
-        open_links = {link.fileno(): link for link in self._links.values() if not (link.lost or link.ended)}
-        for descriptor, link in open_links.items():
-            unsent = isinstance(link, WireLink) and link.unsent
-            poll.register(descriptor, select.POLLIN | (select.POLLOUT if unsent else 0))
-        if not open_links:
-            time.sleep(max(0.0, seconds))
-            return
-        for descriptor, _ in poll.poll(max(0.0, seconds) * 1e3):
-            open_links[descriptor].take_notices()
-
-    def flush(self, seconds: float) -> None:
-        """Wait until sent messages have left this process, for `seconds` at most."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and any(
-            isinstance(link, WireLink) and link.unsent and not link.lost for link in self._links.values()
-        ):
-            self.wait(end - time.monotonic())
+        wait_for_notices(self._links.values(), seconds)
 
     def close(self) -> None:
         """Close all links; peers can tell this from a crash."""
-        self.flush(1.0)
         for link in self._links.values():
             link.close()
 
@@ -115,4 +95,4 @@ def open_mailbox(
 
 
 def _link(connection: socket.socket) -> Link:
-    return SharedLink(connection) if connection.family == socket.AF_UNIX else WireLink(connection)
+    return SharedLink(connection) if connection.family == socket.AF_UNIX else TcpLink(connection)

@@ -49,7 +49,7 @@ class Matchmaking:
         self._rules = replace(rules or Rules(), hung_s=peers.timeout_s)
         self._rank = peers.rank
         self._clock = SharedClock(peers.now)
-        self._up, self._down = Inbox(peers.mailbox, Tag.ROUND_UP), Inbox(peers.mailbox, Tag.ROUND_DOWN)
+        self._up, self._down = Inbox(peers, Tag.ROUND_UP), Inbox(peers, Tag.ROUND_DOWN)
         self._number = 0
         self._seen = -1
 
@@ -107,14 +107,13 @@ class Matchmaking:
             return None
         if flats:
             self._send_mean(round_, self._collect(round_), flats)
-            self._peers.flush()
         else:
             self._announce(round_, round_.members, ())
         return round_
 
     def _commit(self, number: int, arrival: Arrival, hurry: Callable[[], bool]) -> Round | None:
         """Close the round as soon as the rules allow; None if it was voided."""
-        everyone, every = self._peers.presence.members, self._rules.every
+        everyone, every = self._peers.members, self._rules.every
         # Enough earlier groups for the case that all workers are live again.
         before = self._before(number)
         if before is not None:

@@ -35,7 +35,7 @@ class PairSync(PeerAveraging):
 
     def after_update(self) -> None:
         """Average with this round's partner, and wait for it."""
-        partner = pairs(self._seed, self._round, self._presence.members).get(self._mailbox.rank)
+        partner = pairs(self._seed, self._round, self._peers.members).get(self._mailbox.rank)
         if partner is not None:
             with self.stats.waiting():
                 self._vector.gather()

@@ -156,7 +156,6 @@ class Server:
                 del self._waiting[worker]
             else:
                 self._check_there(self._weights.awaited(worker, last))
-        self._mailbox.flush(0.1)
 
 
 class HetPipe(AllOrNone):
@@ -202,7 +201,7 @@ class HetPipe(AllOrNone):
         if self._since >= self._wave:
             self._exchange(last=False)
 
-    def synchronize(self) -> tuple[int, ...]:
+    def synchronize(self) -> None:
         """Push the last change, wait until all workers have, and pull; the rest of the state is averaged."""
         for source in self._when_synchronized:
             source.prepare()
@@ -219,7 +218,6 @@ class HetPipe(AllOrNone):
         self._rest.scatter()
         for source in self._when_synchronized:
             source.finish()
-        return tuple(range(self._size))
 
     def close(self) -> None:
         try:
@@ -239,7 +237,6 @@ class HetPipe(AllOrNone):
             for server, mailbox, change in zip(self._servers, self._mailboxes, changes):
                 if server != self._rank:
                     mailbox.send(server, Tag.PUSH, self._number, change, "last" if last else "")
-                    mailbox.flush(self._deadline_s)
             for part, change in enumerate(changes):
                 self._take(part, self._pull(part, change, last))
         self._number += 1

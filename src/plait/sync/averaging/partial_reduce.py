@@ -62,8 +62,7 @@ class PartialReduce(PeerAveraging):
         self.stats.bytes_sent += self._mailbox.bytes_sent - sent
         self._left = self._peers.now()
 
-    def synchronize(self) -> tuple[int, ...]:
-        members = super().synchronize()
+    def synchronize(self) -> None:
+        super().synchronize()
         self._rounds.refresh()
         self._left = self._peers.now()
-        return members

@@ -6,7 +6,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -17,63 +16,34 @@ from plait.launch.membership import Memberships
 from plait.schema.placement import WorkerLimits
 from plait.sync.averaging.mailbox import Mailbox
 
-FLUSH_S = 0.25
 LOOK_S = 0.05
 # A wait polls much more often than this; a longer gap means that this process was itself stopped.
 LONGEST_LOOK_S = 1.0
 
 
-class Presence(Protocol):
-    """Which of the `members` of an averaging are live."""
+def find_lost(memberships: Memberships, ranks: Sequence[int]) -> Callable[[], set[int]]:
+    """A function that returns which of the workers at `ranks` the job has lost, as indices in `ranks`.
 
-    @property
-    def members(self) -> tuple[int, ...]: ...
-
-    def living(self) -> tuple[int, ...]:
-        """The live members, including this one, in order."""
-
-    def forget(self, member: int) -> None:
-        """Record that the member has ended."""
-
-
-class LivingMembers:
-    """Live members according to the job's membership; `ranks` are the ranks of the members that average.
-
-    A worker that is to leave is live until it does.
+    A worker that is to leave is not lost.
     """
-
-    def __init__(self, memberships: Memberships, index: int, ranks: Sequence[int]) -> None:
-        self._memberships = memberships
-        self._index = index
-        self._workers = [memberships.current.members[rank] for rank in ranks]
-        self._gone: set[int] = set()
-        self.members = tuple(range(len(ranks)))
-
-    def living(self) -> tuple[int, ...]:
-        lost = self._memberships.latest().lost
-        return tuple(
-            index
-            for index, worker in enumerate(self._workers)
-            if index == self._index or (worker not in lost and index not in self._gone)
-        )
-
-    def forget(self, member: int) -> None:
-        self._gone.add(member)
+    workers = [memberships.current.members[rank] for rank in ranks]
+    return lambda: {index for index, worker in enumerate(workers) if worker in memberships.latest().lost}
 
 
 @dataclass(frozen=True)
 class Peers:
     """The job's store under a prefix, the mailbox to the other workers, and which of them are live.
 
-    No wait for a live worker lasts longer than `timeout_s` without progress. A `tolerant` averaging leaves
-    out workers that are not live; otherwise a worker that has ended is an error. `now` is this worker's
-    clock; only differences of it are used.
+    `find_lost` returns the workers that the job has lost; they never return. No wait for a live worker lasts
+    longer than `timeout_s` without progress. A `tolerant` averaging leaves out workers that are not live;
+    otherwise a worker that is gone is an error. `now` is this worker's clock; only differences of it are
+    used.
     """
 
     store: dist.Store
     prefix: str
     mailbox: Mailbox
-    presence: Presence
+    find_lost: Callable[[], Collection[int]]
     timeout_s: float = WorkerLimits.timeout_s
     tolerant: bool = True
     now: Callable[[], float] = time.monotonic
@@ -82,21 +52,21 @@ class Peers:
     def rank(self) -> int:
         return self.mailbox.rank
 
-    def ended(self) -> set[int]:
-        """The workers that have ended."""
-        return {peer for peer in self.mailbox.peers() if self.mailbox.is_gone(peer)}
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All workers, live or not, including this one."""
+        return tuple(sorted([self.rank, *self.mailbox.peers()]))
 
     def living(self) -> set[int]:
         """The live workers, including this one."""
-        ended = self.ended()
-        for peer in ended:
-            self.presence.forget(peer)
-        return set(self.presence.living()) if self.tolerant else set(self.presence.members) - ended
+        lost = self.find_lost()
+        gone = {peer for peer in self.mailbox.peers() if peer in lost or self.mailbox.is_gone(peer)}
+        return set(self.members) - gone
 
     def is_there(self, peer: int) -> bool:
         """Whether to wait for a message of `peer`."""
-        if not self.mailbox.is_gone(peer):
-            return not self.tolerant or peer in self.presence.living()
+        if peer not in self.find_lost() and not self.mailbox.is_gone(peer):
+            return True
         if not self.tolerant:
             raise PeerError(
                 f"worker {peer} is gone while worker {self.rank} averaged with it; look at the log of worker "
@@ -119,21 +89,6 @@ class Peers:
             LostPeer.SILENT,
             min(who, default=None),
         )
-
-    def flush(self) -> None:
-        """Wait until sent messages have left this process: on a slow link they only do so while it polls.
-
-        If some worker is not live, its messages may never leave, and are not waited for.
-        """
-        waited, started = self.stopwatch(), self.now()
-        while not waited.is_over():
-            begun = time.monotonic()
-            self.mailbox.flush(LOOK_S)
-            if time.monotonic() - begun < LOOK_S:
-                return
-            all_there = len(self.living()) == len(self.presence.members)
-            if not all_there and self.now() - started > FLUSH_S:
-                return
 
 
 class WaitTimer:
@@ -175,21 +130,43 @@ class SharedClock:
 class Inbox:
     """The messages of one channel by sender and increasing number; older ones are released unread."""
 
-    def __init__(self, mailbox: Mailbox, channel: int) -> None:
-        self._mailbox = mailbox
+    def __init__(self, peers: Peers, channel: int) -> None:
+        self._peers = peers
+        self._mailbox = peers.mailbox
         self._channel = channel
         self._kept: dict[int, deque[Message]] = defaultdict(deque)
 
     def find(self, peer: int, number: int) -> Message | None:
         """Message `number` of `peer`, or None if it has not arrived."""
+        return self._kept[peer].popleft() if self.has(peer, number) else None
+
+    def has(self, peer: int, number: int) -> bool:
+        """Whether message `number` of `peer` has arrived."""
         kept = self._kept[peer]
         while (message := self._mailbox.take(peer, self._channel)) is not None:
             kept.append(message)
         while kept and kept[0].content.number < number:
             kept.popleft().release()
-        return kept.popleft() if kept and kept[0].content.number == number else None
+        return bool(kept) and kept[0].content.number == number
 
-    def is_past(self, peer: int, number: int) -> bool:
+    def receive(self, peer: int, number: int, timeouts: float, what: str) -> Message | None:
+        """Wait for message `number` of `peer`; None if it is not live, or has sent later messages instead.
+
+        `what` says in the error after that many timeouts what the peer did not do.
+        """
+        waited = self._peers.stopwatch(timeouts)
+        while True:
+            if self.has(peer, number) or self._is_past(peer, number):
+                return self.find(peer, number)
+            if not self._peers.is_there(peer):
+                # Messages that it sent before can still be received.
+                self._mailbox.wait(0.0)
+                return self.find(peer, number)
+            if waited.is_over():
+                raise self._peers.timed_out(waited, [peer], what)
+            self._mailbox.wait(LOOK_S)
+
+    def _is_past(self, peer: int, number: int) -> bool:
         """Whether `find` has received later messages of `peer` than `number`."""
         kept = self._kept[peer]
         return bool(kept) and kept[0].content.number > number
@@ -197,5 +174,4 @@ class Inbox:
     def drop_before(self, number: int) -> None:
         """Release messages of earlier numbers: a sender may have only a few unread messages."""
         for peer in self._mailbox.peers():
-            if (message := self.find(peer, number)) is not None:
-                self._kept[peer].appendleft(message)
+            self.has(peer, number)

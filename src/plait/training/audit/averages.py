@@ -16,9 +16,9 @@ _ROUNDING = 1e-4
 def is_mean(averaging: Averaging, before: Sequence[Sequence[float]], after: Sequence[float]) -> bool:
     """Whether `after` are the means of all members' sums `before`.
 
-    Only checked for syncs that take the plain mean of all members, if no member was left out; else True.
+    Only checked for syncs that take the plain mean of all members; else True.
     """
-    if not isinstance(averaging, (PartialReduce, PairSync)) or averaging.full_average.behind:
+    if not isinstance(averaging, (PartialReduce, PairSync)):
         return True
     for number, mean in enumerate(after):
         sums = [member[number] for member in before]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.training.audit.record import AuditRecord, Findings

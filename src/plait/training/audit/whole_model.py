@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import mix
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
 from plait.training.audit.schedule import is_audited

@@ -14,7 +14,7 @@ from plait.comm.collectives import all_gather_values
 from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
 from plait.launch.membership import Membership, Memberships
-from plait.launch.worker import ElasticWorker, Worker, as_loss
+from plait.launch.worker_process import LaunchedWorker, Worker, as_loss
 from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # step is done.
 ProgressMark = Sequence[int]
 NO_STATE: ProgressMark = (-1, 0)
-# A joining worker waits until the members switch to it; the supervisor ends workers that are not needed.
-WAIT_S = 86400.0
 # NCCL cannot interrupt a worker that waits for a lost one.
 BACKEND = "gloo"
 
@@ -71,7 +69,7 @@ class RunMembers:
 
     def __init__(self, run: Run, memberships: Memberships) -> None:
         self._run = run
-        self.worker = cast("ElasticWorker", run.worker)
+        self.worker = cast("LaunchedWorker", run.worker)
         self._memberships = memberships
         # When steps stopped for the current change, and the members before it.
         self._since: float | None = None
@@ -91,11 +89,6 @@ class RunMembers:
     def is_joining(self) -> bool:
         """Whether this worker has yet to become a member."""
         return self.worker.rank < 0
-
-    def first(self) -> Membership:
-        """Wait for the first version with this worker; the job continues without it until then."""
-        self.worker.report_ready()
-        return self._memberships.after(-1, WAIT_S)
 
     def agree(self) -> Membership:
         """The version to change to, the same on all members, who call it after the same step."""

@@ -11,7 +11,7 @@ from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.units import show_bytes
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.planner import Plan, PlanError
 from plait.planner.replan import Replanned, plan_for, replan
 from plait.schema.plans.graph import Graph

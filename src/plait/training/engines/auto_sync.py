@@ -11,7 +11,7 @@ from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position, epoch_order
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 from plait.training.engines.train_step import TrainStep

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
@@ -29,7 +29,7 @@ from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
-from plait.sync.averaging.peers import LivingMembers, Peers
+from plait.sync.averaging.peers import Peers, find_lost
 from plait.training.components import Components
 
 PREFIX = "plait/sync"
@@ -75,8 +75,8 @@ def make_averaging(
             when_synchronized=when_synchronized,
         )
     mailbox = open_mailbox(worker.rendezvous, prefix, place, hosts)
-    presence = LivingMembers(worker.memberships, place, ranks or range(len(hosts)))
-    peers = Peers(worker.store, prefix, mailbox, presence, worker.timeout_s)
+    lost = find_lost(worker.memberships, ranks or range(len(hosts)))
+    peers = Peers(worker.store, prefix, mailbox, lost, worker.timeout_s)
     if isinstance(options, PairSyncOptions):
         return PairSync(peers, sources, seed, step, when_synchronized)
     if isinstance(options, AdPsgdOptions):

@@ -19,11 +19,11 @@ import torch
 from plait.adapt.changes import BatchSizeChange, Change
 from plait.comm.collectives import all_gather_values
 from plait.core import run_events
-from plait.core.errors import JobError, LostPeer, PeerError
+from plait.core.errors import JobError
 from plait.core.events import Event
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, options_among
@@ -35,7 +35,7 @@ from plait.training.audit.record import AuditRecord
 from plait.training.audit.schedule import is_audited
 from plait.training.audit.whole_model import ADVICE, ReplicaAudit
 from plait.training.change.layers import LayerState, merge_into
-from plait.training.change.members import CannotGoOn, ProgressMark, loss_of, most_advanced
+from plait.training.change.members import ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, with_fresh_model
@@ -79,8 +79,8 @@ class Member(Protocol):
     def weight_sums(self) -> list[float]:
         """The sum of the elements of each weight, where the member can tell."""
 
-    def synchronize(self) -> tuple[int, ...]:
-        """Come to the same state as all who live, whose places it returns."""
+    def synchronize(self) -> None:
+        """Come to the same state as all members; PeerError if one is lost."""
 
     def sums_over(self, share: int, shares: int) -> torch.Tensor:
         """The sums of loss and metric over a share of the test split, on the first worker."""
@@ -182,8 +182,8 @@ class WholeModel:
     def weight_sums(self) -> list[float]:
         return [float(weight.detach().double().sum()) for weight in self._components.model.parameters()]
 
-    def synchronize(self) -> tuple[int, ...]:
-        return self.averaging.synchronize()
+    def synchronize(self) -> None:
+        self.averaging.synchronize()
 
     def sums_over(self, share: int, shares: int) -> torch.Tensor:
         return sums_over_share(self._components, self._settings, share, shares)
@@ -273,8 +273,8 @@ class DecentralizedEngine:
         self._unrecorded: tuple[int, int, torch.Tensor] | None = None
         # Whether this worker asks to stop; whether all members hold the same.
         self._asks_stop = self._is_settled = False
-        # The places that took part in the last average, and the sums of this worker's weights before it.
-        self._averaged: tuple[int, ...] = ()
+        # Whether members have averaged in this interval, and the sums of this worker's weights before.
+        self._has_averaged = False
         self._sums_before: list[float] = []
         # The keys in the store of the interval before.
         self._used_keys: list[str] = []
@@ -344,13 +344,12 @@ class DecentralizedEngine:
 
     def _work_together(self, queue: WorkQueue, batches: Sequence[GlobalBatch]) -> Reports:
         """Work until none is left, and come to the same state; what each worker reports then."""
-        self._counted, self._asks_stop, self._is_settled, self._averaged = 0, False, False, ()
+        self._counted, self._asks_stop, self._is_settled, self._has_averaged = 0, False, False, False
         self._work(queue)
         self._synchronize()
         while self._member.from_first(queue.is_work_left):
             self._work(queue)
             self._synchronize()
-        self._check_complete()
         first, settings = self._trials[0].step, self._settings
         audited = any(is_audited(settings, first + index) for index in range(len(batches)))
         reports = self._exchange_reports(audited)
@@ -373,17 +372,8 @@ class DecentralizedEngine:
 
     def _synchronize(self) -> None:
         self._sums_before = self._member.weight_sums()
-        places = self._member.synchronize()
-        self._averaged = tuple(self._member.from_first(lambda: places))
-
-    def _check_complete(self) -> None:
-        """Report the loss of a member that was not there when the others averaged."""
-        member = self._member
-        if member.place not in self._averaged:
-            raise CannotGoOn("the others have averaged without this worker", LostPeer.GONE)
-        missing = [worker for place, worker in enumerate(member.workers) if place not in self._averaged]
-        if missing:
-            raise PeerError(f"worker {missing[0]} is lost", LostPeer.GONE)
+        self._member.synchronize()
+        self._has_averaged = True
 
     def _exchange_reports(self, audited: bool) -> Reports:
         """Let all workers know what each reports; where weights are `audited`, they are compared."""
@@ -508,7 +498,6 @@ class DecentralizedEngine:
         """Take the mean of all, unless they hold the same: some may have left an interval in its middle."""
         if not self._is_settled:
             self._synchronize()
-            self._check_complete()
             self._is_settled = True
 
     def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
@@ -532,12 +521,11 @@ class DecentralizedEngine:
 
     def _note_average(self, step: int) -> None:
         """Record the members that have averaged at the end of the interval, unless a loss ended it before."""
-        if not self._averaged:
+        if not self._has_averaged:
             return
         averaging, workers = self._member.averaging, self._member.workers
         distance = averaging.stats.distances[-1] if averaging.stats.distances else 0.0
-        places = tuple(workers[place] for place in self._averaged)
-        self._on_event(run_events.Settled(step, places, distance))
+        self._on_event(run_events.Settled(step, workers, distance))
 
     def _note_throughput(self, force: bool = False) -> None:
         if force or self._throughput.is_due():

@@ -21,7 +21,7 @@ from plait.core.errors import JobError, PeerError, PlanError
 from plait.core.events import Event
 from plait.data.batches import seed_all
 from plait.data.sampler import Position, mix
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource

@@ -15,7 +15,7 @@ from plait.comm.lockstep import Lockstep
 from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import microbatch_count

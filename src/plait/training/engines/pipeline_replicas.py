@@ -13,7 +13,7 @@ from plait.core.events import Event
 from plait.data import loader
 from plait.data.sampler import share
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import tied_aliases
 from plait.pipeline.op_timings import operations_event
@@ -89,11 +89,11 @@ class PipelineMember:
     def weight_sums(self) -> list[float]:
         return []
 
-    def synchronize(self) -> tuple[int, ...]:
+    def synchronize(self) -> None:
         pipeline = self._replica.pipeline
         self._on_event(operations_event(self._trial.step, pipeline.timings))
         pipeline.timings.clear()
-        return self.averaging.synchronize()
+        self.averaging.synchronize()
 
     def sums_over(self, share_: int, shares: int) -> Tensor:
         settings, tests = self._trial.settings, self._components.test_set

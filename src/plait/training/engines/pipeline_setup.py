@@ -19,7 +19,7 @@ from plait.core.run_events import Verified
 from plait.data import loader
 from plait.data.calling import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline import executor as pipelines
 from plait.pipeline.cutting.cut import StageError, check_state, written_buffers_of_replicas
 from plait.pipeline.cutting.trace_job import check_target

@@ -17,7 +17,7 @@ from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.core.events import Event
 from plait.data.loader import Batch, load
 from plait.data.sampler import GlobalBatch, Position
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec

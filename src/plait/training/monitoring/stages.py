@@ -17,7 +17,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoment
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
 from plait.core.run_events import Signals
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices

@@ -17,7 +17,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
 from plait.core.run_events import Signals
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training.components import Components
 from plait.training.monitoring.asked import wants_norms

@@ -18,7 +18,7 @@ from plait.core.run_events import LayersMoved
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunDir
-from plait.launch.worker import Worker
+from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by
 from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases, unsaved_state

@@ -44,6 +44,8 @@ from plait.launch.messages import (
 BEAT_S = 0.5
 # Heartbeats per lease.
 BEATS = 5
+# How long a joining worker waits until it is made a member.
+JOIN_S = 86400.0
 # How often a wait in the store checks whether a member was lost.
 LOOK_S = 0.1
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -161,36 +163,11 @@ class Worker(Protocol):
         """Create the process group of all workers; every rank calls it."""
 
 
-class ElasticWorker(Worker, Protocol):
-    """A worker of a job whose workers may join and leave."""
-
-    def enter(self, membership: Membership) -> None:
-        """Take the rank and hosts of `membership`; the process group is not created yet."""
-
-    def leave_world(self) -> None:
-        """Destroy the process group, also if a member of it is lost."""
-
-    def report_ready(self) -> None:
-        """Report that this worker is ready to become a member."""
-
-    def report_joined(self) -> None:
-        """Report that this worker has joined the version that it entered and has the state of the others."""
-
-    def report_left(self) -> None:
-        """Report that this worker has left on request and ends."""
-
-    def report_broken(self, loss: PeerError) -> None:
-        """Report that the members of the entered version cannot communicate; this worker waits for another.
-
-        The report names the lost worker if `loss` does.
-        """
-
-    def ask_to_resize(self, workers: int, why: str) -> None:
-        """Ask the supervisor for that number of workers; the change waits until new workers are ready."""
-
-
 class LaunchedWorker:
-    """A worker started by an agent; `agent` is the connection to it."""
+    """A worker started by an agent; `agent` is the connection to it.
+
+    In addition to what a `Worker` offers, it joins and leaves a job whose workers may change.
+    """
 
     def __init__(self, request: WorkerRequest, agent: AgentLink) -> None:
         self.id = request.rank
@@ -207,38 +184,37 @@ class LaunchedWorker:
         self._world_lock = threading.Lock()
         # Torch does not keep a reference to a store that was created in Python.
         self._stores = [self.store]
-        self.rank = -1
-        self.hosts: tuple[str, ...] = ()
         if request.membership is not None:
             self.enter(request.membership)
+
+    @property
+    def rank(self) -> int:
+        return self.memberships.current.rank_of(self.id) if self.memberships.has_entered else -1
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.memberships.current.hosts if self.memberships.has_entered else ()
 
     @property
     def world_size(self) -> int:
         return len(self.hosts)
 
     def enter(self, membership: Membership) -> None:
-        self.rank = membership.rank_of(self.id)
-        self.hosts = membership.hosts
-        store = self.store
+        """Be a member of that version from now on; the process group is not created yet."""
+        store, check = self.store, None
         self.memberships.enter(membership)
         if self.memberships.can_change:
+            check = self.memberships.raise_loss
             self.memberships.on_loss(self._cut_world)
-            store = JobStore(
-                self._client, f"plait/version/{membership.version}/", self.memberships.raise_loss
-            )
+            store = JobStore(self._client, f"plait/version/{membership.version}/", check)
             self._stores.append(store)
         self.rendezvous = Rendezvous(
-            store,
-            self._secret,
-            self.rank,
-            self.hosts,
-            self._address,
-            self.timeout_s,
-            check=self.memberships.raise_loss if self.memberships.can_change else None,
+            store, self._secret, self.rank, self.hosts, self._address, self.timeout_s, check
         )
 
     def leave_world(self) -> None:
-        if self.rank >= 0 and (loss := self.memberships.loss()) is not None:
+        """Destroy the process group, also if a member of it is lost."""
+        if (loss := self.memberships.loss()) is not None:
             self._cut_world(loss)
         with self._world_lock:
             self._world = None
@@ -272,21 +248,29 @@ class LaunchedWorker:
             self._world = world
         self.memberships.raise_loss()
 
-    def report_ready(self) -> None:
+    def await_membership(self) -> Membership:
+        """Report that this worker is ready, and wait for the first version with it.
+
+        The job continues without it until then; the supervisor ends workers that are not needed.
+        """
         self._agent.send(messages.ReadyReport(self.id))
+        return self.memberships.after(-1, JOIN_S)
 
     def report_joined(self) -> None:
+        """Report that this worker has joined the version that it entered and has the state of the others."""
         self._agent.send(messages.JoinReport(self.id, self.memberships.current.version))
 
-    def report_left(self) -> None:
-        self._agent.send(messages.LeaveReport(self.id))
-
     def report_broken(self, loss: PeerError) -> None:
+        """Report that the members of the entered version cannot communicate; this worker waits for another.
+
+        The report names the lost worker if `loss` does.
+        """
         current = self.memberships.current
         peer = None if loss.peer is None else current.members[loss.peer]
         self._agent.send(messages.BreakReport(self.id, current.version, peer, str(loss)))
 
     def ask_to_resize(self, workers: int, why: str) -> None:
+        """Ask the supervisor for that number of workers; the change waits until new workers are ready."""
         self._agent.send(messages.ResizeRequest(workers, why))
 
 
@@ -384,14 +368,13 @@ class AgentLink:
 
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    """Run the requested check on the settings and send its result to the agent. The fork server calls it."""
+    """Run the requested check on the settings; reports an error, and ends. The fork server calls it."""
     request = decode(messages.CheckRequest, argument)
-    why = None
     try:
         resolve(request.check, "check")(request.settings)
     except InputError as failure:
-        why = str(failure)
-    socket.socket(fileno=descriptors[0]).sendall(to_line(messages.CheckResult(why)))
+        socket.socket(fileno=descriptors[0]).sendall(to_line(messages.Refusal(str(failure))))
+        os._exit(1)
 
 
 def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
