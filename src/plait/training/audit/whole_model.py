@@ -26,6 +26,7 @@ from plait.launch.worker import Worker
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
 from plait.training.audit.schedule import is_audited
+from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
@@ -126,7 +127,7 @@ class AuditedStep:
                 return any(each for each, _ in workers)
 
             largest, differences = replay.compare(found, record.rounding, record.harmless, any_differs)
-            differences += update
+            differences += [*update, *self._rows(plain)]
         if len(checksums) > 1:
             differences += unlike_replicas(self._live.parameters())
         after = time.perf_counter() - started
@@ -150,6 +151,17 @@ class AuditedStep:
             {**frozen, **self._twin.written},
             state.attributes.values,
         )
+
+    def _rows(self, plain: PlainModel) -> list[Difference]:
+        """The buffers that forward writes for single samples, and that workers would therefore not share."""
+        own = {n: b for n, b in own_buffers(self._live.model).items() if n in self._before.tensors}
+        written = self._gather(sorted(changed_tensors(self._before.tensors, own)))
+        # All workers look, since a forward may itself gather from all of them.
+        if not (names := sorted({name for each in written for name in each})):
+            return []
+        plain.load(self._before)
+        description = describe_rows(plain.model, self.parts[-1].inputs if self.parts else None, names)
+        return [Difference("model", math.inf, 0.0, description)] if description else []
 
     def _finish(self, loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
         """Sum over the workers, take the loss scale out and clip, as was done to the gradients compared."""
