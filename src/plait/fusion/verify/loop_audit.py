@@ -22,11 +22,10 @@ from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.shared import Shared
 from plait.fusion.verify.plain_run import drawing_as
 from plait.verification.audit import (
-    ObservedStep,
     Replay,
     Rounding,
-    changed_tensors,
     largest_difference,
+    observe_live,
     sum_over_workers,
 )
 from plait.verification.borrowed import borrowed
@@ -105,15 +104,7 @@ def audit(
     finally:
         twin.close()
     _check_updates(twin.updates)
-    state = live.state()
-    frozen = {name: state.tensors[name] for name in live.parameters() if name not in twin.gradients}
-    observed = ObservedStep(
-        torch.zeros(()),
-        twin.gradients,
-        {name: state.tensors[name] for name in live.buffers()},
-        {**changed_tensors(before.tensors, frozen), **twin.written},
-        state.attributes.values,
-    )
+    observed = observe_live(live, before, twin, torch.zeros(()))
     with unchanged_random_numbers(), unchanged_state(live.objects):
         plain = (make_model or (lambda: copy.deepcopy(live.model)))()
         replay = Replay(PlainModel(plain, loss), before, [part], _mean_over_ranks)

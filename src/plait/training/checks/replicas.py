@@ -20,7 +20,7 @@ from plait.data.calling import forward
 from plait.pipeline.named_state import has_extra_state
 from plait.training.run import Run
 from plait.verification import same_random_numbers
-from plait.verification.python_state import changed, state_of, unchanged_state
+from plait.verification.python_state import changed_by, unchanged_state
 from plait.workloads.language.carried_state import CarriedState
 
 # The fewest samples of a forward for changing two of them separately.
@@ -70,11 +70,8 @@ def find_kept(model: nn.Module, inputs: Any) -> str:
     try:
         with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
             copied = copy.deepcopy(model)
-            state = state_of(copied)
             forward(copied, inputs)
-            after_one = state.tokens()
-            forward(copied, inputs)
-            names = changed(after_one, state.tokens())
+            names = changed_by(lambda: forward(copied, inputs), {"": copied})
     except Exception:  # a model that cannot be copied, or takes no such batch
         return ""
     return next((f"{shown} of {path}" if path else shown for path, shown in names), "")
@@ -87,7 +84,7 @@ def describe_rows(model: nn.Module, inputs: Any, names: Sequence[str]) -> str:
     place for each. Nothing of the model changes.
     """
     count = _samples(inputs)
-    if count is None or count < _FEWEST:
+    if count < _FEWEST:
         return ""
     try:
         start = _after(model, None, names)
@@ -119,11 +116,16 @@ def _after(model: nn.Module, inputs: Any, names: Sequence[str]) -> dict[str, Ten
     return {name: own_buffers(copied)[name].detach() for name in names}
 
 
-def _samples(inputs: Any) -> int | None:
-    """How many rows all tensors of the inputs have; None where they differ."""
+def can_describe_rows(inputs: Any) -> bool:
+    """Whether the inputs have enough samples for `describe_rows`."""
+    return _samples(inputs) >= _FEWEST
+
+
+def _samples(inputs: Any) -> int:
+    """How many rows all tensors of the inputs have; 0 where they differ."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
-    return sizes.pop() if len(sizes) == 1 else None
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _replaced(inputs: Any, row: int, by: int) -> Any:
