@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
     from plait.adapt.monitors.step_times import StepTimer, Throughput
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
+    from plait.fusion.verify.loop_audit import AuditReport, audit
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
     from plait.pipeline.verify.stages import verify_stages
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from plait.profiler.profile import profile_model as profile
     from plait.schema.job import Job, make_job, read_job
     from plait.schema.results import RunResult, SweepResult, TrialResult
-    from plait.verification.loop_audit import AuditReport, audit
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,7 @@ __all__ = [
 
 # Where each name is found, and what it is called there.
 _HOMES: dict[str, tuple[str, str]] = {
-    "AuditReport": ("plait.verification.loop_audit", "AuditReport"),
+    "AuditReport": ("plait.fusion.verify.loop_audit", "AuditReport"),
     "Cluster": ("plait.planner", "Cluster"),
     "FusedModule": ("plait.fusion", "FusedModule"),
     "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),
@@ -71,7 +71,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "SweepResult": ("plait.schema.results", "SweepResult"),
     "Throughput": ("plait.adapt.monitors.step_times", "Throughput"),
     "TrialResult": ("plait.schema.results", "TrialResult"),
-    "audit": ("plait.verification.loop_audit", "audit"),
+    "audit": ("plait.fusion.verify.loop_audit", "audit"),
     "fuse": ("plait.fusion", "fuse"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.adapt.changes import BatchSizeChange, SyncChange, TopologyChange, WorkersChange
-from plait.adapt.history import SignalHistory
+from plait.adapt.history import KEPT, SignalHistory
 from plait.adapt.policies.batch_size import AdaptiveBatchSize
-from plait.adapt.policies.policy import Proposal, replay, simulate
+from plait.adapt.policies.policy import Policy, Proposal, replay
 from plait.adapt.policies.registry import POLICIES, make_policy
 from plait.adapt.policies.sync import AdaptiveSync
 from plait.adapt.policies.topology import AdaptiveTopology
@@ -26,6 +27,21 @@ from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Signals
 from support.signals import signals_at
+
+
+def simulate(
+    policy: Policy, next_signals: Callable[[list[Proposal]], Signals | None]
+) -> list[tuple[int, Proposal]]:
+    """Same as `replay`, where the next signals depend on all earlier requests; None ends it."""
+    requested: list[tuple[int, Proposal]] = []
+    signals: list[Signals] = []
+    state: Any = None
+    while (now := next_signals([proposal for _, proposal in requested])) is not None:
+        signals = [*signals, now][-KEPT:]
+        decision = policy.decide(signals, state)
+        state = decision.state
+        requested += [(now.step, proposal) for proposal in decision.proposals]
+    return requested
 
 
 class Links:

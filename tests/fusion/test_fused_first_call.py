@@ -129,13 +129,6 @@ def test_it_waits_for_a_call_that_can_be_repeated_and_then_lets_go_of_the_models
     assert last() is None
 
 
-def test_a_compiled_module_is_compared_before_it_is_compiled():
-    fused = fuse(make_models(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh())))
-    fused.compile(backend="eager")
-    fused(X)
-    assert fused.first_call is None
-
-
 def test_a_call_of_ones_own_is_compared_as_it_is_called():
     fused = fuse(make_models(lambda: Block(Looks())))
     fused.call(lambda model, x: model.part(model.first(x)), X)

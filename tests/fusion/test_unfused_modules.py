@@ -365,8 +365,3 @@ def test_a_frozen_weight_stays_and_learns_once_it_is_not():
     fused.module.weight.requires_grad_(True)
     fused(x).square().sum().backward()
     assert fused.module.weight.grad.abs().flatten(1).sum(1).min() > 0
-
-
-def test_a_model_with_parts_trial_by_trial_is_not_compiled():
-    with pytest.raises(FusionError, match="the whole model runs trial by trial.*do not compile"):
-        fuse(make_models(RunningAverage), unfused=[""]).compile()

@@ -6,6 +6,7 @@ import json
 import logging
 import traceback
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from plait.core.errors import InputError
 from plait.launch.run_dir import RunDir
 from plait.measure.job import trace_job
+from plait.schema.settings import SyncSettings
+from plait.training.audit.record import DifferenceError
 from support.silent_cases import (
     CASES,
     EVALUATE_EVERY,
@@ -47,7 +50,7 @@ REFUSED = {
     "swapped in evaluation | flush": "train() of SwapsAverage does more than set the mode",
     "task name": "found 'even' at ['task'] of a batch's inputs, where the trace had 'odd', and the code of",
     "inverse temperature": "and the code of TemperedInverse depends on it; give it as a tensor",
-    "first batch | two": "forward writes parameter 'scale' by the samples of each worker",
+    "first batch | two": "the parameter scale: not the same on workers 0 and 1, which train together",
     "first batch | replicas": "`if not self.ready:`: this reads the value of a tensor",
     "rows carried over | two": "forward writes buffer 'rows' for single samples",
     "rows carried over | replicas": "this fixes the batch size",
@@ -147,6 +150,21 @@ def test_ordinary_code_is_trained_as_a_plain_loop_does_or_refused_in_words(
         if not is_expected(found[name], expected[name], rank)
     }
     assert wrong == {}
+
+
+def refusal(rank: int, name: str, folder: Path, **changes: Any) -> str:
+    try:
+        train_rank(rank, settings(CASES[name], "two", **changes), folder)
+    except DifferenceError as failure:
+        return str(failure)
+    return ""
+
+
+def test_rows_that_members_keep_for_themselves_are_refused_by_the_first_audit(tmp_path: Path) -> None:
+    sync = SyncSettings("partial-reduce")
+    words = run_ranks(2, refusal, "memory bank", tmp_path, sync=sync, deadline_s=60)
+    found = "step 1 is not what plain PyTorch does: model: forward writes buffer 'bank' for single samples"
+    assert all(found in each for each in words)
 
 
 def is_expected(found: str, expected: str, rank: int) -> bool:

@@ -96,3 +96,63 @@ def audited_under_ddp(rank: int) -> tuple[bool, bool]:
 
 def test_ranks_that_average_their_gradients_are_audited_together() -> None:
     assert run_ranks(2, audited_under_ddp) == [(True, False)] * 2
+
+
+def fused_step(
+    fused: plait.FusedModule,
+    optimizer: plait.FusedOptimizer,
+    content: tuple[Any, Any],
+    wrong: Callable[[], None] = lambda: None,
+) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        fused.map(F.cross_entropy, fused(content[0]), content[1]).sum().backward()
+        wrong()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize(("kind", "clip_norm"), [("adamw", None), ("sgd", [0.1, 0.2, 9.0])])
+def test_a_step_of_fused_trials_is_that_of_each_trial_alone(kind: str, clip_norm: Any) -> None:
+    torch.manual_seed(0)
+    fused = plait.fuse([make_model() for _ in range(3)], seeds=[3, 4, 5])
+    optimizer = plait.FusedOptimizer(fused, kind, clip_norm, steps=[3, 1, 3], lr=[0.1, 0.01, 0.001])
+    own = tuple(torch.stack(parts) for parts in zip(*(batch(seed) for seed in range(3))))
+    shared = tuple(map(plait.Shared, batch(3)))
+    for content in (own, shared, own):
+        report = plait.audit(
+            fused_step(fused, optimizer, content), fused, optimizer, F.cross_entropy, content
+        )
+        assert report.is_equal, str(report)
+        assert report.largest_difference < 1e-5
+
+
+def test_a_fused_step_that_changes_one_trial_is_told_which() -> None:
+    torch.manual_seed(0)
+    fused = plait.fuse([make_model() for _ in range(3)])
+    optimizer = plait.FusedOptimizer(fused, "adam", lr=0.1)
+    content = tuple(map(plait.Shared, batch(0)))
+
+    def halve() -> None:
+        gradient = fused.module.get_submodule("0").weight.grad
+        assert isinstance(gradient, Tensor)
+        gradient[1].mul_(0.5)
+
+    step = fused_step(fused, optimizer, content, halve)
+    report = plait.audit(step, fused, optimizer, F.cross_entropy, content)
+    assert {words.split(":")[0] for words in report.differences} == {"trial 1"}
+    assert "trial 1: the optimizer's exp_avg of 0.weight: off by" in str(report)
+
+
+def test_what_cannot_be_audited_of_fused_trials_is_refused_in_words() -> None:
+    fused = plait.fuse([make_model() for _ in range(2)])
+    plain = torch.optim.SGD(fused.parameters(), lr=0.1)
+    content = tuple(map(plait.Shared, batch(0)))
+    with pytest.raises(PlaitError, match="a fused module with SGD, expected its FusedOptimizer"):
+        plait.audit(lambda: None, fused, plain, F.cross_entropy, content)
+    optimizer = plait.FusedOptimizer(fused, "sgd", lr=0.1)
+    with pytest.raises(PlaitError, match="found 0 calls of optimizer.step"):
+        plait.audit(lambda: None, fused, optimizer, F.cross_entropy, content)
+    with pytest.raises(PlaitError, match="found make_model or make_optimizer with a fused module"):
+        plait.audit(lambda: None, fused, optimizer, F.cross_entropy, content, make_model=make_model)

@@ -28,7 +28,7 @@ from plait.cli.train import (
 )
 from plait.core.codec import decode
 from plait.core.errors import InputError
-from plait.core.shown import shown
+from plait.core.shown import show_numbers, shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.run_dir import RunDir, RunKind
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
@@ -200,17 +200,6 @@ def describe_array(array: ArrayResult) -> str:
     what = f"trial{'' if one else 's'} {show_numbers(trials)} train{'s' if one else ''}"
     how = f"fused, {array.most} at once," if array.fused else "alone" if one else "one by one"
     return f"{what} {how} on worker {array.worker}{why}"
-
-
-def show_numbers(numbers: Sequence[int]) -> str:
-    """`0-3, 7`"""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def trials_table(rows: Sequence[TrialResult]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Longer messages are cut.
@@ -73,3 +73,14 @@ def one_message(mistakes: Iterable[str], count: int) -> str:
             break
         lines.append(line)
     return "\n".join(lines)
+
+
+def show_numbers(numbers: Sequence[int]) -> str:
+    """Numbers as ranges, such as `0-3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

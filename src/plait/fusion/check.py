@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.trials.unfused import gradient_hooks
 from plait.verification import unchanged_random_numbers
-from plait.verification.python_state import changed, unchanged_state
+from plait.verification.python_state import changed_by
 
 # Attributes that are compared elsewhere as structure, and internal ones of torch.
 _SKIPPED = frozenset(
@@ -103,13 +103,12 @@ def _refuse_hooks(model: nn.Module, number: int) -> None:
 
 def _kept_by(hook: Any, model: nn.Module, parameter: Tensor) -> str:
     """Describe the Python state that a call of a gradient hook changes; empty if it changes none."""
-    with unchanged_random_numbers(), unchanged_state({"hook": hook, "model": model}) as state:
-        before = state.tokens()
+    with unchanged_random_numbers():
         try:
-            hook(torch.ones_like(parameter))
+            names = changed_by(lambda: hook(torch.ones_like(parameter)), {"hook": hook, "model": model})
         except Exception:  # not callable on this gradient; the first step will raise
             return ""
-        return next((words for _, words in changed(before, state.tokens())), "")
+    return next((label for _, label in names), "")
 
 
 def _short(value: Any) -> str:
@@ -131,9 +130,6 @@ class _Kind:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Kind) and self._description == other._description
-
-    def __hash__(self) -> int:
-        return hash(self._description)
 
     def __repr__(self) -> str:
         has_name = self._description == ("class", self._kind.__module__, self._kind.__qualname__)
@@ -225,14 +221,6 @@ def _attribute(part: nn.Module, name: str) -> Any:
     return tuple(value.values()) if "_hooks" in name and isinstance(value, dict) else value
 
 
-def _description(part: nn.Module, name: str, tree: Mapping[int, str]) -> Hashable:
-    """A description of an attribute that must be equal in fused models."""
-    value = _attribute(part, name)
-    if isinstance(value, Tensor):
-        return tuple(value.shape), str(value.dtype)
-    return value != 0 if isinstance(value, float) else describe(value, tree)
-
-
 def _is_alike(first: Any, other: Any, trees: tuple[Mapping[int, str], Mapping[int, str]]) -> bool:
     if first is other:
         return True
@@ -249,23 +237,20 @@ def _is_number(value: Any) -> bool:
 
 def group_by_shape(items: Sequence[T], model_of: Callable[[T], nn.Module]) -> list[list[T]]:
     """`items` in groups whose models can be fused with each other, in order of appearance."""
-    groups: dict[Hashable, list[T]] = {}
+    groups: list[tuple[nn.Module, list[T]]] = []
     for item in items:
-        groups.setdefault(shape_key(model_of(item)), []).append(item)
-    return list(groups.values())
+        model = model_of(item)
+        group = next((group for first, group in groups if _can_fuse(first, model)), None)
+        if group is None:
+            groups.append((model, [item]))
+        else:
+            group.append(item)
+    return [group for _, group in groups]
 
 
-def shape_key(model: nn.Module) -> Hashable:
-    """A key that is equal for models that can be fused: structure, shapes, attributes that are not floats.
-
-    For a float only whether it is zero matters, as code often branches on that.
-    """
-    tree = _tree(model)
-    values = tuple(
-        (path, name, _description(part, name, tree))
-        for path, part in model.named_modules()
-        for name in vars(part)
-        if name not in _SKIPPED and not isinstance(part, torch.jit.ScriptModule)
-    )
-    known = (_kinds(model), _modes(model), _shapes(model), shared_names(model))
-    return (model.training, *(pair for part in known for pair in part.items()), *values)
+def _can_fuse(first: nn.Module, other: nn.Module) -> bool:
+    try:
+        check_models([first, other])
+    except FusionError:
+        return False
+    return True

@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from plait.fusion.check import check_models
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.module import FusedModule
+from plait.fusion.module import FusedModule, call_forward
 from plait.fusion.shared import Shared
 from plait.fusion.verify import (
-    BatchCandidate,
-    Candidate,
-    FirstCallCandidate,
+    CallCandidate,
     NothingToCompareError,
+    calls_on,
     log_report,
     verify_fused,
 )
@@ -68,16 +67,18 @@ def fuse(
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
-    if not isinstance(verify, bool):
-        batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        reasons = _verified(BatchCandidate(models, seeds, rng_steps, batches), reasons)
     made = FusedModule(models, seeds, rng_steps, reasons)
-    made.first_call = FirstCall(models) if verify is True else None
+    if verify is True:
+        made.first_call = FirstCall(models)
+    elif verify is not False:
+        batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
+        _verify(made, CallCandidate(made, models, call_forward, *calls_on(batches, count)))
     return made
 
 
-def _verified(candidate: Candidate, unfused: Mapping[str, str]) -> dict[str, str]:
-    """The submodules that must run trial by trial, and why."""
+def _verify(fused: FusedModule, candidate: CallCandidate) -> None:
+    """Compare a fused module with its models, and unfuse the submodules that must run trial by trial."""
+    unfused = fused.unfused
     report = verify_fused(candidate, unfused)
     if report.refused is not None:
         raise FusionError(f"fuse: these models cannot be fused: {report.refused}; train each alone")
@@ -87,7 +88,9 @@ def _verified(candidate: Candidate, unfused: Mapping[str, str]) -> dict[str, str
         len(candidate.models),
         report.seconds,
     )
-    return dict(report.unfused)
+    for name, why in report.unfused.items():
+        if name not in unfused:
+            fused.unfuse(name, why, candidate.models)
 
 
 class FirstCall:
@@ -111,15 +114,13 @@ class FirstCall:
             return
         # Even in inference mode or under no_grad, gradients are compared.
         with torch.inference_mode(False), torch.enable_grad():
-            candidate = FirstCallCandidate(fused, self._models, function, _plain((args, kwargs)))
+            call = _plain((args, kwargs))
+            # The same call twice, as the models may not accept others.
+            candidate = CallCandidate(fused, self._models, function, (call, call))
             try:
-                unfused = _verified(candidate, fused.unfused)
+                _verify(fused, candidate)
             except NothingToCompareError as failure:
                 log.warning("fused trials were not verified: %s", failure)
-                return
-        for name, why in unfused.items():
-            if name not in fused.unfused:
-                fused.unfuse(name, why, self._models)
 
 
 def _plain(values: Any) -> Any:

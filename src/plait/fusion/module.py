@@ -33,7 +33,6 @@ from plait.fusion.forward_patches import Patch, patch_norms
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared import Shared
-from plait.fusion.speed.compiled import CompiledForward
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (
@@ -74,7 +73,6 @@ class FusedModule(nn.Module):
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         # The trials' rng_steps, under the name that saved states have.
         self.register_buffer("ages", torch.tensor(rng_steps, dtype=torch.int64, device=device))
-        self._compiled: CompiledForward | None = None
         # Compares the trials with the single models before the first call.
         self.first_call: BeforeFirstCall | None = None
         # The number of draws from the trials' streams that earlier stages have made in the same forward.
@@ -123,9 +121,8 @@ class FusedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without caches keyed by object identity."""
-        compiled = None if self._compiled is None else self._compiled.options
         anew: dict[str, Any] = dict.fromkeys(("_wrappers", "_slots", "_recurrent", "_counts", "_known"))
-        return {**self.__dict__, **anew, "_compiled": compiled}
+        return {**self.__dict__, **anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -141,8 +138,6 @@ class FusedModule(nn.Module):
             for number, module in enumerate(modules.modules):
                 for name, parameter in module.named_parameters(prefix=path):
                     copy_hooks(self.gradient_hooks[indices[name]][number], parameter)
-        if self._compiled is not None:
-            self._compiled = CompiledForward(self, state["_compiled"])
 
     @property
     def unfused(self) -> dict[str, str]:
@@ -160,7 +155,6 @@ class FusedModule(nn.Module):
         if any(name == other or name.startswith(f"{other}.") or not other for other in self._per_trial):
             return
         models = self.split() if models is None else models
-        self._compiled = None  # a compiled graph cannot contain the Python state of these modules
         for other in [other for other in self._per_trial if other.startswith(f"{name}.") or not name]:
             del self._per_trial[other]
         modules = [independent_copy(model.get_submodule(name)) for model in models]
@@ -183,13 +177,7 @@ class FusedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of each trial's model for its slice of the arguments, trials axis first."""
-        self._begin(_forward, args, kwargs)
-        if self._compiled is not None:
-            return self._compiled(self._run, args, kwargs)
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(_forward, *args, **kwargs)
+        return self.call(call_forward, *args, **kwargs)
 
     def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Verify the trials before the first call, unless verification is off."""
@@ -309,16 +297,11 @@ class FusedModule(nn.Module):
         return self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile forwards from now on, with the arguments of torch.compile, which cannot trace this module.
-
-        A change of trials recompiles. In 16 bits on a GPU, capture the step as a CUDA graph instead.
-        """
-        if self._per_trial:
-            raise FusionError(
-                f"fused module: {', '.join(path or 'the whole model' for path in self._per_trial)} runs "
-                f"trial by trial, with Python state that torch.compile cannot trace; do not compile"
-            )
-        self._compiled = CompiledForward(self, dict(kwargs))
+        """Raise FusionError: torch.compile would break the graph at each operation on trial tensors."""
+        raise FusionError(
+            "fused module: torch.compile cannot trace it in one graph; capture the step as a CUDA graph "
+            "(plait.fusion.speed.cuda_graph.CapturedStep), or do not compile"
+        )
 
     def set_count(self, count: int) -> None:
         """Set the number of trials, after all tensors were changed."""
@@ -328,8 +311,6 @@ class FusedModule(nn.Module):
     def forget(self) -> None:
         """Drop all caches, after tensors or hyperparameters of the trials have changed."""
         self._wrappers.forget()
-        if self._compiled is not None:
-            self._compiled.forget()
 
     @property
     def frozen(self) -> list[int]:
@@ -338,8 +319,6 @@ class FusedModule(nn.Module):
 
     def freeze(self, numbers: Sequence[int]) -> None:
         """Freeze the buffers of exactly these trials: forwards do not change them."""
-        if self._compiled is not None:
-            self._compiled.forget()
         self._frozen_numbers = sorted(numbers)
         self._frozen = torch.tensor(self._frozen_numbers, dtype=torch.int64, device=self.seeds.device)
         self._kept = {name: b[self._frozen].clone() for name, b in self._own_buffers()}
@@ -411,7 +390,8 @@ class FusedModule(nn.Module):
         return made
 
 
-def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The result of a module's call."""
     return module(*args, **kwargs)
 
 

@@ -16,7 +16,7 @@ from plait.planner.plans import (
     make_plan,
     model_parallel_plan,
 )
-from plait.planner.predict import compare_schedules, predict
+from plait.planner.predict import predict
 from plait.planner.schedules.kinds import Schedule
 from plait.planner.schedules.timeline import draw_plan
 from plait.planner.stage_memory import MemorySettings
@@ -33,7 +33,6 @@ __all__ = [
     "Schedule",
     "Settings",
     "Stage",
-    "compare_schedules",
     "data_parallel_plan",
     "describe_plan",
     "draw_plan",

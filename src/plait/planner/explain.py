@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.shown import show_numbers
 from plait.core.units import count_of, show_bytes, show_seconds
 from plait.planner.predict import data_parallel_s
 from plait.planner.schedules.kinds import Schedule
@@ -231,16 +232,5 @@ def _row(number: int, stage: Stage) -> tuple[str, ...]:
         show_seconds(stage.compute_s),
         show_bytes(stage.memory_bytes),
         show_bytes(stage.traffic_bytes),
-        _ranges(stage.devices),
+        show_numbers(stage.devices),
     )
-
-
-def _ranges(devices: tuple[int, ...]) -> str:
-    """Devices as ranges, such as `0-3, 8`."""
-    runs: list[list[int]] = []
-    for device in sorted(devices):
-        if runs and runs[-1][-1] == device - 1:
-            runs[-1].append(device)
-        else:
-            runs.append([device])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

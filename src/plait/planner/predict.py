@@ -86,13 +86,6 @@ def _steady_window(layout: Layout, depths: tuple[int, ...], batch: int) -> tuple
     return math.ceil(2 * devices / turn) * turn, math.ceil(devices / turn) * turn
 
 
-def compare_schedules(plan: Plan, microbatches: int | None = None) -> dict[Schedule, Prediction]:
-    """The plan's stages under every schedule that can run them."""
-    dealt = plan.schedule is Schedule.INTERLEAVED
-    kinds = [kind for kind in Schedule if dealt or kind is not Schedule.INTERLEAVED]
-    return {kind: predict(plan, kind, microbatches) for kind in kinds}
-
-
 def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s: float) -> StageCosts:
     return StageCosts(
         forward_s=stage.forward_s + overhead_s,

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait.core.errors import JobError
@@ -17,6 +18,7 @@ from plait.data.loader import Batch, DataSource, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
+from plait.training.checks.collectives import RefusedCollectives
 from plait.training.optimizers.build import set_mode
 from plait.workloads.losses import Loss
 from plait.workloads.metrics import Metric
@@ -87,7 +89,9 @@ def sums_over_share(
     with torch.no_grad(), evaluated_weights(components.optimizer), evaluation_mode(components.model):
         for batch in evaluation_batches(components, settings, size, rank, world_size):
             if batch.count:
-                sums += measure(components, batch.content, batch.count)
+                output, target = output_of(components, batch.content)
+                by_all = is_by_all(batch.total, world_size)
+                sums += sums_of(components, output, target, batch.count, by_all)
     return sums
 
 
@@ -101,11 +105,6 @@ def means(components: EvaluatedComponents, sums: Tensor) -> dict[str, float]:
     return results
 
 
-def measure(components: EvaluatedComponents, content: Any, count: int) -> Tensor:
-    """The sums (see `sums_of`) over a batch of `count` samples."""
-    return sums_of(components, *output_of(components, content), count)
-
-
 def output_of(components: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
     """The output of the model for a batch, and the target of the batch."""
     inputs, target = to_device(content, components.device, components.dtype)
@@ -113,13 +112,26 @@ def output_of(components: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
         return forward(components.model, inputs), target
 
 
-def sums_of(components: EvaluatedComponents, output: Any, target: Any, count: int) -> Tensor:
-    """Loss times samples, samples, and the sum and the count of the metric."""
+def is_by_all(samples: int, workers: int) -> bool:
+    """Whether every worker of the job has some of the `samples` that are shared out to `workers`."""
+    return samples >= workers == (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def sums_of(
+    components: EvaluatedComponents, output: Any, target: Any, count: int, by_all: bool = False
+) -> Tensor:
+    """Loss times samples, samples, and the sum and the count of the metric.
+
+    `by_all` says whether all workers compute the metric at the same time; only then may it use collectives.
+    """
     with components.autocast():
         mean = components.loss(output, target)
-    good, total = (
-        (0.0, 1.0) if components.metric is None else _sum_and_count(*components.metric, output, target)
-    )
+    good, total = 0.0, 1.0
+    if components.metric is not None:
+        name, metric = components.metric
+        is_guarded = dist.is_initialized() and not by_all
+        with RefusedCollectives(f"evaluate.metric: {name}") if is_guarded else contextlib.nullcontext():
+            good, total = _sum_and_count(name, metric, output, target)
     return torch.tensor([float(mean) * count, float(count), good, total], dtype=torch.float64)
 
 

@@ -7,7 +7,6 @@ reported; if there are any, the rounding error is measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +27,7 @@ from plait.verification.compare import (
 )
 from plait.verification.observe import Observation, unchanged_random_numbers
 from plait.verification.replay import Named, Part, PlainModel, State
+from plait.verification.twin import OptimizerTwin
 
 # Gradients are summed in chunks of this many elements.
 _SUMMED = 1 << 22
@@ -153,7 +153,7 @@ class Replay:
                 continue
             label = name if " in " in name else f"the attribute {name}"
             why = f"{_shown(here[name])}, but {_shown(plainly)} {where}"
-            differences.append(Difference(f"{label}, which forward changes", math.inf, 0.0, why))
+            differences.append(Difference(f"{label}, which forward changes", why))
         return differences
 
     def _take(self, seed: int | None = None) -> ObservedStep:
@@ -191,6 +191,19 @@ class Replay:
                 return repr([float(self._plain.step(self._parts[:1])) for _ in range(forwards)])
         except Exception as failure:  # the user's code can raise anything
             return repr(failure)
+
+
+def observe_live(live: PlainModel, before: State, twin: OptimizerTwin, loss: Tensor) -> ObservedStep:
+    """The result of a step that a model with an optimizer has taken from the state `before`."""
+    state = live.state()
+    frozen = {name: state.tensors[name] for name in live.parameters() if name not in twin.gradients}
+    return ObservedStep(
+        loss,
+        twin.gradients,
+        {name: state.tensors[name] for name in live.buffers()},
+        {**changed_tensors(before.tensors, frozen), **twin.written},
+        state.attributes.values,
+    )
 
 
 def changed_tensors(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Named:

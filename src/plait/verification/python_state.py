@@ -180,6 +180,14 @@ def unchanged_state(items: Mapping[str, Any]) -> Iterator[PythonState]:
                     buffer.copy_(before)
 
 
+def changed_by(call: Callable[[], object], items: Mapping[str, Any]) -> list[Name]:
+    """The names of the Python state of `items` that a call changes; afterwards it is restored."""
+    with unchanged_state(items) as state:
+        before = state.tokens()
+        call()
+        return changed(before, state.tokens())
+
+
 def changed(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> list[Name]:
     """The names whose values have changed."""
     names = dict.fromkeys([*before, *now])

@@ -58,15 +58,6 @@ class State:
         return State({name: _copy(tensor) for name, tensor in self.tensors.items()}, self.attributes)
 
 
-@dataclass(frozen=True)
-class FreshModel:
-    """A model and its loss as their factories make them, and the autocast context of forwards."""
-
-    model: nn.Module
-    loss: Callable[[Any, Any], Tensor]
-    autocast: Callable[[], AbstractContextManager[Any]]
-
-
 @dataclass
 class PlainModel:
     """A model and its loss, and how plain PyTorch trains them.

@@ -92,8 +92,8 @@ class OptimizerTwin:
     def differences(self) -> Sequence[Difference]:
         """The differences between the optimizer and its twin."""
         twins: dict[Tensor, str] = {self._copies[p]: name for p, name in self._names.items()}
-        expected = _written(self.twin, twins)
-        return find_differences(expected, _written(self._optimizer, self._names), Noise({}))
+        expected = after_update(self.twin, twins)
+        return find_differences(expected, after_update(self._optimizer, self._names), Noise({}))
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -133,7 +133,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     return copy.deepcopy(value, known)
 
 
-def _written(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Observation:
+def after_update(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Observation:
     """Parameters, state and group values after an update."""
     observation: dict[str, Tensor | None] = {}
     for parameter, name in names.items():

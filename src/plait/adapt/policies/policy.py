@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from plait.adapt.changes import Change
+from plait.adapt.history import KEPT
 from plait.core.run_events import Signals
 
 
@@ -39,7 +40,7 @@ class Policy(Protocol):
         """What to change, given recent `signals` (oldest first, never empty); the first `state` is None."""
 
 
-def replay(policy: Policy, signals: Sequence[Signals], kept: int = 200) -> list[tuple[int, Proposal]]:
+def replay(policy: Policy, signals: Sequence[Signals]) -> list[tuple[int, Proposal]]:
     """The changes that a policy would have requested, with their steps, for these signals one by one.
 
     Nothing is applied, so signals after a change are those of a run without the change.
@@ -47,22 +48,7 @@ def replay(policy: Policy, signals: Sequence[Signals], kept: int = 200) -> list[
     requested: list[tuple[int, Proposal]] = []
     state: Any = None
     for end in range(1, len(signals) + 1):
-        decision = policy.decide(signals[max(0, end - kept) : end], state)
+        decision = policy.decide(signals[max(0, end - KEPT) : end], state)
         state = decision.state
         requested += [(signals[end - 1].step, proposal) for proposal in decision.proposals]
-    return requested
-
-
-def simulate(
-    policy: Policy, next_signals: Callable[[list[Proposal]], Signals | None], kept: int = 200
-) -> list[tuple[int, Proposal]]:
-    """Same as `replay`, where the next signals depend on all earlier requests; None ends it."""
-    requested: list[tuple[int, Proposal]] = []
-    signals: list[Signals] = []
-    state: Any = None
-    while (now := next_signals([proposal for _, proposal in requested])) is not None:
-        signals = [*signals, now][-kept:]
-        decision = policy.decide(signals, state)
-        state = decision.state
-        requested += [(now.step, proposal) for proposal in decision.proposals]
     return requested

@@ -247,7 +247,6 @@ def down(
     stride: int,
     pad: Pad,
     kind: torch.dtype | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
     trials, outs, _, _, channels = taps.shape
@@ -255,7 +254,7 @@ def down(
     is_point = _is_point(taps, stride, pad)
     source, small = (_one_row(large), _one_row(made)) if is_point else (large, made)
     batch, _, out_h, out_w = small.shape
-    tile = tile or _product_tile(outs, channels)
+    tile = _product_tile(outs, channels)
     box = box_of(tile.rows, batch, out_h, out_w)
     a = _described(source, trials, stride, box, tile.depth)
     b = _table(taps, tile.columns, tile.depth)
@@ -264,13 +263,7 @@ def down(
 
 
 def up(
-    small: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Pad,
-    size: tuple[int, int],
-    tile: Tile | None = None,
+    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
 ) -> Tensor:
     """The transpose of `down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
     trials, outs, _, _, channels = taps.shape
@@ -279,7 +272,7 @@ def up(
     source, large = (_one_row(small), _one_row(made)) if is_point else (small, made)
     batch, _, out_h, out_w = large.shape
     phase_size = (-(-out_h // stride), -(-out_w // stride))
-    tile = tile or _product_tile(channels, outs)
+    tile = _product_tile(channels, outs)
     box = box_of(tile.rows, batch, *phase_size)
     a = _described(source, trials, 1, box, tile.depth)
     b = _table(taps, tile.depth, tile.columns)

@@ -8,6 +8,9 @@ from torch import Tensor
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.trial_gradients import unscale_gradients
 
+# The factors of torch.amp.GradScaler, after many finite steps and after an overflow.
+_GROWTH, _BACKOFF = 2.0, 0.5
+
 
 class LossScales:
     """A loss scale per trial that grows while its gradients are finite, and backs off when they are not.
@@ -20,14 +23,10 @@ class LossScales:
         trials: int,
         device: torch.device | str = "cpu",
         initial: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
         self.scales = torch.full((trials,), initial, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros(trials, dtype=torch.int32, device=device)
-        self.growth = growth
-        self.backoff = backoff
         self.growth_interval = growth_interval
 
     def scale(self, losses: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ class LossScales:
         # In place, as a captured step would otherwise keep using the old tensors.
         self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
         grown = self.good_steps >= self.growth_interval
-        factor = torch.where(overflowed, self.backoff, torch.where(grown, self.growth, 1.0))
+        factor = torch.where(overflowed, _BACKOFF, torch.where(grown, _GROWTH, 1.0))
         self.scales.mul_(factor)
         self.good_steps.masked_fill_(grown, 0)
         return overflowed

@@ -45,11 +45,6 @@ def _first_that_works(ways: Mapping[str, Way], operands: tuple[Tensor | None, ..
     return last(*operands)
 
 
-def chosen() -> dict[tuple[Any, ...], str]:
-    """The selected way for each key measured so far."""
-    return dict(_CHOSEN)
-
-
 def _key(operation: str, operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     described = tuple(
         None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)

@@ -2,10 +2,10 @@
 
 from plait.fusion.verify.candidates import (
     TF32_EPS,
-    BatchCandidate,
+    CallCandidate,
     Candidate,
-    FirstCallCandidate,
     NothingToCompareError,
+    calls_on,
 )
 from plait.fusion.verify.verifier import FEW_PHASES, PHASES, FusionReport, log_report, verify_fused
 
@@ -13,11 +13,11 @@ __all__ = [
     "FEW_PHASES",
     "PHASES",
     "TF32_EPS",
-    "BatchCandidate",
+    "CallCandidate",
     "Candidate",
-    "FirstCallCandidate",
     "FusionReport",
     "NothingToCompareError",
+    "calls_on",
     "log_report",
     "verify_fused",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How trials run, fused and singly, on given batches or on the arguments of a first call."""
+"""How trials run, fused and singly, on the arguments of two calls."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from plait.fusion.shared import Shared
 
 # The precision of float32 products in TF32, which torch uses for convolutions on a GPU by default.
 TF32_EPS = 2.0**-10
+# The positional and named arguments of a call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class NothingToCompareError(FusionError):
@@ -62,81 +64,10 @@ class Candidate(ABC):
 
 
 class CallCandidate(Candidate):
-    """Trials whose models are called; the loss is a weighted sum of all outputs."""
+    """Trials on two calls of their fused module, with its current weights; the loss is a sum of all outputs.
 
-    def _call(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
-    @abstractmethod
-    def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
-        """The arguments for the plain model of a trial, in the usual memory layout."""
-
-    @abstractmethod
-    def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
-        """The arguments for the fused module of some trials."""
-
-    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
-        (whole,) = fused
-        args, kwargs = self._stacked(trials, batch)
-        outputs = whole.call(self._call, *args, **kwargs)
-        each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
-        return outputs, torch.stack([_total(trial_outputs) for trial_outputs in each])
-
-    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
-        args, kwargs = self._arguments(trial, batch)
-        outputs = self._call(self.models[trial], *args, **kwargs)
-        return outputs, _total(outputs)
-
-
-class BatchCandidate(CallCandidate):
-    """Trials on batches for the plain models: a tensor, a tuple, or a dict of named arguments.
-
-    Batch 0 is the same for all trials. Batch 1 differs by trial; if the given batches differ in shape, it is
-    a copy with slightly smaller values.
-    """
-
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        seeds: Sequence[int],
-        rng_steps: Sequence[int],
-        batches: Sequence[Any],
-    ) -> None:
-        if not batches:
-            raise FusionError("fuse: verify found no batches, expected one or more that the models take")
-        super().__init__(models, seeds, rng_steps, _rounding_of(models[0]))
-        self._batches = [_as_arguments(batch) for batch in batches]
-        tensors = [[x for x in pytree.tree_leaves(b) if isinstance(x, Tensor)] for b in self._batches]
-        self._are_alike = len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1
-
-    def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
-        index = trial + 1 if batch == 1 and self._are_alike else batch
-        factor = 1.0 - 0.01 * trial if batch == 1 and not self._are_alike else 1.0
-
-        def varied(x: Tensor) -> Tensor:
-            return x * factor if factor != 1.0 and x.is_floating_point() else x.clone()
-
-        arguments: tuple[Any, Any] = pytree.tree_map_only(
-            Tensor, varied, self._batches[index % len(self._batches)]
-        )
-        return arguments
-
-    def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
-        each = [self._arguments(trial, batch) for trial in trials]
-        stacked: tuple[Any, Any]
-        if batch == 0:
-            stacked = pytree.tree_map_only(Tensor, Shared, each[0])
-        else:
-            parts = zip(*(pytree.tree_leaves(arguments) for arguments in each))
-            leaves = [torch.stack(x) if isinstance(x[0], Tensor) else x[0] for x in parts]
-            stacked = pytree.tree_unflatten(leaves, pytree.tree_structure(each[0]))
-        return stacked
-
-
-class FirstCallCandidate(CallCandidate):
-    """Trials on the arguments of a fused module's call, with its current weights.
-
-    Both batches are those arguments, as the models may not accept others.
+    `calls` are the arguments of `function`, after the module, for batches 0 and 1. `own` are those of each
+    trial's plain model for batch 1, where its slice of the call would have another memory layout.
     """
 
     def __init__(
@@ -144,18 +75,27 @@ class FirstCallCandidate(CallCandidate):
         fused: FusedModule,
         models: Sequence[nn.Module],
         function: Callable[..., Any],
-        arguments: tuple[Any, Any],
+        calls: tuple[Arguments, Arguments],
+        own: Sequence[Arguments] = (),
     ) -> None:
         super().__init__(models, fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module))
-        self._fused, self._call, self._given = fused, function, arguments  # type: ignore[method-assign]
+        self._fused, self._function, self._calls, self._own = fused, function, calls, own
 
-    def _arguments(self, trial: int, batch: int) -> tuple[Any, Any]:
-        return self._parts(trial, lambda x: x)
+    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        (whole,) = fused
+        args, kwargs = self._arguments(batch, torch.tensor(trials), Shared)
+        outputs = whole.call(self._function, *args, **kwargs)
+        each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
+        return outputs, torch.stack([_total(trial_outputs) for trial_outputs in each])
 
-    def _stacked(self, trials: Sequence[int], batch: int) -> tuple[Any, Any]:
-        return self._parts(torch.tensor(trials), Shared)
+    def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
+        args, kwargs = self._arguments(batch, trial, lambda x: x)
+        if batch == 1 and self._own:
+            args, kwargs = pytree.tree_map_only(Tensor, torch.clone, self._own[trial])
+        outputs = self._function(self.models[trial], *args, **kwargs)
+        return outputs, _total(outputs)
 
-    def _parts(self, index: Any, shared: Callable[[Tensor], Any]) -> tuple[Any, Any]:
+    def _arguments(self, batch: int, index: Any, shared: Callable[[Tensor], Any]) -> Arguments:
         """The arguments of some trials; `shared` converts arguments that all trials share."""
 
         def part(x: Any) -> Any:
@@ -163,7 +103,7 @@ class FirstCallCandidate(CallCandidate):
                 return shared(x.tensor.detach().clone())
             return x.detach()[index].clone() if isinstance(x, Tensor) else x
 
-        arguments: tuple[Any, Any] = pytree.tree_map(part, self._given)
+        arguments: Arguments = pytree.tree_map(part, self._calls[batch])
         return arguments
 
     def prepare(self, trial: int) -> None:
@@ -174,6 +114,33 @@ class FirstCallCandidate(CallCandidate):
         made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
         _follow(made.module, self._fused.module, lambda x: x.detach()[index])
         return [made]
+
+
+def calls_on(batches: Sequence[Any], trials: int) -> tuple[tuple[Arguments, Arguments], Sequence[Arguments]]:
+    """`calls` and `own` of a `CallCandidate` on batches for the plain models.
+
+    A batch is a tensor, a tuple, or a dict of named arguments. The first is that of all trials. Then each
+    trial has another, or the second with slightly smaller values, if the batches differ in shape.
+    """
+    if not batches:
+        raise FusionError("fuse: verify found no batches, expected one or more that the models take")
+    given = [_as_arguments(batch) for batch in batches]
+    tensors = [[x for x in pytree.tree_leaves(b) if isinstance(x, Tensor)] for b in given]
+    if len({str([(x.shape, x.dtype) for x in each]) for each in tensors}) == 1:
+        own = [given[(trial + 1) % len(given)] for trial in range(trials)]
+    else:
+        own = [_scaled(given[1], 1.0 - 0.01 * trial) for trial in range(trials)]
+    parts = zip(*(pytree.tree_leaves(arguments) for arguments in own))
+    leaves = [torch.stack(x) if isinstance(x[0], Tensor) else x[0] for x in parts]
+    shared: Arguments = pytree.tree_map_only(Tensor, Shared, given[0])
+    return (shared, pytree.tree_unflatten(leaves, pytree.tree_structure(own[0]))), own
+
+
+def _scaled(arguments: Arguments, factor: float) -> Arguments:
+    scaled: Arguments = pytree.tree_map_only(
+        Tensor, lambda x: x * factor if x.is_floating_point() else x, arguments
+    )
+    return scaled
 
 
 def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
@@ -200,7 +167,7 @@ def _rounding_of(model: nn.Module) -> float:
     return TF32_EPS if on_gpu else 0.0
 
 
-def _as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _as_arguments(batch: Any) -> Arguments:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

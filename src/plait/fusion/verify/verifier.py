@@ -199,7 +199,7 @@ class _Verifier:
             except Exception as failure:  # the user's code can raise anything on fused tensors
                 why, module = _first_line(failure), failed_in(failure, [one.module for one in fused])
                 in_loss = module == IN_NONE and not self.candidate.loss_alone
-                unlike = [Difference(_LOSS, torch.inf, 0.0, why)] if in_loss else []
+                unlike = [Difference(_LOSS, why)] if in_loss else []
                 failed = Mismatch(why, module, phase, first, unlike)
                 break
         del fused

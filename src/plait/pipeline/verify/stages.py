@@ -237,7 +237,7 @@ class _Comparison:
         except Exception as failure:  # traced code can raise anything where the model does not
             line = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
             why = f"the stages fail where the plain model does not: {line}"
-            wrong = Difference("the forward", torch.inf, 0.0, why)
+            wrong = Difference("the forward", why)
             return self._part(self._running, wrong, "there", _innermost(self._traced))
         return None if apart is None else self._locate(*apart)
 

@@ -12,7 +12,7 @@ from plait.core.units import count_of
 from plait.training.metrics import MetricsLogger
 from plait.verification.audit import Rounding
 from plait.verification.compare import Difference
-from plait.verification.replay import FreshModel
+from plait.verification.replay import PlainModel
 
 # Differences that a message names.
 _NAMED = 3
@@ -51,8 +51,10 @@ class AuditRecord:
     # Attributes that differ, and by which forward was seen not to go; and what rounding was seen to do.
     harmless: set[str] = field(default_factory=set)
     rounding: Rounding = field(default_factory=Rounding)
+    # The buffers that were seen not to be written for single samples.
+    shared_buffers: set[str] = field(default_factory=set)
     # The model of the audits, while one follows the other.
-    reference: FreshModel | None = None
+    reference: PlainModel | None = None
     # What stands for the first samples as they were before the first step, as long as they are the same; and
     # the step after which they were last read again.
     samples: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
 from plait.training.components import Components, build_model
-from plait.verification.replay import FreshModel
+from plait.verification.replay import PlainModel
 from plait.workloads.losses import build_loss
 
 # Up to this step audits follow each other so closely that the model is kept.
@@ -14,11 +14,11 @@ _CLOSE_STEPS = 16
 
 def take_reference(
     record: AuditRecord, components: Components, settings: TrainSettings, step: int
-) -> FreshModel:
+) -> PlainModel:
     """A newly built model and loss, or those of the last audit; the caller loads the present state."""
     reference = record.reference
     if reference is None:
         model = build_model(settings.model, settings.seed).to(components.device, components.dtype)
-        reference = FreshModel(model, build_loss(settings.loss, settings.loss_args), components.autocast)
+        reference = PlainModel(model, build_loss(settings.loss, settings.loss_args), components.autocast)
     record.reference = reference if step < _CLOSE_STEPS else None
     return reference

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,15 +25,16 @@ from plait.launch.worker_process import Worker
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
 from plait.training.audit.schedule import is_audited
+from plait.training.checks.replicas import can_describe_rows, describe_rows, own_buffers
 from plait.training.components import Components
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.trial import Trial
 from plait.verification.attributes import load_attributes
 from plait.verification.audit import (
-    ObservedStep,
     Replay,
     changed_tensors,
+    observe_live,
     sum_over_workers,
 )
 from plait.verification.compare import Difference
@@ -107,7 +107,9 @@ class AuditedStep:
         self._twin.close()
         if self._twin.updates == 0:  # left out by the loss scale
             return
-        found = self._observe(loss)
+        observed = observe_live(self._live, self._before, self._twin, loss.detach().cpu())
+        if self._noted is not None:
+            observed = replace(observed, gradients=self._noted)
         update = list(self._twin.differences())
         del self._twin
         with unchanged_random_numbers(), unchanged_state(self._live.objects):
@@ -115,7 +117,7 @@ class AuditedStep:
                 # What a model made anew has in common with this one is as it was when this one was made.
                 load_attributes(self._live.objects, self._before.attributes.values)
             fresh = take_reference(record, self._components, self._trial.settings, self._step)
-            plain = PlainModel(fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * self._scale)
+            plain = replace(fresh, scale=lambda loss: loss * self._scale)
             parts = [replace(part, seed=self._seed if i == 0 else None) for i, part in enumerate(self.parts)]
             replay = Replay(plain, self._before, parts, self._finish, is_first=self._step == 0)
             checksums: set[str] = set()
@@ -125,8 +127,8 @@ class AuditedStep:
                 checksums.update(checksum for _, checksum in workers)
                 return any(each for each, _ in workers)
 
-            largest, differences = replay.compare(found, record.rounding, record.harmless, any_differs)
-            differences += update
+            largest, differences = replay.compare(observed, record.rounding, record.harmless, any_differs)
+            differences += [*update, *self._rows(plain)]
         if len(checksums) > 1:
             differences += unlike_replicas(self._live.parameters())
         after = time.perf_counter() - started
@@ -139,17 +141,20 @@ class AuditedStep:
         sums = [_sum(parameter).hex() for parameter in self._live.parameters().values()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()
 
-    def _observe(self, loss: Tensor) -> ObservedStep:
-        state, held = self._live.state(), set(self._twin.gradients)
-        parameters = {name: state.tensors[name] for name in self._live.parameters() if name not in held}
-        frozen = changed_tensors(self._before.tensors, parameters)
-        return ObservedStep(
-            loss.detach().cpu(),
-            self._twin.gradients if self._noted is None else self._noted,
-            {name: state.tensors[name] for name in self._live.buffers()},
-            {**frozen, **self._twin.written},
-            state.attributes.values,
-        )
+    def _rows(self, plain: PlainModel) -> list[Difference]:
+        """The buffers that forward writes for single samples, and that workers would therefore not share."""
+        before, known = self._before.tensors, self._record.shared_buffers
+        own = {n: b for n, b in own_buffers(self._live.model).items() if n in before and n not in known}
+        inputs = self.parts[-1].inputs if self.parts else None
+        workers = self._gather([sorted(changed_tensors(before, own)), can_describe_rows(inputs)])
+        names = sorted({name for written, _ in workers for name in written})
+        # All workers look or none, since a forward may itself gather from all of them.
+        if not names or not all(can_look for _, can_look in workers):
+            return []
+        known.update(names)
+        plain.load(self._before)
+        description = describe_rows(plain.model, inputs, names)
+        return [Difference("model", description)] if description else []
 
     def _finish(self, loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
         """Sum over the workers, take the loss scale out and clip, as was done to the gradients compared."""
@@ -222,7 +227,7 @@ def unlike_replicas(tensors: Mapping[str, Tensor], rounded: Container[str] = ())
         ]
         if others and rank < others[0]:
             why = f"not the same on workers {rank} and {others[0]}, which train together"
-            found.append(Difference(f"the parameter {name}", math.inf, 0.0, why))
+            found.append(Difference(f"the parameter {name}", why))
     return found
 
 

@@ -1,31 +1,28 @@
-"""Whether workers that hold the same layers stay alike: weights and buffers that forward writes.
+"""Finds state of a model that workers with the same layers would not share.
 
-Workers see unlike samples. Running statistics they average. What forward writes into weights, or for single
-samples into a buffer, would be each worker's own.
+Workers see different samples. They average running statistics; but what forward writes for single samples
+into a buffer, or keeps in Python, would be each worker's own.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.comm.collectives import all_gather_values
 from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.calling import forward
 from plait.pipeline.named_state import has_extra_state
 from plait.training.run import Run
 from plait.verification import same_random_numbers
-from plait.verification.python_state import changed, state_of, unchanged_state
+from plait.verification.python_state import changed_by, unchanged_state
 from plait.workloads.language.carried_state import CarriedState
 
-_TOLERANCE = 1e-6
 # The fewest samples of a forward for changing two of them separately.
 _FEWEST = 3
 
@@ -37,37 +34,6 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
         if not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CarriedState):
             buffers |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
     return buffers
-
-
-class FirstStep:
-    """Checks the first step of data-parallel workers before its update; created before its forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._buffers = {name: buffer.detach().clone() for name, buffer in own_buffers(model).items()}
-
-    def check(self, inputs: Any) -> None:
-        """Refuse a model whose forward writes different values on each worker; all workers call it together.
-
-        `inputs` are those of this worker's forward, or None.
-        """
-        now = own_buffers(self._model)
-        written = [n for n, b in self._buffers.items() if n in now and not _equal(b, now[n])]
-        sums = [_sum(parameter) for parameter in self._model.parameters()]
-        answers = all_gather_values([sums, written, _samples(inputs) or 0])
-        for (name, _), *values in zip(self._model.named_parameters(), *(answer[0] for answer in answers)):
-            if any(not _close(value, values[0]) for value in values):
-                raise JobError(
-                    f"model: forward writes parameter {name!r} by the samples of each worker, as data-"
-                    f"dependent initialisation does, so workers would train unlike weights; run one batch "
-                    f"through the model in its factory, or use one worker"
-                )
-        names = sorted({name for answer in answers for name in answer[1]})
-        if names and all(count >= _FEWEST for *_, count in answers):
-            # All workers look, since a forward may itself gather from all of them.
-            description = describe_rows(self._model, inputs, names, self._buffers)
-            if message := next(filter(None, all_gather_values(description)), ""):
-                raise JobError(f"model: {message}")
 
 
 def check_kept(run: Run) -> None:
@@ -104,45 +70,27 @@ def find_kept(model: nn.Module, inputs: Any) -> str:
     try:
         with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
             copied = copy.deepcopy(model)
-            state = state_of(copied)
             forward(copied, inputs)
-            after_one = state.tokens()
-            forward(copied, inputs)
-            names = changed(after_one, state.tokens())
+            names = changed_by(lambda: forward(copied, inputs), {"": copied})
     except Exception:  # a model that cannot be copied, or takes no such batch
         return ""
     return next((f"{shown} of {path}" if path else shown for path, shown in names), "")
 
 
-def _sum(parameter: Tensor) -> float:
-    numbers = parameter.detach()
-    return float((torch.view_as_real(numbers) if numbers.is_complex() else numbers).sum(dtype=torch.float64))
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
-
-
-def describe_rows(
-    model: nn.Module, inputs: Any, names: Sequence[str], before: Mapping[str, Tensor] | None = None
-) -> str:
+def describe_rows(model: nn.Module, inputs: Any, names: Sequence[str]) -> str:
     """What to say where forward writes a buffer for single samples, which workers do not share; else nothing.
 
     Found by changing one sample, then another: where they change different numbers of a buffer, it has a
-    place for each. `before` are the buffers to begin with. Nothing of the model changes.
+    place for each. Nothing of the model changes.
     """
     count = _samples(inputs)
-    if count is None or count < _FEWEST:
+    if count < _FEWEST:
         return ""
     try:
-        start = _after(model, None, names, before)
-        plain = _after(model, inputs, names, before)
-        first = _after(model, _replaced(inputs, 0, 1), names, before)
-        last = _after(model, _replaced(inputs, count - 1, count - 2), names, before)
+        start = _after(model, None, names)
+        plain = _after(model, inputs, names)
+        first = _after(model, _replaced(inputs, 0, 1), names)
+        last = _after(model, _replaced(inputs, count - 1, count - 2), names)
     except Exception:  # a model that cannot be copied, or takes no such batch
         return ""
     for name in names:
@@ -159,24 +107,25 @@ def describe_rows(
     return ""
 
 
-def _after(
-    model: nn.Module, inputs: Any, names: Sequence[str], before: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
+def _after(model: nn.Module, inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
     """Buffers of a copy of the model after a forward on `inputs`, or before one (None)."""
     with same_random_numbers(0), unchanged_state({"": model}), torch.no_grad():
         copied = copy.deepcopy(model)
-        for name, value in (before or {}).items():
-            own_buffers(copied)[name].copy_(value)
         if inputs is not None:
             forward(copied, inputs)
     return {name: own_buffers(copied)[name].detach() for name in names}
 
 
-def _samples(inputs: Any) -> int | None:
-    """How many rows all tensors of the inputs have; None where they differ."""
+def can_describe_rows(inputs: Any) -> bool:
+    """Whether the inputs have enough samples for `describe_rows`."""
+    return _samples(inputs) >= _FEWEST
+
+
+def _samples(inputs: Any) -> int:
+    """How many rows all tensors of the inputs have; 0 where they differ."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
-    return sizes.pop() if len(sizes) == 1 else None
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _replaced(inputs: Any, row: int, by: int) -> Any:

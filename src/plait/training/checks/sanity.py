@@ -17,9 +17,10 @@ from plait.core.errors import JobError
 from plait.data.calling import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
+from plait.training.checks.collectives import CollectiveError
 from plait.training.checks.loss_parts import rows_of
 from plait.training.components import Components
-from plait.training.evaluate import evaluation_batches, output_of, sums_of
+from plait.training.evaluate import evaluation_batches, is_by_all, output_of, sums_of
 from plait.verification import unchanged_random_numbers
 from plait.verification.python_state import Name, PythonState, changed, unchanged_state
 from plait.workloads.metrics import NAMED
@@ -29,6 +30,8 @@ LONGEST_S = 60.0
 # How many samples of a batch are also given to a metric one by one.
 _SINGLY = 16
 T = TypeVar("T")
+# A test batch, how many samples it has, and whether all workers evaluate at the same time.
+Share = tuple[Any, int, bool]
 log = logging.getLogger(__name__)
 
 
@@ -64,23 +67,27 @@ def try_evaluation(components: Components, settings: TrainSettings, rank: int, w
 
 def _read(
     components: Components, settings: TrainSettings, wanted: int, rank: int, world_size: int
-) -> list[tuple[Any, int]]:
-    """This worker's share of the first test batches, each with its number of samples."""
+) -> list[Share]:
+    """This worker's share of the first test batches."""
     assert components.test_set is not None
     alone = replace(settings, data=replace(settings.data, loaders=0))
     size = settings.evaluate.batch_size or settings.data.batch_size
 
-    def shares() -> Iterator[tuple[Any, int]]:
+    def is_by_all_of(samples: int) -> bool:
+        # In stages, the last one evaluates.
+        return not settings.in_stages and is_by_all(samples, world_size)
+
+    def shares() -> Iterator[Share]:
         for batch in itertools.islice(evaluation_batches(components, alone, size, rank, world_size), wanted):
             if batch.count:
-                yield batch.content, batch.count
+                yield batch.content, batch.count, is_by_all_of(batch.total)
         source = components.test_set
         assert source is not None
         if settings.evaluate.metric in ("auto", "none", *NAMED) or source.is_stream or wanted >= len(source):
             return
         # For a custom metric also samples from the whole split, since the first ones may be alike.
         spread = [i * len(source) // size for i in range(min(size, len(source)))]
-        yield source.batch(0, spread, settings.seed), len(spread)
+        yield source.batch(0, spread, settings.seed), len(spread), is_by_all_of(world_size)
 
     batches = load_aside(shares(), LONGEST_S)
     if batches is None and components.test_set.is_stream:
@@ -93,15 +100,15 @@ def _read(
     return batches
 
 
-def _evaluate(components: Components, batches: list[tuple[Any, int]]) -> str:
+def _evaluate(components: Components, batches: list[Share]) -> str:
     message = ""
     with torch.no_grad(), evaluation_mode(components.model):
-        for content, count in batches:
+        for content, count, by_all in batches:
             output, target = output_of(components, content)
             copied = _own(components)
             state = PythonState({} if copied.metric is None else {"": copied.metric[1]})
             before = state.tokens()
-            sums = sums_of(copied, output, target, count)
+            sums = sums_of(copied, output, target, count, by_all)
             message = message or _describe_state(components, state, before)
             message = message or _describe_metric(components, output, target, count, sums[2:])
     return message
@@ -129,6 +136,8 @@ def _describe_metric(components: Components, output: Any, target: Any, count: in
     few = min(count, _SINGLY)
     try:
         tried = [(count, whole_sums, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
+    except CollectiveError:  # it is called by all workers, but not for parts of their batches
+        return ""
     except JobError:
         raise
     except Exception:  # not in rows; or it takes whole batches only, which an evaluation gives it

@@ -19,7 +19,6 @@ import torch
 from plait.adapt.changes import BatchSizeChange, Change
 from plait.comm.collectives import all_gather_values
 from plait.core import run_events
-from plait.core.errors import JobError
 from plait.core.events import Event
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, mix
@@ -37,7 +36,6 @@ from plait.training.audit.whole_model import ADVICE, ReplicaAudit
 from plait.training.change.layers import LayerState, merge_into
 from plait.training.change.members import ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, with_fresh_model
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.averaging import PREFIX as SYNC_PREFIX
@@ -134,11 +132,6 @@ class WholeModel:
 
     def _open(self, worker: Worker, prefix: str, step: int) -> None:
         parts, settings = self._components, self._settings
-        if names := list(own_buffers(parts.model)):
-            (content,) = parts.train_set.example_batches((4,), settings.seed)
-            inputs, _ = loader.to_device(content, parts.device, parts.dtype)
-            if words := describe_rows(parts.model, inputs, names):
-                raise JobError(f"model: {words}")
         self._step = TrainStep(parts, settings, rank=worker.rank, own_monitor=self.monitor)
         weights, buffers = list(parts.model.parameters()), list(parts.model.buffers())
         self.averaging = make_averaging(

@@ -27,7 +27,6 @@ from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
-from plait.training.checks.replicas import FirstStep
 from plait.training.components import Components, TrialInit
 from plait.training.engines.stragglers import StragglerInjector
 from plait.training.fused.fused_components import FusedComponents
@@ -98,9 +97,6 @@ class TrainStep:
             self._graph = StepGraph(self._whole_step, components.zero_grad)
         # The microbatches of an audited step.
         self.recorded: list[Part] | None = None
-        # Before the first update, workers check that they hold the same weights.
-        self._is_first = group.members is not None
-        self._last_inputs: Any = None
         # Samples of this worker since running statistics were last averaged.
         self._seen = 0
         self._differs = False
@@ -186,14 +182,9 @@ class TrainStep:
                 self._alone.end_alone(losses[0], components.model.parameters(), batches[0].total)
         else:
             self._sync.begin()
-            first = FirstStep(components.model) if self._is_first else None
             with components.drawing_alike(batches, accumulate, self._group.size):
                 losses, requests = self._agree(self._sync, self._backward(rounds, batches), batches)
             self._differs = True
-            if first is not None:
-                self._is_first = False
-                first.check(self._last_inputs)
-                self._last_inputs = None
         components.measure_whole(batches)
         if self.before_update is not None:
             self.before_update()
@@ -264,7 +255,6 @@ class TrainStep:
             if self.recorded is not None:
                 inputs, target = content
                 self.recorded.append(Part(inputs, target, weights[0], share=share).copied())
-            self._last_inputs = content[0] if self._is_first else None
             losses = components.losses(content, [count for _, count in microbatches], weights)
             weighted = losses if set(weights) == {1.0} else components.weighted(losses, weights)
             if self._sync is not None:

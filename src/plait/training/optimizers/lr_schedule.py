@@ -12,7 +12,7 @@ from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, resolve
 from plait.pipeline.named_state import LR_FACTOR, note_rate
 from plait.schema.settings import LrScheduleSettings
-from plait.verification.python_state import changed, unchanged_state
+from plait.verification.python_state import changed_by, unchanged_state
 
 LrFactor = Callable[[int], float]
 
@@ -65,17 +65,15 @@ def check_lr_schedule(settings: LrScheduleSettings) -> None:
     factor = build_lr_factor(settings, settings.warmup_steps + 1)
     custom = resolve(settings.kind, "lr_schedule.kind", JobError) if ":" in settings.kind else None
     try:
-        with unchanged_state({"schedule": custom}) as state:
+        with unchanged_state({"schedule": custom}):
             factor(settings.warmup_steps)
-            once = state.tokens()
-            factor(settings.warmup_steps)
-            kept = [shown for _, shown in changed(once, state.tokens())]
+            kept = changed_by(lambda: factor(settings.warmup_steps), {"schedule": custom})
     except Exception as failure:  # a user's own schedule may fail in any way
         message = f"{type(failure).__name__}: {failure}"
         raise JobError(f"lr_schedule: {settings.kind} refused {dict(settings.options)}: {message}") from None
     if kept:
         raise JobError(
-            f"lr_schedule.kind: {settings.kind} changes {kept[0]} whenever it is called, which is more "
+            f"lr_schedule.kind: {settings.kind} changes {kept[0][1]} whenever it is called, which is more "
             f"than once a step, and no checkpoint holds it; expected a function of step and total alone"
         )
 
