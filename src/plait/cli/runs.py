@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -198,9 +198,11 @@ def evaluate(
         modules = folder.read_record().modules if folder.record.exists() else ()
     if best and every:
         raise InputError("--best and --all: found both, expected at most one of them")
-    from plait.schema.job import parse_override
+    options: dict[str, Any] = {}
+    if score:
+        from plait.schema.job import parse_override
 
-    options = dict(parse_override(text, "--score") for text in score or ())
+        options = dict(parse_override(text, "--score") for text in score)
     show_logs()
     with searching(os.getcwd(), *modules):
         from plait.jobs.evaluate import measure_kept, measure_run
