@@ -42,7 +42,7 @@ from plait.schema.settings import PlanRequest
 from plait.schema.topology_spec import AUTO, build_topology, read_topology_spec
 from plait.sweeping.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints
-from plait.training.engines.pipeline import check_pipeline
+from plait.training.checks.pipeline import check_pipeline
 
 Use = Callable[[], Any]
 Target = Callable[[random.Random, Path, int], tuple[str, Use]]

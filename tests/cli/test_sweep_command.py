@@ -26,6 +26,7 @@ from plait.launch.run_dir import RunDir
 from plait.planner import save_plan
 from plait.planner.schedules.kinds import Schedule
 from plait.report.sweep import as_csv
+from plait.schema.placement import Placement
 from plait.sweeping.worker import check_request
 from support.plans import planned
 from support.sweeping import same_table, sweep_here
@@ -229,8 +230,25 @@ def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path
     made = make_sweep(job, ["optimizer.lr=0.1,0.2"], width=2)
     assert [host.slots for host in placement_of(job, made).hosts] == [2]
     three = plait.make_job({**CONTENT, "parallel": {"plan": str(file), "workers": 3}})
-    with pytest.raises(InputError, match=r"--plan: found 2 stages, which do not divide the 3 workers"):
+    with pytest.raises(InputError, match=r"--plan: found a plan for 2 workers, which do not divide the 3"):
         placement_of(three, make_sweep(three, ["optimizer.lr=0.1,0.2"], width=2))
+
+
+def test_replicas_of_a_plan_to_be_made_share_the_workers(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Placement] = []
+
+    def measure(settings: Any, placement: Placement, request: Any) -> Any:
+        asked.append(placement)
+        return planned((1, 1), Schedule.FLUSH), planned((1, 1), Schedule.FLUSH).stages.plan
+
+    monkeypatch.setattr("plait.measure.auto_plan.planned", measure)
+    parallel = {"plan": "model-parallel", "workers": 4}
+    job = plait.make_job({**CONTENT, "parallel": parallel})
+    made = make_sweep(job, ["optimizer.lr=0.1,0.2"], width=2, replicas=2)
+    assert asked[0].workers == 2
+    assert placement_of(job, made).workers == made.workers_per_array == 4
+    with pytest.raises(InputError, match="--replicas: found 3, which does not divide the 4 workers"):
+        make_sweep(job, ["optimizer.lr=0.1,0.2"], width=2, replicas=3)
 
 
 def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(

@@ -33,7 +33,7 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.training.engines import pipeline
+from plait.training.checks.pipeline import check_pipeline
 from support.graphs import chain
 from support.plans import planned as cut_evenly
 from support.training import PlainWorker, digits_job, train_here, train_rank
@@ -273,7 +273,7 @@ def test_pipelines_that_agree_by_averaging_are_planned_side_by_side(
     made, plan = planned(settings, Placement((Host(LOCAL, workers),)), PlanRequest("auto"))
     assert plan.pipelines > 1
     assert plan.devices_used == workers
-    pipeline.check_pipeline(made, workers)
+    check_pipeline(made, workers)
 
 
 def test_a_small_model_is_measured_shared_out_and_trained_as_in_one_process(tmp_path: Path) -> None:

@@ -203,8 +203,8 @@ class CaseWork:
             members = list(range(self.first, self.first + self.case.microbatches))
         return count(self.case, self.number(index)) / sum(count(self.case, m) for m in members)
 
-    def samples(self, index: int) -> int:
-        return count(self.case, self.number(index))
+    def samples(self, index: int) -> tuple[int, ...]:
+        return (count(self.case, self.number(index)),)
 
     def seed(self, index: int, stage: int) -> int:
         return mix(1, self.number(index), stage)

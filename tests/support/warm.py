@@ -18,7 +18,7 @@ import_all(
             "plait.training.engines.pipeline_replicas",
             "plait.training.stages.run_stages",
         ),
-        "plait.sweeping.engines.fused_stages",
+        "plait.sweeping.engines.array_stages",
         # Commands that are forked import these, and those that plan a run or write its report.
         *("plait.__main__", "plait.cli", "plait.jobs.sweep", "plait.report.sweep", "plait.measure.job"),
         *("matplotlib.figure", "matplotlib.backends.backend_agg", "rich.progress", "rich.table"),

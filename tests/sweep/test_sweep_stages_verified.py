@@ -33,9 +33,11 @@ MICROBATCHES = 2
 SGD = OptimizerSettings("sgd", {"lr": 0.1})
 
 
-def in_stages(*over: str, model: str = "support.odd_models:Blocks", **args: Any) -> SweepSettings:
+def in_stages(
+    *over: str, model: str = "support.odd_models:Blocks", replicas: tuple[int, ...] = (1, 1), **args: Any
+) -> SweepSettings:
     own = ModelSettings(model, args)
-    job = planned((1, 1), Schedule.FLUSH, MICROBATCHES, steps=4, model=own, optimizer=SGD)
+    job = planned(replicas, Schedule.FLUSH, MICROBATCHES, steps=4, model=own, optimizer=SGD)
     return sweep_of(*over, job=job, width=3)
 
 
@@ -84,11 +86,18 @@ def test_wrong_stages_run_trial_by_trial_though_a_mend_is_reverted(monkeypatch):
     assert list(verdict.unfused) == [""]
 
 
-def test_a_sweep_in_stages_is_right_though_a_mend_is_reverted(tmp_path: Path):
-    settings = in_stages("seed=0,1,2", dropout=0.0)
-    found = run_ranks(2, wrong_sweep_rank, settings, tmp_path / "two")[0]
-    assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
-    (event,) = verified(tmp_path / "two")
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_a_sweep_in_stages_is_right_though_a_mend_is_reverted(replicas: tuple[int, ...], tmp_path: Path):
+    settings = in_stages("seed=0,1,2", replicas=replicas, dropout=0.0)
+    found = run_ranks(sum(replicas), wrong_sweep_rank, settings, tmp_path / "all")[0]
+    one = sweep_here(on_one(settings), tmp_path / "one")
+    if max(replicas) > 1:  # evaluation uses running statistics, of which each replica has its own
+        for row in (*one["trials"], *found["trials"]):
+            row["metrics"] = {}
+        found["trials"].sort(key=lambda row: row["trial"])
+        one["trials"].sort(key=lambda row: row["trial"])
+    assert same_table(one, found, tolerance=1e-9)
+    (event,) = verified(tmp_path / "all")
     assert list(event.unfused) == [""]
 
 
@@ -98,9 +107,8 @@ def test_trials_that_cannot_share_stages_train_one_by_one_in_them(tmp_path: Path
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
 
 
-def refused_rank(rank: int, settings: SweepSettings, folder: Path, verify: Any) -> str:
+def refused_rank(rank: int, settings: SweepSettings, folder: Path) -> str:
     """What a sweep says that is refused."""
-    verifier.verify = verify or verifier.verify
     try:
         sweep_rank(rank, settings, folder)
     except InputError as failure:
@@ -114,16 +122,20 @@ def never(find: Any, mend: Any, attempts: int) -> Mismatch:
     return Mismatch("trial 0 differs from its plain model")
 
 
-def test_stages_that_no_way_makes_right_are_refused_in_one_sentence(tmp_path: Path):
-    words = run_ranks(2, refused_rank, in_stages("seed=0,1,2"), tmp_path, never, may_die=(1,))[0]
-    assert words.startswith(
-        "parallel.plan: the stages do not compute what the model computes: trial 0 differs"
-    )
-    assert words.endswith("sweep without a plan")
-    assert "\n" not in words
+def never_fused_rank(rank: int, settings: SweepSettings, folder: Path) -> dict[str, Any]:
+    """As `sweep_rank`, where verification finds no way to fuse trials."""
+    verifier.verify = never
+    return sweep_rank(rank, settings, folder)
+
+
+def test_trials_that_no_way_makes_right_pass_through_the_stages_one_by_one(tmp_path: Path):
+    settings = in_stages("seed=0,1,2", dropout=0.0)
+    found = run_ranks(2, never_fused_rank, settings, tmp_path / "two")[0]
+    assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-9)
+    assert [array["why"] for array in found["arrays"]] == ["trial 0 differs from its plain model"] * 3
 
 
 def test_sizes_for_which_the_code_between_modules_does_something_else_are_refused(tmp_path: Path):
     settings = in_stages("data.batch_size=6,16", model="support.odd_models:MindsSize")
-    words = run_ranks(2, refused_rank, settings, tmp_path, None, may_die=(1,))[0]
+    words = run_ranks(2, refused_rank, settings, tmp_path, may_die=(1,))[0]
     assert "with these sizes the model would take another branch than in the trace" in words

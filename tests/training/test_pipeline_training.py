@@ -32,7 +32,7 @@ from plait.schema.settings import (
 )
 from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint
-from plait.training.engines.pipeline import check_pipeline
+from plait.training.checks.pipeline import check_pipeline
 from support.plans import placed, planned
 from support.training import (
     PlainWorker,

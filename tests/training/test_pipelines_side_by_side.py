@@ -29,8 +29,8 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint, components
 from plait.training.change.members import join_members
+from plait.training.checks.pipeline import check_pipeline
 from plait.training.choose_engine import make_loop
-from plait.training.engines.pipeline import check_pipeline
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.replica_layout import replica_layouts
 from support.averaging import job_store

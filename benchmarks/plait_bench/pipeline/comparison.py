@@ -22,11 +22,13 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from plait.comm.channels import connect
+from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker_process import Worker
 from plait.measure.job import ProfileRequest, profile_here
@@ -242,10 +244,10 @@ class _World:
 def _stand_by(rendezvous: Rendezvous, layout: PipelineLayout, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
     connect(rendezvous, (), window=layout.window())
-    stages_of = find_stages(traced, layout)
-    make_gradient_reducers(rendezvous, layout, stages_of, {})
+    stages_of, group_of = find_stages(traced, layout), partial(new_group, rendezvous)
+    make_gradient_reducers(rendezvous, layout, stages_of, {}, group_of)
     make_tied(layout, stages_of, {}, {}, lambda: None, rendezvous)
-    replica_groups(layout, rendezvous)
+    replica_groups(layout, group_of)
     return lambda: None
 
 

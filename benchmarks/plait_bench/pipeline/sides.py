@@ -77,8 +77,8 @@ class FixedWork:
     def weight(self, microbatch: int) -> float:
         return self.share
 
-    def samples(self, microbatch: int) -> int:
-        return len(self.x[microbatch % len(self.x)])
+    def samples(self, microbatch: int) -> tuple[int, ...]:
+        return (len(self.x[microbatch % len(self.x)]),)
 
     def seed(self, microbatch: int, stage: int) -> int:
         return microbatch

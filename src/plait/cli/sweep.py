@@ -54,10 +54,13 @@ def sweep(
     width: Annotated[int | None, typer.Option(help="Trials an array; unset: as many as fit and pay.")] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(help="Workers that train each array together, on shares of its batches; unset: 1."),
+        typer.Option(
+            help="Workers that train each array together, on shares of its batches; with --plan, how often "
+            "each stage is there; unset: 1."
+        ),
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(help="Arrays in stages, one a worker: a plan file, model-parallel, auto.")
+        str | None, typer.Option(help="Arrays in stages over workers: a plan file, model-parallel, auto.")
     ] = None,
     eta: Annotated[
         int | None,

@@ -68,9 +68,9 @@ def sweep(
     or a mapping from keys to lists of values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1",
     "optimizer.momentum": [0.0, 0.9]}`. The result's `run` is the folder with the best trial's
     checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
-    plan, as many as that has stages. With `resume` the sweep in that folder goes on, as it was asked for;
-    `job` then says where its workers run. Another `width` and other `replicas` change how its arrays are
-    made, and more `trials` are drawn where the search draws them one by one.
+    plan, `replicas` times the workers of the plan. With `resume` the sweep in that folder goes on, as it was
+    asked for; `job` then says where its workers run. Another `width` and other `replicas` change how its
+    arrays are made, and more `trials` are drawn where the search draws them one by one.
     """
     check_alone()
     job = as_job(job)
@@ -198,8 +198,9 @@ def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
     check_in_stages(settings)
     if parallel.schedule is not None:
         check_schedule(parallel.schedule)
+    placement = _placement_of_replica(job.placement, settings) if parallel.needs_planning else job.placement
     schedule = parallel.schedule or (Schedule.FLUSH if parallel.needs_planning else None)
-    made, plan = planned(settings.train, job.placement, replace(parallel, schedule=schedule))
+    made, plan = planned(settings.train, placement, replace(parallel, schedule=schedule))
     if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
         assert schedule is not None
@@ -207,8 +208,22 @@ def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
     return made.with_stages(plan=plan)
 
 
+def _placement_of_replica(placement: Placement, settings: SweepSettings) -> Placement:
+    """The first of the workers, as many as each replica of a plan has."""
+    if placement.workers % settings.replicas:
+        raise InputError(
+            f"--replicas: found {settings.replicas}, which does not divide the {placement.workers} workers "
+            f"that a plan is made for; use -np {settings.replicas} times the workers of a plan"
+        )
+    left, hosts = placement.workers // settings.replicas, []
+    for host in placement.hosts:
+        hosts.append(replace(host, slots=min(host.slots, left)))
+        left -= hosts[-1].slots
+    return replace(placement, hosts=tuple(host for host in hosts if host.slots))
+
+
 def placement_of(job: Job, settings: SweepSettings) -> Placement:
-    """Where a sweep's workers run: as many as its plan has stages, where the job does not say.
+    """Where a sweep's workers run: as many as train an array of its plan, where the job does not say.
 
     Workers that cannot train the sweep's arrays are refused.
     """

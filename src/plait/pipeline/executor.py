@@ -6,17 +6,18 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.comm.channels import Channels
+from plait.comm.groups import new_group
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
 from plait.data.calling import as_arguments, evaluation_mode
@@ -27,7 +28,7 @@ from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import find_stages, first_held, make_gradient_reducers, replica_groups
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
@@ -54,15 +55,16 @@ def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StageKind:
-    """What the stages of a pipeline are: slices of a model, or of many trials' models that are fused.
+    """What the stages of a pipeline are: slices of a model, or of many `trials`' models that are fused.
 
     `make` makes the stage of some layers, and `order_inputs` gives the tensors of a microbatch in the order
-    of a trace's inputs. With `has_plain_layers` its layers are the model's, for which there are faster ones.
+    of a trace's inputs. `begin` is called with the number of a microbatch before each forward of it.
     """
 
     make: Callable[[TracedModel, Sequence[str]], StageModule] = cut
     order_inputs: Callable[[TracedModel, Any], list[Tensor]] = ordered_inputs
-    has_plain_layers: bool = True
+    trials: int | None = None
+    begin: Callable[[int], None] = lambda microbatch: None
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ class PipelineParts:
     # Those of the host, which its workers share.
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     # For fp16, under schedules that drain.
-    loss_scale: LossScale | None = None
+    loss_scale: LossScaling | None = None
+    # The process group of all workers of the pipelines, and those of replicas; by default the world, and new
+    # groups, which all workers of the world make together.
+    everyone: dist.ProcessGroup | None = None
+    group_of: Callable[[Sequence[int]], dist.ProcessGroup] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,17 +154,18 @@ class Pipeline:
         self._channels = channels
         self._parts = parts
         self._local: dict[tuple[int, int], Any] = {}
-        # Samples that each stage has seen in training since replicas last agreed on running statistics.
-        self._seen: Counter[int] = Counter()
         stages = {
             s: parts.stages.make(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
         }
+        # Samples of each trial that each stage has trained on since replicas last agreed on running
+        # statistics.
+        self._seen = {s: torch.zeros(parts.stages.trials or 1, dtype=torch.float64) for s in stages}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
         self.parameters = _first_named(stages)
         self._aliases = tied_aliases(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
         self._fast_layers: list[nn.Module] = []
-        if parts.device.type == "cpu" and parts.stages.has_plain_layers:
+        if parts.device.type == "cpu" and parts.stages.trials is None:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
             for number, module in self.modules.items():
                 add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE
@@ -175,8 +182,9 @@ class Pipeline:
         self.base_lrs = tuple(rate if isinstance(rate, float) else float(rate) for rate in rates)
         # Some optimizers keep the gradients.
         copy_gradients = not is_known(self.optimizer)
+        group_of = parts.group_of or (lambda ranks: new_group(rendezvous, ranks))
         agreements = make_gradient_reducers(
-            rendezvous, pipeline_layout, stages_of, self.parameters, parts.topology, copy_gradients
+            rendezvous, pipeline_layout, stages_of, self.parameters, group_of, parts.topology, copy_gradients
         )
         tied = make_tied(
             pipeline_layout,
@@ -194,7 +202,7 @@ class Pipeline:
         )
         self._first_held = first_held(rank, pipeline_layout, stages_of)
         self._stages_of = stages_of
-        self._replicas = replica_groups(pipeline_layout, rendezvous)
+        self._replicas = replica_groups(pipeline_layout, group_of)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, pipeline_layout.stages))]
         evaluated, evaluated_stages = evaluation_stages(traced, pipeline_layout.stages)
         further = [
@@ -214,6 +222,7 @@ class Pipeline:
                 recompute=number in pipeline_layout.recompute,
                 split=pipeline_layout.schedule is Schedule.ZERO_BUBBLE,
                 scale=parts.loss_scale,
+                begin=parts.stages.begin,
             )
             self._held[number] = _LocalStage(
                 runner,
@@ -293,14 +302,15 @@ class Pipeline:
     @property
     def loss_scale(self) -> float:
         """What losses, and so gradients until an update, are multiplied by."""
-        return 1.0 if self._parts.loss_scale is None else self._parts.loss_scale.value
+        return 1.0 if self._parts.loss_scale is None else float(self._parts.loss_scale.value)
 
     def average_buffers(self) -> None:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
         for stage, group in self._replicas.items():
             if stage in self.modules:
                 average(list(self.modules[stage].buffers()), group, self._seen[stage])
-        self._seen.clear()
+        for seen in self._seen.values():
+            seen.zero_()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The model's and optimizer's state, by name, of which this worker is the first holder."""
@@ -361,7 +371,7 @@ class Pipeline:
         if self.carries_random_state:
             flight.random_after = RandomState.now()
         held.flights[op.microbatch] = flight
-        self._seen[op.stage] += work.samples(op.microbatch)
+        self._seen[op.stage] += torch.tensor(work.samples(op.microbatch))
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
@@ -371,12 +381,12 @@ class Pipeline:
     def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> InFlight:
         """The microbatch as it enters the stage, received or loaded."""
         seed, weight = work.seed(op.microbatch, op.stage), work.weight(op.microbatch)
-        flight = InFlight({}, seed, (op.version,), weight=weight)
+        flight = InFlight({}, seed, (op.version,), weight=weight, microbatch=op.microbatch)
         if op.stage == 0:
             inputs, flight.target = work.content(op.microbatch)
             if self.on_content is not None:
                 part = Part(inputs, flight.target, weight, seed, op.microbatch).copied()
-                self.on_content(part, work.samples(op.microbatch))
+                self.on_content(part, sum(work.samples(op.microbatch)))
             traced = self._evaluated if evaluating else self._traced
             tensors = self._parts.stages.order_inputs(traced, inputs)
             flight.inputs |= dict(zip(traced.inputs, tensors, strict=True))
@@ -495,7 +505,7 @@ class Pipeline:
             self.on_gradients()
         is_finite = self._unscale()
         if self._parts.clip_norm is not None and is_finite:
-            self._updates.clip(updates, self._parts.clip_norm, self._parts.device)
+            self._updates.clip(updates, self._parts.clip_norm, self._parts.device, self._parts.everyone)
         if self.before_update is not None:
             self.before_update()
         began = time.time()
@@ -519,7 +529,7 @@ class Pipeline:
         if self._parts.loss_scale is None:
             return True
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return self._parts.loss_scale.unscale(grads, self._parts.device)
+        return self._parts.loss_scale.unscale(grads, self._parts.device, self._parts.everyone)
 
     def evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         """Send `microbatches` of this pipeline forward; the last stage hands outputs to `measure`."""

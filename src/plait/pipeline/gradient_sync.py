@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError, PlanError
 from plait.pipeline.layout import PipelineLayout
@@ -21,6 +20,8 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import Members
 
 Holders = dict[str, tuple[int, ...]]
+# The process group of some workers of a pipeline, which all its workers ask for in one order.
+GroupOf = Callable[[Sequence[int]], dist.ProcessGroup]
 
 
 def find_holders(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
@@ -38,10 +39,10 @@ def first_held(
     return {name for name, stages in stages_of.items() if pipeline_layout.holders(*stages)[0] == rank}
 
 
-def replica_groups(pipeline_layout: PipelineLayout, rendezvous: Rendezvous) -> dict[int, dist.ProcessGroup]:
-    """A process group for each stage with several workers; all workers call it together."""
+def replica_groups(pipeline_layout: PipelineLayout, group_of: GroupOf) -> dict[int, dist.ProcessGroup]:
+    """The process group of each stage with several workers; all workers call it together."""
     return {
-        stage: new_group(rendezvous, pipeline_layout.holders(stage))
+        stage: group_of(pipeline_layout.holders(stage))
         for stage in range(len(pipeline_layout.stages))
         if len(pipeline_layout.holders(stage)) > 1
     }
@@ -97,6 +98,7 @@ class GradientReducer:
         rendezvous: Rendezvous,
         own: Mapping[str, Parameter],
         holders: Holders,
+        group_of: GroupOf,
         topology: TopologySpec | None = None,
         copy_gradients: bool = False,
     ) -> None:
@@ -106,7 +108,7 @@ class GradientReducer:
         self._sums: list[AllReduce] = []
         self._members: list[Members] = []
         for workers in shared:
-            group = new_group(rendezvous, workers)
+            group = group_of(workers)
             # In the order of the model, the same on all holders; backward finishes with the first parameter.
             parameters = [own[name] for name in holders if name in own and holders[name] == workers]
             if rank in workers:
@@ -168,13 +170,16 @@ class GradientReducer:
         for reduce in self._sums:
             reduce.begin()
 
-    def clip(self, most: float, device: torch.device) -> None:
-        """Clip the gradients of the whole model to the norm `most`; all workers call it together."""
+    def clip(self, most: float, device: torch.device, everyone: dist.ProcessGroup | None) -> None:
+        """Clip the gradients of the whole model to the norm `most`; all workers call it together.
+
+        They are those of the process group `everyone`.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=device)
         for parameter in self._counted:
             if parameter.grad is not None:
                 squares += parameter.grad.double().square().sum()
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=everyone)
         _scale_down(self._own.values(), most, float(squares.sqrt()))
 
     def clip_own(self, most: float) -> None:
@@ -201,6 +206,7 @@ def make_gradient_reducers(
     pipeline_layout: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     parameters: Mapping[str, Parameter],
+    group_of: GroupOf,
     topology: TopologySpec | None = None,
     copy_gradients: bool = False,
 ) -> dict[int, GradientReducer]:
@@ -212,12 +218,12 @@ def make_gradient_reducers(
     holders = {name: pipeline_layout.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(pipeline_layout.stages))
     if pipeline_layout.schedule.synchronous:
-        whole = GradientReducer(rendezvous, parameters, holders, topology, copy_gradients)
+        whole = GradientReducer(rendezvous, parameters, holders, group_of, topology, copy_gradients)
         return dict.fromkeys(stages, whole)
     reducers = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
         part = {name: parameter for name, parameter in parameters.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        reducers[stage] = GradientReducer(rendezvous, part, by_name, topology, copy_gradients)
+        reducers[stage] = GradientReducer(rendezvous, part, by_name, group_of, topology, copy_gradients)
     return reducers

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class LossScaling(Protocol):
+    """The loss scales on one worker of a pipeline: one number, or one for each of fused trials."""
+
+    @property
+    def value(self) -> float | Tensor: ...
+
+    def unscale(
+        self, grads: Sequence[Tensor], device: torch.device, everyone: dist.ProcessGroup | None = None
+    ) -> bool:
+        """Divide gradients by the scale, then update it; returns whether the update is made.
+
+        All workers, those of the process group `everyone`, call it together, once per update.
+        """
 
 
 class LossScale:
@@ -21,16 +37,15 @@ class LossScale:
         self.value: float = scaler.get_scale()
         self._good_updates = int(scaler.state_dict().get("_growth_tracker", 0))
 
-    def unscale(self, grads: Sequence[Tensor], device: torch.device) -> bool:
-        """Divide gradients by the scale, then update it; returns whether they are finite in all stages.
-
-        All workers call it together, once per update.
-        """
+    def unscale(
+        self, grads: Sequence[Tensor], device: torch.device, everyone: dist.ProcessGroup | None = None
+    ) -> bool:
+        """See `LossScaling`; no stage is updated unless gradients are finite in all of them."""
         overflow = torch.zeros(1, device=device)
         if grads:
             inverse = torch.full((1,), 1.0 / self.value, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(list(grads), overflow, inverse)
-        dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=everyone)
         is_finite = not bool(overflow.item())
         self._change(is_finite)
         return is_finite

@@ -16,12 +16,16 @@ from plait.planner.schedules.operations import Update
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Its samples, its step (counted over the whole run) and its index within the step."""
+    """Its samples, its step (counted over the whole run) and its index within the step.
+
+    Of fused trials, `rows` is the number of samples of each.
+    """
 
     step: int
     index: int
     epoch: int
     samples: Sequence[int]
+    rows: tuple[int, ...] = ()
 
 
 class Work(Protocol):
@@ -33,8 +37,8 @@ class Work(Protocol):
     def weight(self, microbatch: int) -> float:
         """The loss's share in the batch."""
 
-    def samples(self, microbatch: int) -> int:
-        """How many samples it holds."""
+    def samples(self, microbatch: int) -> tuple[int, ...]:
+        """How many samples it holds, of each trial."""
 
     def seed(self, microbatch: int, stage: int) -> int:
         """Where random numbers start."""
@@ -153,8 +157,9 @@ class MicrobatchSource:
             return len(current.samples) / sum(len(m.samples) for m in members)
         return len(current.samples) / self._samples[current.step]
 
-    def samples(self, microbatch: int) -> int:
-        return len(self.microbatch(microbatch).samples)
+    def samples(self, microbatch: int) -> tuple[int, ...]:
+        current = self.microbatch(microbatch)
+        return current.rows or (len(current.samples),)
 
     def seed(self, microbatch: int, stage: int) -> int:
         current = self.microbatch(microbatch)

@@ -17,7 +17,7 @@ from plait.comm.links.packing import Message
 from plait.data.calling import explaining_type_errors
 from plait.data.loader import seed_all
 from plait.pipeline.cutting.cut import StageModule
-from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot
 from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.weight_stash import WeightVersions
@@ -42,6 +42,7 @@ class InFlight:
     versions: tuple[int, ...]
     target: Any = None
     weight: float = 1.0
+    microbatch: int = 0
     outputs: dict[str, Tensor] = field(default_factory=dict)
     edges: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -97,9 +98,11 @@ class StageRunner:
     autocast: Autocast
     recompute: bool = False
     split: bool = False
-    scale: LossScale | None = None
+    scale: LossScaling | None = None
     # Seeds the random number generators for a microbatch.
     seed: Callable[[int], None] = seed_all
+    # Called with the number of a microbatch before each forward of it.
+    begin: Callable[[int], None] = lambda microbatch: None
 
     def __post_init__(self) -> None:
         stage = self.stage
@@ -127,8 +130,9 @@ class StageRunner:
         if self.recompute:
             self._run_again(flight)
         if flight.loss is not None:
-            whole = None if self.scale is None else torch.full_like(flight.loss, self.scale.value)
-            flight.loss.backward(whole)
+            # The loss of fused trials is a vector, and so is their scale.
+            whole = torch.ones_like(flight.loss)
+            flight.loss.backward(whole if self.scale is None else whole * self.scale.value)
         else:
             pairs = [(flight.edges[name], grad) for name, grad in grads.items() if name in flight.edges]
             if pairs:
@@ -166,6 +170,7 @@ class StageRunner:
             weights.done(version)
 
     def _run(self, flight: InFlight) -> None:
+        self.begin(flight.microbatch)
         # Dropout of a microbatch is the same when it is recomputed, and on any worker.
         if flight.random_state is None:
             self.seed(flight.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
@@ -115,7 +116,13 @@ class StageOptimizer:
                 lost.peer,
             ) from failure
 
-    def clip(self, updates: Sequence[Update], most: float, device: torch.device) -> None:
+    def clip(
+        self,
+        updates: Sequence[Update],
+        most: float,
+        device: torch.device,
+        everyone: dist.ProcessGroup | None,
+    ) -> None:
         """Clip gradients to the norm `most`: of the whole model, or of each stage if they update separately.
 
         If pipelines drain at updates, all workers call it together. Otherwise the gradient of the whole model
@@ -125,7 +132,7 @@ class StageOptimizer:
         if updates[-1].stage in self._versions:
             agreement.clip_own(most)
         else:
-            agreement.clip(most, device)
+            agreement.clip(most, device, everyone)
 
     def write(self, updates: Sequence[Update]) -> None:
         """Step the optimizer to write the next version, and clear the gradients."""

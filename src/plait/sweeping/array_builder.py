@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.data.requirements import streams_of
-from plait.fusion.errors import FusionError
 from plait.fusion.verify import FusionReport, log_report
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
 from plait.sweeping.engines.audited_step import ADVICE
-from plait.sweeping.engines.stages import layout_from
+from plait.sweeping.engines.stages import is_replicated, layout_from
 from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.reasons import (
     NotFusedError,
@@ -90,7 +89,7 @@ class ArrayBuilder:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether arrays are cut into the stages of a pipeline, whose modules are always fused."""
+        """Whether arrays are cut into the stages of a pipeline."""
         return self._settings.train.pipeline is not None
 
     def width(self, group: str) -> int:
@@ -191,11 +190,16 @@ class ArrayBuilder:
         engine: ArrayTrainer
         if self.is_pipelined:
             # Imported here, since it is slow.
-            from plait.sweeping.engines.fused_stages import FusedStages
+            from plait.sweeping.engines.array_stages import ArrayStages, FusedStages
             from plait.training.engines.pipeline import PipelineEngine
 
+            check_replicated(entries[0], is_replicated(self._settings))
             verified, verdict = self._verify_in_stages(group, entries, numbers)
-            stages = FusedStages(worker, entries, feed, workers, verified, verdict)
+            stages: ArrayStages = (
+                ArrayStages(worker, entries, feed, workers, verified)
+                if self.width(group) == 1
+                else FusedStages(worker, entries, feed, workers, verified, verdict)
+            )
             engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
         else:
             components = self._make_components(group, entries, numbers)
@@ -207,7 +211,7 @@ class ArrayBuilder:
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> AnyComponents:
         workers = self.workers
-        check_replicated(entries[0], workers)
+        check_replicated(entries[0], not workers.is_alone)
         if self.width(group) == 1:
             return entries[0].components
         verdict = self._verify(group, entries, numbers)
@@ -247,13 +251,11 @@ class ArrayBuilder:
     ) -> tuple[StagesOfTrials, FusionReport]:
         """The stages of these trials, and the report of their verification; see `_verify`.
 
-        NotFusedError if several trials cannot be fused, FusionError if stages cannot train a single one.
+        NotFusedError if they cannot be fused, JobError if stages cannot train a single one.
         """
         from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 
-        pipeline, known = self._settings.train.pipeline, self._verdicts.get(group)
-        assert pipeline is not None
-        layout = layout_from(self.workers.first_rank, pipeline)
+        known, layout = self._verdicts.get(group), layout_from(self.workers.first_rank, self._settings)
         is_due = self._is_verification_due(known, numbers)
         planned = replace(layout, stages=self._stages.get(group, layout.stages))
         if self.workers.is_first:
@@ -264,14 +266,9 @@ class ArrayBuilder:
             stages = prepare_trials(entries, planned, verify=False)
         for warning in stages.checked.notes:
             log.warning("verify: %s", warning)
-        if not is_due:
+        if self.width(group) == 1 or not is_due:
             return stages, known or FusionReport()
         verdict = self._verify_on_first(lambda: verify_stages(entries, stages, known))
-        if verdict.refused is not None and len(entries) == 1:
-            raise FusionError(
-                f"parallel.plan: the stages do not compute what the model computes: {verdict.refused}; cut "
-                f"elsewhere (another number of stages), or sweep without a plan"
-            )
         self._stages[group] = stages.checked.fine
         timed = replace(verdict, seconds=verdict.seconds + stages.checked.seconds)
         self._keep(group, timed, known, numbers, len(entries))
@@ -369,12 +366,12 @@ class ArrayBuilder:
         self._verified.update(numbers)
 
 
-def check_replicated(entry: TrialInit, workers: WorkerGroup) -> None:
-    """Refuse data whose samples continue those of the previous batch: workers would see only shares of it."""
-    if not workers.is_alone and streams_of(entry.components.train_set.dataset) is not None:
+def check_replicated(entry: TrialInit, is_replicated: bool) -> None:
+    """Refuse data whose samples continue those of the batch before: replicas would see only shares of it."""
+    if is_replicated and streams_of(entry.components.train_set.dataset) is not None:
         raise JobError(
             f"--replicas: the samples of {entry.settings.data.kind} continue those of the batch before, "
-            f"whose state replicas of an array do not share; sweep without --replicas"
+            f"whose state replicas of an array do not share; sweep without --replicas and replicated stages"
         )
 
 

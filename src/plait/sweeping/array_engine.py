@@ -301,6 +301,9 @@ class ArrayEngine:
                 self._engine = self._builder.make(
                     self.group, entering, list(joining), self._feed, self._add_losses, self._audits
                 )
+            if self._builder.is_pipelined and self._builder.width(self.group) == 1:
+                # Its stages are those of this trial.
+                self.closed = self._builder.why_one_by_one(self.group)
         elif len(change.leaving) == len(self.trials) and not change.joining:
             self.close()
         elif change.leaving or change.joining:

@@ -13,8 +13,8 @@ from plait.sweeping.search.space import Dimension
 class SweepSettings:
     """One sweep: `train` with each trial's values over it; `width` trials an array, else as many as pay.
 
-    Each array is trained by `replicas` workers together, or, where `train` has a pipeline, by as many as that
-    has stages.
+    Each array is trained by `replicas` workers together or, if `train` has a pipeline, by `replicas` times
+    the workers of its plan.
     """
 
     train: TrainSettings
@@ -26,7 +26,7 @@ class SweepSettings:
     @property
     def workers_per_array(self) -> int:
         """How many workers train an array together."""
-        return len(self.train.stages.plan.stages) if self.train.in_stages else self.replicas
+        return self.replicas * (self.train.stages.plan.devices_used if self.train.in_stages else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     device = use_device(settings.train.device, worker)
     check_worker_groups(settings, worker.world_size)
     group = ALONE
-    if settings.workers_per_array > 1:
+    if settings.workers_per_array > 1 or settings.train.in_stages:
         join_workers(worker, device)
         group = make_worker_group(worker, settings, device)
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
@@ -58,8 +58,6 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     try:
         _take_part_while_needed(SweepLoop(worker, settings, folder, sets, device, group, fresh))
     except FusionError as failure:
-        if settings.train.in_stages:  # stages are fused, whatever the width
-            raise
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
     if not group.is_alone:
         group.close()

@@ -16,7 +16,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.stages import layout_from
 from plait.sweeping.settings import SweepSettings
-from plait.training.worker_group import WorkerGroup
+from plait.training.worker_group import StageLinks, WorkerGroup
 
 # The first member may wait for trials for any time; its loss is still detected at once.
 ANSWER_TIMEOUT = timedelta(days=365)
@@ -51,7 +51,11 @@ def check_worker_groups(settings: SweepSettings, workers: int) -> None:
         few = f"-np {size}" if workers < size else f"-np {workers - workers % size}"
         there = f"the {workers} worker{'s' if workers > 1 else ''}; use {few}"
         if settings.train.in_stages:
-            raise InputError(f"--plan: found {size} stages, which do not divide {there}, or another plan")
+            times = f"{settings.replicas} times " if settings.replicas > 1 else ""
+            raise InputError(
+                f"--plan: found a plan for {times}{size // settings.replicas} workers, which do not divide "
+                f"{there}, or another plan"
+            )
         raise InputError(
             f"--replicas: found {size}, which does not divide {there}, or another number of replicas"
         )
@@ -61,14 +65,29 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
     """This worker's group; all workers call it together, in the process group of all."""
     group = None
     for first in range(0, worker.world_size, settings.workers_per_array):
-        ranks = list(range(first, first + settings.workers_per_array))
+        ranks = range(first, first + settings.workers_per_array)
         sums = new_group(worker.rendezvous, ranks)
         answers = new_group(worker.rendezvous, ranks, ANSWER_TIMEOUT, backend="gloo")
         if worker.rank in ranks:
             group = WorkerGroup(ranks, worker.rank, sums, answers)
     assert group is not None
-    if settings.train.pipeline is not None:
-        from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
-
-        group.channels = link(worker, layout_from(group.first_rank, settings.train.pipeline), device)
+    if settings.train.in_stages:
+        group.links = _link_stages(worker, settings, device)
     return group
+
+
+def _link_stages(worker: Worker, settings: SweepSettings, device: torch.device) -> StageLinks:
+    """What connects the workers of this worker's group; all workers of the sweep call it together.
+
+    It serves all arrays of the group, since groups make their arrays at different times.
+    """
+    from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
+
+    size, replicas = settings.workers_per_array, {}
+    for first in range(0, worker.world_size, size):
+        layout = layout_from(first, settings)
+        for holders in sorted({layout.holders(stage) for stage in range(len(layout.stages))}):
+            if len(holders) > 1:
+                replicas[holders] = new_group(worker.rendezvous, holders)
+    layout = layout_from(worker.rank - worker.rank % size, settings)
+    return StageLinks(link(worker, layout, device), replicas, worker.rank in layout.holders(0))

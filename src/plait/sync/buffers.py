@@ -11,10 +11,13 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def average(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, samples: int = 1) -> None:
+def average(
+    buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, samples: int | Tensor = 1
+) -> None:
     """Make buffers that differ between the workers of the group equal; all workers call it together.
 
-    Floating-point buffers become the mean, weighted by the `samples` of each worker since the last call.
+    Floating-point buffers become the mean, weighted by the `samples` of each worker since the last call; if
+    these are several numbers, they are those of trials, which are the first axis of the buffers.
     Integers become the maximum: BatchNorm's `num_batches_tracked` counts the forwards of one worker. Masks
     and tables, which may contain infinities, are equal on all workers and are not changed.
     """
@@ -29,22 +32,24 @@ def average(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, s
             _take_maximum(list(same), group)
 
 
-def _share(samples: int, buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> float:
+def _share(samples: int | Tensor, buffers: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     """This worker's share of the samples of the group; equal shares if there were no samples."""
+    seen = torch.as_tensor(samples, dtype=torch.float64).view(-1, 1)
     if not buffers:
-        return 1.0
-    total = torch.tensor([float(samples)], dtype=torch.float64, device=buffers[0].device)
+        return seen
+    seen = seen.to(buffers[0].device)
+    total = seen.clone()
     dist.all_reduce(total, group=group)
-    seen = float(total)
-    return samples / seen if seen else 1.0 / dist.get_world_size(group)
+    return torch.where(total > 0, seen / total, 1.0 / dist.get_world_size(group))
 
 
-def _average_differing(buffers: Sequence[Tensor], group: dist.ProcessGroup | None, share: float) -> None:
+def _average_differing(buffers: Sequence[Tensor], group: dist.ProcessGroup | None, share: Tensor) -> None:
     """The mean of buffers of one type, reduced together."""
+    shares = torch.cat([share.expand(-1, b.numel() // len(share)).flatten() for b in buffers])
 
     def mean(flat: Tensor) -> None:
         # Not a product with zero, which is NaN for an infinity.
-        flat.mul_(share) if share else flat.zero_()
+        flat.copy_(torch.where(shares > 0, flat * shares.to(flat.dtype), 0.0))
         dist.all_reduce(flat, group=group)
 
     _replace_differing(buffers, group, mean)

@@ -19,6 +19,7 @@ from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream
 from plait.training.checkpoint import EngineState
+from plait.training.checks.pipeline import check_pipeline
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, MakeMember, WholeModel
@@ -147,7 +148,6 @@ def make_sources(run: Run) -> list[ChangeSource]:
 def _with_stages(run: Run) -> RunLoop:
     """The loop of a worker that holds stages of the model."""
     # Slow to import, with all that tracing needs.
-    from plait.training.engines.pipeline import check_pipeline
     from plait.training.engines.pipeline_replicas import PipelineMember
     from plait.training.stages.run_stages import pipeline_engine
 

@@ -155,6 +155,10 @@ class Components:
         inputs, target = to_device(microbatches[0][0], self.device, self.dtype)
         return inputs, target
 
+    def stacked(self, contents: Sequence[Any], length: int) -> Any:
+        """The inputs and targets of the one trial, on the device."""
+        return to_device(contents[0], self.device, self.dtype)
+
     def losses(self, content: Any, counts: Sequence[int] = (), weights: Sequence[float] = ()) -> Tensor:
         inputs, target = content
         with self.autocast():

@@ -14,6 +14,7 @@ from plait.launch.worker_process import Worker
 from plait.training import checkpoint as checkpoints
 from plait.training.change.members import join_members
 from plait.training.checks.data_reads import look_at_data
+from plait.training.checks.pipeline import check_pipeline
 from plait.training.checks.sanity import try_evaluation
 from plait.training.choose_engine import make_job_loop
 from plait.training.components import build as build_components
@@ -28,8 +29,6 @@ def check_request(order: Mapping[str, Any]) -> None:
     settings = request.settings.as_run()
     check_settings(settings)
     if settings.in_stages:
-        from plait.training.engines.pipeline import check_pipeline  # imports all that tracing needs
-
         check_pipeline(settings, request.workers)
 
 

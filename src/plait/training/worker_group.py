@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,27 @@ from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint
 
 
+@dataclass(frozen=True)
+class StageLinks:
+    """What connects workers that hold stages: channels, and a process group for each set of replicas.
+
+    `loads` says whether this worker holds the first stage, which reads the data.
+    """
+
+    channels: Channels
+    replicas: Mapping[tuple[int, ...], dist.ProcessGroup]
+    loads: bool
+
+    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The process group of the replicas with these ranks."""
+        return self.replicas[tuple(ranks)]
+
+
 class WorkerGroup:
     """This worker's group, of which it is number `place` of `size`; a worker by itself is a group of one.
 
     `sums` carries gradients, `answers` what the first member finds out. All members make the same calls in
-    one order. With `channels` between them they hold the stages of an array, one each and in order; else each
-    holds all of it.
+    one order. With `links` between them they hold stages of an array, else each holds all of it.
     """
 
     def __init__(
@@ -33,9 +49,10 @@ class WorkerGroup:
         answers: dist.ProcessGroup | None = None,
         members: Members | None = None,
     ) -> None:
-        self.channels: Channels | None = None
+        self.links: StageLinks | None = None
         # The workers of a run, which may sum over a topology.
         self.members = members
+        self.rank = rank
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.sums = sums
@@ -53,12 +70,12 @@ class WorkerGroup:
     @property
     def share(self) -> tuple[int, int]:
         """The index of this worker's share of a batch, and the number of shares."""
-        return (self.place, self.size) if self.channels is None else (0, 1)
+        return (self.place, self.size) if self.links is None else (0, 1)
 
     @property
     def loads(self) -> bool:
         """Whether this worker reads data."""
-        return self.channels is None or self.is_first
+        return self.links is None or self.links.loads
 
     def from_first(self, find: Callable[[], Any]) -> Any:
         """Call `find` on the first member and broadcast its result, which consists of plain values."""
@@ -93,8 +110,8 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Close the channels between its stages; all members call it at the end."""
-        if self.channels is not None:
-            self.channels.close()
+        if self.links is not None:
+            self.links.channels.close()
 
 
 ALONE = WorkerGroup()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,12 +42,21 @@ class LossScales:
         Returns which trials were skipped.
         """
         gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
-        overflowed = unscale_gradients(gradients, 1.0 / self.scales, len(self.scales))
+        overflowed = self.unscale(gradients)
         optimizer.step(skip=overflowed)
+        self.update(overflowed)
+        return overflowed
+
+    @torch.no_grad()
+    def unscale(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Divide the gradients by the scales; returns which trials have an overflow."""
+        return unscale_gradients(gradients, 1.0 / self.scales, len(self.scales))
+
+    def update(self, overflowed: Tensor) -> None:
+        """Update the scales after a step that these trials skipped."""
         # In place, as a captured step would otherwise keep using the old tensors.
         self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
         grown = self.good_steps >= self.growth_interval
         factor = torch.where(overflowed, _BACKOFF, torch.where(grown, _GROWTH, 1.0))
         self.scales.mul_(factor)
         self.good_steps.masked_fill_(grown, 0)
-        return overflowed

@@ -75,6 +75,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.active: Tensor | None = None
         # Sums squared norms, for clipping, over the workers that hold other stages of the same trials.
         self.sum_squares: Callable[[Tensor], Tensor] | None = None
+        # Which trials skip steps that are not told: those whose gradients overflowed on such workers.
+        self.skip: Tensor | None = None
         self._finished: list[int] = []
         self.notice_finished()
 
@@ -207,7 +209,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 outcome = closure()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
-        skip = _either(skip, self._overflowed(gradients))
+        skip = _either(self.skip if skip is None else skip, self._overflowed(gradients))
         moving = self.active if skip is None else ~skip if self.active is None else self.active & ~skip
         if self.clip_norm is not None:
             clip_gradients(gradients, self.clip_norm, self.sum_squares)

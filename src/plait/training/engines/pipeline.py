@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
-from plait.core.errors import JobError, PeerError, PlanError
+from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
 from plait.data.batches import seed_all
 from plait.data.sampler import Position, mix
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.layout import PipelineLayout, arrange, one_batch, stream, with_choices
+from plait.pipeline.layout import one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
-from plait.planner.schedules.kinds import Schedule
-from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training.audit.stages import AuditedStages
@@ -35,149 +33,13 @@ from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.engines.replica_layout import check_replicas
-from plait.training.engines.train_step import AnyComponents, requests_of
+from plait.training.engines.train_step import requests_of
 from plait.training.evaluate import evaluated_weights, in_order, means
 from plait.training.monitoring.stages import StageMonitor
 from plait.training.stages.step_reduce import DeferredStepReduce
+from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
-
-
-def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayout:
-    """The layout of a job's plan on `workers` workers (None: the number in the plan).
-
-    JobError for settings that a pipeline does not support.
-    """
-    assert settings.pipeline is not None
-    plan = settings.pipeline.plan
-    workers = plan.devices_used if workers is None else workers
-    if plan.devices_used != workers:
-        raise JobError(
-            f"parallel.plan: the plan is for {plan.devices_used} devices, but the job has {workers} "
-            f"worker{'s' if workers > 1 else ''}; "
-            f"use -np {plan.devices_used}, or plan for {workers}"
-        )
-    if settings.precision == "fp16" and not (
-        plan.schedule.synchronous and settings.sync.kind == "all-reduce"
-    ):
-        what = (
-            f"sync {settings.sync.kind}" if plan.schedule.synchronous else f"schedule {plan.schedule.value}"
-        )
-        raise JobError(
-            f"precision: found 'fp16', whose loss scale all stages must agree on, with {what}, under which "
-            f"each updates separately; use bf16 or float32, or sync all-reduce and schedule flush, gpipe or "
-            f"zero-bubble"
-        )
-    if settings.accumulate > 1:
-        raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
-    wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]
-    if wrong:
-        raise JobError(
-            f"parallel.recompute: found stage {wrong[0]}, expected stages 0 to {len(plan.stages) - 1} of the "
-            f"plan"
-        )
-    if settings.pipeline.vertical_sync and plan.schedule is not Schedule.STASH:
-        raise JobError(
-            f"parallel.vertical_sync: found schedule {plan.schedule.value}, which has one version by itself; "
-            f"expected stash"
-        )
-    pipeline_layout = with_choices(arrange(plan), settings.pipeline)
-    if settings.sync.kind != "all-reduce":
-        check_replicas(settings, pipeline_layout)
-    _check_depths(pipeline_layout)
-    return pipeline_layout
-
-
-def _check_depths(pipeline_layout: PipelineLayout) -> None:
-    """Refuse depths that deadlock.
-
-    It is enough to check the largest number of microbatches between two drains: with fewer, the order is the
-    same with some left out. For asynchronous schedules, which may never drain, a few rounds of the
-    microbatches in flight are checked.
-    """
-    layout, schedule = pipeline_layout.layout, pipeline_layout.schedule
-    many, batch = max(1, pipeline_layout.local(pipeline_layout.microbatches, 0)), 1
-    if not schedule.synchronous:
-        many = 4 * len(layout.workers) + 3 * pipeline_layout.most_in_flight()
-    if schedule is Schedule.TWO_BUFFERED:
-        batch = pipeline_layout.batch_of_two_buffers
-        many += 3 * batch
-    try:
-        operations(schedule, layout, many, pipeline_layout.depths, batch)
-    except PlanError as failure:
-        raise JobError(f"parallel.depths: {failure}") from None
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The microbatches of a step, and the positions of its trials after it."""
-
-    microbatches: list[Microbatch]
-    after: tuple[Position, ...]
-    epoch: int
-    samples: int
-
-
-class TrialStages(Protocol):
-    """The stages of one trial, or of fused trials, on this worker.
-
-    `components` are those of the trials; once the stages are open, with the optimizer of this worker's
-    stages. All workers of the group call each method together, except `load`.
-    """
-
-    layout: PipelineLayout
-
-    @property
-    def components(self) -> AnyComponents: ...
-
-    def open(self) -> Pipeline:
-        """Build the stages with the present state of the components."""
-
-    def close(self, pipeline: Pipeline) -> None:
-        """Close the pipeline; the state of its stages is kept."""
-
-    def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
-        """The next `count` steps, read lazily; fewer if the data end."""
-
-    def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
-        """Inputs and targets of microbatches of `steps` that enter through this worker, on its device."""
-
-    def test_contents(self, settings: TrainSettings, microbatches: list[Microbatch]) -> Iterator[Any]:
-        """Inputs and targets of microbatches of the test split that enter through this worker."""
-
-    def take_losses(self, pipeline: Pipeline) -> Tensor:
-        """This worker's part of the trials' losses in the last step, in float64; called once per step."""
-
-    def run_interval(
-        self, train: Callable[[], IntervalResult], positions: Callable[[int], tuple[Position, ...]]
-    ) -> IntervalResult:
-        """The result of `train` or, if a worker is lost in it, of the steps that all others have completed.
-
-        `positions` gives the data positions of the trials after a number of steps.
-        """
-
-    def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
-        """The state of the trial in `slot`, on the first worker."""
-
-    def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """Refuse trials that cannot join the present ones, before anything changes."""
-
-    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
-        """Remove the trials in the slots `leaving` and add those of `entering`."""
-
-    def load(self, state: Checkpoint) -> None:
-        """Load the tensors of a checkpoint."""
-
-    def with_plan(self, change: PlanChange) -> TrainSettings:
-        """The settings with another plan; JobError if the stages cannot be cut that way."""
-
-    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
-        """See `Engine.find_source`."""
-
-    def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
-        """Send the ranks in `staying` the layers that only leaving ranks hold."""
-
 
 # Called for each step once its losses are known: its number in the interval, the trials' losses, its batch,
 # and when this worker finished it.
@@ -318,8 +180,16 @@ class PipelineEngine:
             if self._monitor is not None:
                 self._monitor.begin_batch(ops, work)
             self._pipe.run(ops, work)
-            sums.give(first + self.done, self.stages.take_losses(self._pipe))
+            sums.give(first + self.done, self._take_losses())
             self.done += 1
+
+    def _take_losses(self) -> Tensor:
+        """This worker's part of the trials' losses in the last step, in float64."""
+        losses = [loss.double() for loss in self._pipe.losses.values()]
+        self._pipe.losses.clear()
+        if not losses:
+            return torch.zeros(len(self.trials), dtype=torch.float64)
+        return torch.stack(losses).sum(0).view(-1)
 
     def _take_stream(self, batches: Iterator[StepBatch], sums: DeferredStepReduce) -> None:
         """Run all steps without draining in between."""
@@ -381,7 +251,7 @@ class PipelineEngine:
             Microbatch(0, i, 0, batch.samples)
             for i, batch in enumerate(in_order(tests.count(settings.seed), each))
         ]
-        work = self._work(microbatches, lambda local: self.stages.test_contents(settings, local))
+        work = self._work(microbatches, lambda local: load_microbatches(tests, settings, components, local))
         sums = torch.zeros(len(slots), 4, dtype=torch.float64)
 
         def measure(output: Any, target: Any, microbatch: int) -> None:
@@ -407,8 +277,12 @@ class PipelineEngine:
         self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
     ) -> None:
         """Remove and add trials; `trials` are the trials after the change."""
+        self._pipe.average_buffers()
+        # Gradients are summed in buffers of the present shapes.
+        self.close()
         self.stages.change(leaving, entering)
         self.trials = trials
+        self.open()
 
     def apply(self, change: Change) -> None:
         if isinstance(change, PlanChange):

@@ -50,8 +50,8 @@ class ReplicaWork:
     def weight(self, microbatch: int) -> float:
         return self.sizes[microbatch] / sum(self.sizes)
 
-    def samples(self, microbatch: int) -> int:
-        return self.sizes[microbatch]
+    def samples(self, microbatch: int) -> tuple[int, ...]:
+        return (self.sizes[microbatch],)
 
     def seed(self, microbatch: int, stage: int) -> int:
         return mix(*self.seeds, microbatch, stage)

@@ -26,6 +26,7 @@ from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.gradient_sync import find_holders, find_stages
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.named_state import model_state, unsaved_state
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
 from plait.planner.schedules.kinds import Schedule
@@ -39,6 +40,7 @@ from plait.training.engines.stragglers import StragglerInjector
 from plait.training.metrics import MetricsLogger
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import check_gradients_left, find_traits
+from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification import same_random_numbers
 
 # How many batches are checked for values that change.
@@ -281,13 +283,16 @@ def open_pipeline(
     traced: TracedModel,
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
+    group: WorkerGroup = ALONE,
 ) -> tuple[Channels, pipelines.Pipeline]:
     """This worker's part of a pipeline, with the state of `components`; all workers call it together.
 
-    The workers may be in several pipelines. Tensors that this worker does not need are freed in `components`.
+    The workers may be in several pipelines. They are those of `group` if it has links, else the world.
+    Tensors that this worker does not need are freed in `components`.
     """
     check_optimizer(settings, components, traced, pipeline_layout)
-    channels = link(worker, pipeline_layout, components.device)
+    links = group.links
+    channels = link(worker, pipeline_layout, components.device) if links is None else links.channels
     pipeline = pipelines.Pipeline(
         worker.rank,
         pipeline_layout,
@@ -303,9 +308,12 @@ def open_pipeline(
             settings.topology,
             StragglerInjector(settings.slow, worker.rank, settings.seed).slowed,
             loss_scale=LossScale(components.scaler) if components.scaler.is_enabled() else None,
+            everyone=group.sums,
+            group_of=None if links is None else links.group_of,
         ),
     )
-    pipeline.clock_offset_s = clock_offset(worker.rank, hosts)
+    if links is None:
+        pipeline.clock_offset_s = clock_offset(worker.rank, hosts)
     pipeline.take_optimizer_state(components.optimizer)
     held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
     _free_other_stages(components, pipeline, held)
@@ -320,6 +328,22 @@ def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, eve
         if id(tensor) not in kept and name in everywhere:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     components.optimizer.state.clear()
+
+
+def gathered_state(
+    components: Components, pipeline: pipelines.Pipeline, group: WorkerGroup, tied: Mapping[str, str]
+) -> EngineState | None:
+    """The state of the whole model on the first worker of the group; all its workers call it together."""
+    model, optimizer = map(group.gather, pipeline.state())
+    if not group.is_first:
+        return None
+    known = EngineState(
+        model_state(components.model),
+        {},
+        unsaved=tuple(unsaved_state(pipeline.optimizer)),
+        loss_scale=components.scaler.state_dict(),
+    )
+    return with_gathered(known, (model, optimizer), tied)
 
 
 def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) -> EngineState:

@@ -78,8 +78,8 @@ class FusedComponents:
         # Always a vector, since trials that join later may clip; without clipping it costs one pass.
         self.optimizer: FusedOptimizer = fuse_optimizers(self.fused, optimizers, models, clip_norm=clips)
         self._drop_unused_clips()
-        self._is_scaled = first.settings.precision == "fp16"
-        self._scales = LossScales(len(entries), self.device)
+        self.is_scaled = first.settings.precision == "fp16"
+        self.scales = LossScales(len(entries), self.device)
         for slot, entry in enumerate(entries):
             self._load_scale(slot, entry)
         self._loss = self._build_loss()
@@ -155,8 +155,8 @@ class FusedComponents:
     def _reorder(self, slots: Sequence[int]) -> None:
         self._entries = [self._entries[slot] for slot in slots]
         index = torch.tensor(list(slots), device=self.device)
-        self._scales.scales = self._scales.scales[index]
-        self._scales.good_steps = self._scales.good_steps[index]
+        self.scales.scales = self.scales.scales[index]
+        self.scales.good_steps = self.scales.good_steps[index]
         if self.norms is not None:
             self.norms.reorder(slots)
 
@@ -176,8 +176,8 @@ class FusedComponents:
 
     def _load_scale(self, slot: int, entry: TrialInit) -> None:
         if state := entry.components.scaler.state_dict():
-            self._scales.scales[slot] = state["scale"]
-            self._scales.good_steps[slot] = state["_growth_tracker"]
+            self.scales.scales[slot] = state["scale"]
+            self.scales.good_steps[slot] = state["_growth_tracker"]
 
     def _clip_vector(self) -> Tensor:
         clips = [_clip(entry) for entry in self._entries]
@@ -247,12 +247,12 @@ class FusedComponents:
 
     def backward(self, losses: Tensor) -> None:
         """Add the gradients of the sum of the trials' losses, each times its loss scale."""
-        (self._scales.scale(losses) if self._is_scaled else losses).sum().backward()
+        (self.scales.scale(losses) if self.is_scaled else losses).sum().backward()
 
     def update(self, clip_norm: float | None = None, seed: int | None = None) -> None:
         """Update all trials, each with its `clip_norm`; the optimizers draw no random numbers."""
-        if self._is_scaled:
-            self._scales.step(self.optimizer)
+        if self.is_scaled:
+            self.scales.step(self.optimizer)
         else:
             self.optimizer.step()
 
@@ -275,7 +275,7 @@ class FusedComponents:
     def measure_whole(self, batches: Sequence[Batch]) -> None:
         """Measure gradient norms of whole batches, if the job needs them."""
         if self.norms is not None:
-            scales = self._scales.scales if self._is_scaled else torch.ones(self.trials)
+            scales = self.scales.scales if self.is_scaled else torch.ones(self.trials)
             self.norms.before_update(self.parameters, [batch.total for batch in batches], scales)
 
     def noise(self, slot: int) -> GradientAverages | None:
@@ -339,8 +339,8 @@ class FusedComponents:
         """The state of the trial's loss scaler as in a single run; empty if none is in use."""
         state: dict[str, Any] = self._entries[slot].components.scaler.state_dict()
         if state:
-            state["scale"] = self._scales.scales[slot].item()
-            state["_growth_tracker"] = int(self._scales.good_steps[slot])
+            state["scale"] = self.scales.scales[slot].item()
+            state["_growth_tracker"] = int(self.scales.good_steps[slot])
         return state
 
 

@@ -9,19 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait.adapt.changes import PlanChange
 from plait.comm.collectives import all_gather_values, gather_in_turn
 from plait.core.errors import JobError
 from plait.core.run_events import LayersMoved
-from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by
-from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases, unsaved_state
+from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.change.layers import (
@@ -36,14 +34,14 @@ from plait.training.change.members import NO_STATE, ProgressMark, loss_of
 from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.components import Components, TrialInit, with_fresh_model
+from plait.training.checks.pipeline import check_pipeline
+from plait.training.components import Components, with_fresh_model
 from plait.training.engine import IntervalResult
-from plait.training.engines.pipeline import StepBatch, check_pipeline
 from plait.training.engines.pipeline_setup import (
+    gathered_state,
     open_pipeline,
     prepare_together,
     report_verification,
-    with_gathered,
 )
 from plait.training.metrics import MetricsLogger
 from plait.training.stages.local_tensors import (
@@ -52,18 +50,20 @@ from plait.training.stages.local_tensors import (
     stages_by_name,
     unused_names,
 )
+from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 
 
-class ModelStages:
+class ModelStages(TrialStages):
     """The stages of one trial that this worker holds.
 
-    `trials` contains only that trial. `order` yields the sample numbers of its next batches, `load` the
-    contents of batches. When layers move, the model is built again and `on_components` is called with the new
-    components. `on_late_step` is called when this worker completes a step after the interval in which another
-    was lost.
+    `trials` contains only that trial. `order` yields the sample numbers of its next batches. When layers
+    move, the model is built again and `on_components` is called with the new components. `on_late_step` is
+    called when this worker completes a step after the interval in which another was lost.
     """
+
+    components: Components
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class ModelStages:
         folder: RunDir,
         recorder: MetricsLogger,
         order: Callable[[], Iterator[GlobalBatch]],
-        load: Callable[[loader.DataSource, Iterator[GlobalBatch]], Iterator[loader.Batch]],
         on_components: Callable[[Components], None],
         on_late_step: Callable[[Position], None],
     ) -> None:
@@ -84,7 +83,6 @@ class ModelStages:
         self._folder = folder
         self._recorder = recorder
         self._order = order
-        self._load_batches = load
         self._on_components = on_components
         self._on_late_step = on_late_step
         elastic = worker.memberships.can_change
@@ -206,7 +204,7 @@ class ModelStages:
         if layout.schedule.synchronous:
             # Loader processes prefetch, also the microbatches of later steps.
             local = [microbatch for each in cut for microbatch in loaded_by(layout, rank, each)]
-            self._contents = self._load(self.components.train_set, local)
+            self._contents = self._load(local)
         return iter(
             StepBatch(each, (batch.after,), batch.epoch, len(batch.samples))
             for each, batch in zip(cut, batches)
@@ -215,23 +213,11 @@ class ModelStages:
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
         if self.layout.schedule.synchronous:
             return self._contents
-        return self._load(self.components.train_set, microbatches)
+        return self._load(microbatches)
 
-    def test_contents(self, settings: TrainSettings, microbatches: list[Microbatch]) -> Iterator[Any]:
-        assert self.components.test_set is not None
-        return self._load(self.components.test_set, microbatches)
-
-    def _load(self, source: loader.DataSource, microbatches: list[Microbatch]) -> Iterator[Any]:
-        if not microbatches:
-            return iter(())
-        order = (GlobalBatch(m.epoch, tuple(m.samples), Position()) for m in microbatches)
-        device, dtype = self.components.device, self.components.dtype
-        return (loader.to_device(b.content, device, dtype) for b in self._load_batches(source, order))
-
-    def take_losses(self, pipeline: Pipeline) -> Tensor:
-        loss = sum(float(loss) for loss in pipeline.losses.values())
-        pipeline.losses.clear()
-        return torch.tensor([loss], dtype=torch.float64)
+    def _load(self, microbatches: list[Microbatch]) -> Iterator[Any]:
+        components = self.components
+        return load_microbatches(components.train_set, self._settings, components, microbatches)
 
     def run_interval(
         self, train: Callable[[], IntervalResult], positions: Callable[[int], tuple[Position, ...]]
@@ -257,16 +243,7 @@ class ModelStages:
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
         if self.components.local_tensors is not None:
             return self._write_in_turn(*pipeline.state())
-        model, optimizer = map(group.gather, pipeline.state())
-        if not group.is_first:
-            return None
-        known = EngineState(
-            model_state(self.components.model),
-            {},
-            unsaved=tuple(unsaved_state(pipeline.optimizer)),
-            loss_scale=self.components.scaler.state_dict(),
-        )
-        return with_gathered(known, (model, optimizer), self._tied)
+        return gathered_state(self.components, pipeline, group, self._tied)
 
     def _write_in_turn(self, model: Tensors, optimizer: Tensors) -> EngineState | None:
         """Rank 0 writes tensors as they arrive, so that no worker holds the whole model."""
@@ -283,14 +260,6 @@ class ModelStages:
                 broken = checkpoints.write_in_turn(path, specs, gathered, weights) or broken
         written = checkpoints.Written(*paths, self._tied, broken)
         return EngineState({}, {}, written=written) if is_writer else None
-
-    def check_entering(self, entering: Sequence[TrialInit]) -> None:
-        """The trial of a run never changes."""
-        assert not entering
-
-    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
-        assert not leaving
-        assert not entering
 
     def with_plan(self, change: PlanChange) -> TrainSettings:
         settings = self._settings

@@ -10,11 +10,12 @@ from plait.pipeline.executor import Pipeline
 from plait.training.audit.schedule import USUAL_COST, next_audited
 from plait.training.audit.stages import AuditedStages
 from plait.training.components import Components
-from plait.training.engines.pipeline import PipelineEngine, StepBatch
+from plait.training.engines.pipeline import PipelineEngine
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stages import StageMonitor
 from plait.training.run import Run
 from plait.training.stages.model_stages import ModelStages
+from plait.training.stages.trial_stages import StepBatch
 from plait.training.trial import UNKNOWN_STEPS
 
 
@@ -59,7 +60,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
         return StageMonitor(worker, trials, pipeline, run.noise, run.signals.add, metrics.warn)
 
     stages = ModelStages(
-        worker, trials, run.components, run.folder, metrics, run.order, run.load, on_components, on_late_step
+        worker, trials, run.components, run.folder, metrics, run.order, on_components, on_late_step
     )
     return PipelineEngine(
         worker, trials, stages, on_step, on_operations, on_opened, begin_audit, make_monitor
