@@ -1,6 +1,6 @@
 """A plugin of pytest that records the CPU time of each test, with all processes that it starts.
 
-    pytest -p support.cpu_time --cpu-times=times.tsv tests/launch
+    PYTHONPATH=tests pytest -p support.cpu_time --cpu-times=times.tsv tests/launch
 
 Workers, agents and forked commands are not children of the test process, so `getrusage` does not count them.
 A cgroup does: the plugin moves the test run into a new one (root and cgroup v1 or v2) and reads its counter
