@@ -52,7 +52,7 @@ test-container: .venv/compiled
 	$(CONFINED) container $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
 	  tests/comm/test_channels.py tests/data/test_loaders.py tests/launch/test_control.py
 
-# Further workloads, beside those of every kind that `make test` trains.
+# Further workloads, models, faults and settings of what `make test` shows once.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m extended
 

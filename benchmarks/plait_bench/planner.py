@@ -48,12 +48,19 @@ def run(repeats: int = 3, command: str = "plait bench planner") -> Bench:
     rows: list[Row] = []
     # The first plan of a process pays for loading numerical code; that is import time.
     make_plan(_long_chain(8), machines(2, 1e9))
-    for name, published in PUBLISHED.items():
-        graph = pipedream.read(PROFILES / f"{name}.txt").graph()
-        for (cluster, machine), theirs in zip(CLUSTERS.items(), published):
-            rows.append(_measure(name, graph, cluster, machine, theirs, repeats))
+    for name in PUBLISHED:
+        rows += plan_profile(name, repeats)
     rows.append(_measure("chain of 1,000", _long_chain(1000), "64", machines(64, 1e9), None, 1))
     return Bench("planner", command, rows, _claims(rows))
+
+
+def plan_profile(name: str, repeats: int = 1) -> list[Row]:
+    """A row for the plan of one profile on each cluster."""
+    graph = pipedream.read(PROFILES / f"{name}.txt").graph()
+    return [
+        _measure(name, graph, cluster, machine, theirs, repeats)
+        for (cluster, machine), theirs in zip(CLUSTERS.items(), PUBLISHED[name])
+    ]
 
 
 def _measure(
@@ -86,7 +93,7 @@ def _claims(rows: list[Row]) -> list[BenchClaim]:
     seconds = {(row["profile"], row["devices"]): number(row, "cpu_s") for row in rows}
     named = {key: value for key, value in seconds.items() if key[0] in PUBLISHED}
     others = [v for (profile, n), v in named.items() if profile != "nasnetamobile" and (profile, n) != _FIRST]
-    worst = max(_ratio(row) for row in rows)
+    worst = max(ratio(row) for row in rows)
     gap = max(number(row, "gap") for row in rows if row["profile"] in PUBLISHED)
     return [
         # The published bottlenecks have six decimals.
@@ -103,7 +110,7 @@ def _claims(rows: list[Row]) -> list[BenchClaim]:
 _FIRST = ("resnet50", "4x4")
 
 
-def _ratio(row: Row) -> float:
+def ratio(row: Row) -> float:
     """Our bottleneck, rounded as PipeDream's was published, over theirs."""
     theirs = row["pipedream_bottleneck_s"]
     return round(number(row, "bottleneck_s"), 6) / float(theirs) if theirs else 0.0

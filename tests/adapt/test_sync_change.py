@@ -14,7 +14,7 @@ from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSetting
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.averaging import job_store
-from support.training import PlainWorker, digits_job, largest_difference, train_here
+from support.training import PlainWorker, largest_difference, train_here, unverified_job
 from support.world import run_ranks
 
 
@@ -36,11 +36,11 @@ def test_workers_change_their_sync_and_back_and_take_the_steps_of_one_process(tm
     together = {"sync": "local-sgd", "options": {"every": 1}}
     changes = {4: together, 8: {"sync": "all-reduce"}, 12: together, 16: {"sync": "all-reduce"}}
     plain = OptimizerSettings("sgd", {"lr": 0.05})
-    settings = digits_job(steps=20, optimizer=plain, adapt=table(changes))
+    settings = unverified_job(steps=20, optimizer=plain, adapt=table(changes))
     with job_store() as address:
         found = run_ranks(2, train, address, settings, tmp_path / "two")
     assert largest_difference(found[0][1], found[1][1]) == 0.0
-    _, alone = train_here(digits_job(steps=20, optimizer=plain), tmp_path / "one")
+    _, alone = train_here(unverified_job(steps=20, optimizer=plain), tmp_path / "one")
     assert largest_difference(found[0][1], alone) < 1e-9
     log = [r.event for r in events.read(RunDir(tmp_path / "two").events())]
     kinds = [(e.step, e.change["sync"]) for e in log if isinstance(e, Changed)]
@@ -50,7 +50,7 @@ def test_workers_change_their_sync_and_back_and_take_the_steps_of_one_process(tm
 
 def test_a_straggler_leads_to_partial_reduce(tmp_path: Path):
     policy = PolicySettings("sync", {"slow": 3.0, "calm": 2.0, "confirm": 3})
-    settings = digits_job(steps=40, slow=SlowSettings({1: 40.0}), adapt=(policy,))
+    settings = unverified_job(steps=40, slow=SlowSettings({1: 40.0}), adapt=(policy,))
     with job_store() as address:
         result, _ = run_ranks(3, train, address, settings, tmp_path)[0]
     assert result.step == 40

@@ -15,21 +15,21 @@ from plait.schema.settings import OptimizerSettings, PolicySettings
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.sweeping import sweep_here, sweep_of
-from support.training import PlainWorker, digits_job
+from support.training import PlainWorker, unverified_job
 
 RATES = (0.01, 0.1, 0.001)
 
 
 def test_each_fused_trial_has_the_signals_that_it_has_alone(tmp_path: Path):
     """Three trials in an array of two, so that the third takes the place of one that has ended."""
-    job = digits_job(steps=8, accumulate=4, monitor=("noise-scale",), clip_norm=0.5, log_every_steps=4)
+    job = unverified_job(steps=8, accumulate=4, monitor=("noise-scale",), clip_norm=0.5, log_every_steps=4)
     sweep_here(sweep_of(f"optimizer.lr={','.join(map(str, RATES))}", width=2, job=job), tmp_path / "sweep")
     log = [r.event for r in events.read(RunDir(tmp_path / "sweep").events())]
     for trial, rate in enumerate(RATES):
         found = [e for e in log if isinstance(e, TrialSignals) and e.trial == trial]
         assert [each.step for each in found] == [4, 8]
         options = {**job.optimizer.options, "lr": rate}
-        own = digits_job(
+        own = unverified_job(
             steps=8,
             accumulate=4,
             monitor=("noise-scale",),
@@ -46,6 +46,6 @@ def test_each_fused_trial_has_the_signals_that_it_has_alone(tmp_path: Path):
 
 
 def test_policies_are_refused_in_sweeps(tmp_path: Path):
-    job = digits_job(steps=8, adapt=(PolicySettings("batch-size", {"most": 128}),))
+    job = unverified_job(steps=8, adapt=(PolicySettings("batch-size", {"most": 128}),))
     with pytest.raises(InputError, match="trials of a sweep keep their settings"):
         sweep_here(sweep_of("optimizer.lr=0.1,0.2", job=job), tmp_path)

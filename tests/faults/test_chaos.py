@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
     ("mode", "fault"),
     [
         ("plain", "kill-server"),
-        ("partial-loaders", "stop-worker"),
+        # A stopped worker is left out in launch/test_launch_faults.py; a sweep with one ends in test_runs.py.
+        pytest.param("partial-loaders", "stop-worker", marks=pytest.mark.extended),
     ],
 )
 def test_a_fault_is_named_leaves_nothing_and_the_run_goes_on(mode: str, fault: str, tmp_path: Path):

@@ -42,6 +42,7 @@ def job(folder: Path, parallel: Mapping[str, Any], steps: int = 60, **changes: A
         "optimizer": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
         "steps": steps,
         "precision": "float64",
+        "verify": "off",  # the tests compare the weights
         "device": "cpu",
         "log_every_steps": 1,
         "checkpoint": {"every_steps": 10},
@@ -86,6 +87,8 @@ class AtStep(Silent):
         self.lines.append(line)
 
 
+# Each fault by itself is below, in cli/test_resize.py and launch/test_launch_faults.py.
+@pytest.mark.extended
 @pytest.mark.usefixtures("real_commands")
 def test_random_faults_and_resizes_change_nothing_about_how_a_run_ends(tmp_path: Path):
     result = ElasticSoak(tmp_path, steps=160).try_once(seed=3)
@@ -155,7 +158,15 @@ class GrowLoseStop(Silent):
         self.lines.append(line)
 
 
-@pytest.mark.parametrize("sync", ["partial-reduce", "ad-psgd", "local-sgd"])
+# Each way to average takes workers in and goes on without them in training/test_elastic_averaging.py.
+@pytest.mark.parametrize(
+    "sync",
+    [
+        "partial-reduce",
+        pytest.param("ad-psgd", marks=pytest.mark.extended),
+        pytest.param("local-sgd", marks=pytest.mark.extended),
+    ],
+)
 def test_a_job_that_averages_takes_workers_in_and_replaces_one_that_is_killed(sync: str, tmp_path: Path):
     display = GrowLoseStop(tmp_path)
     parallel = {"workers": 2, "max_workers": 3, "sync": sync}

@@ -190,7 +190,11 @@ def test_a_folder_that_cannot_be_written_to_ends_in_one_message(tmp_path: Path):
 
 @pytest.mark.skipif(not may("sys_admin"), reason="needs root, with its capabilities, to mount a small disk")
 @pytest.mark.parametrize(
-    "parallel", [{"workers": 2}, {"workers": 3, "sync": "partial-reduce"}], ids=["all-reduce", "partial"]
+    "parallel",
+    [
+        pytest.param({"workers": 2}, id="all-reduce"),
+        pytest.param({"workers": 3, "sync": "partial-reduce"}, id="partial", marks=pytest.mark.extended),
+    ],
 )
 def test_a_full_disk_ends_the_run_in_one_message_and_it_goes_on_once_there_is_room(
     parallel: Mapping[str, Any], tmp_path: Path

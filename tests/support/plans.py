@@ -12,7 +12,7 @@ from plait.planner.cluster import machines
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.plans.graph import Edge, Graph, Node
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage
-from plait.schema.settings import PipelineSettings, TrainSettings
+from plait.schema.settings import UNVERIFIED, PipelineSettings, TrainSettings
 from support.training import digits_job
 
 
@@ -30,6 +30,13 @@ def planned(
 ) -> TrainSettings:
     """A job on the digits, its layers cut into stages of about equal numbers with `replicas` replicas."""
     return placed(straight_layout(replicas), schedule, microbatches, **changes)
+
+
+def unverified_plan(
+    replicas: tuple[int, ...], schedule: Schedule, microbatches: int = 4, **changes: Any
+) -> TrainSettings:
+    """`planned` without verification and audits (`unverified_job`)."""
+    return planned(replicas, schedule, microbatches, **{"verify": UNVERIFIED} | changes)
 
 
 def placed(layout: Layout, schedule: Schedule, microbatches: int = 4, **changes: Any) -> TrainSettings:

@@ -32,6 +32,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from support.huge_pages import use_huge_pages
+
 HOME, OWNER = "PLAIT_TESTS_SERVER", "PLAIT_TESTS_OWNER"
 # Identifies the processes that some tests launch.
 MARK = "PLAIT_TEST_LAUNCHED_BY"
@@ -141,6 +143,7 @@ def main() -> NoReturn:
     """Import what all need, then fork until the owner has ended."""
     place, owner = sys.argv[1], int(sys.argv[2])
     importlib.import_module("support.warm")
+    use_huge_pages()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"{place}.new")
         listener.listen(64)

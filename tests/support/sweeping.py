@@ -23,7 +23,7 @@ from plait.sweeping.trial_settings import with_values
 from support.averaging import open_store
 from support.coordinating import AnsweringThread, ask_over, make_coordinator
 from support.meeting import SECRET
-from support.training import PlainWorker, digits_job, train_here
+from support.training import PlainWorker, train_here, unverified_job
 from support.world import run_ranks
 
 
@@ -147,7 +147,7 @@ class Configured(nn.Module):
 def sweep_of(*over: str | Dimension, width: int | None = 4, job: Any = None, **search: Any) -> SweepSettings:
     """A sweep of the small digits job over `over`, as on the command line."""
     dimensions = tuple(parse_dimension(one) if isinstance(one, str) else one for one in over)
-    return SweepSettings(job or digits_job(steps=30), dimensions, SearchSettings(**search), width)
+    return SweepSettings(job or unverified_job(steps=30), dimensions, SearchSettings(**search), width)
 
 
 def sweep_here(

@@ -7,13 +7,13 @@ from typing import Any
 
 from plait.schema.settings import DataSettings, SyncSettings, TrainSettings
 from support.averaging import job_store
-from support.training import digits_job, train_rank
+from support.training import train_rank, unverified_job
 from support.world import run_ranks
 
 
 def settings_of(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
     values = {"steps": 30, "precision": "float32", "data": DataSettings("digits", 48), **changes}
-    return digits_job(sync=SyncSettings(sync, options or {}), **values)
+    return unverified_job(sync=SyncSettings(sync, options or {}), **values)
 
 
 def run_sync(workers: int, settings: TrainSettings, folder: Path, **more: Any) -> list[Any]:

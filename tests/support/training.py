@@ -21,6 +21,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.results import RunResult
 from plait.schema.settings import (
+    UNVERIFIED,
     CheckpointSettings,
     DataSettings,
     ModelSettings,
@@ -227,6 +228,15 @@ def digits_job(**changes: Any) -> TrainSettings:
         "checkpoint": CheckpointSettings(every_steps=10_000),
     }
     return TrainSettings(**{**values, **changes})
+
+
+def unverified_job(**changes: Any) -> TrainSettings:
+    """`digits_job` without verification and audits, which take a third of a small run's CPU time.
+
+    For tests that compare the run with another one themselves; tests/training/test_audit.py and the modules
+    `test_*verif*.py` and `test_*audit*.py` test verification.
+    """
+    return digits_job(**{"verify": UNVERIFIED} | changes)
 
 
 def train_with(

@@ -15,7 +15,6 @@ from plait.core import run_events
 from plait.jobs.evaluate import measure_run
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
-    UNVERIFIED,
     DataSettings,
     EarlyStopSettings,
     EvaluateSettings,
@@ -27,7 +26,7 @@ from plait.sweeping import array_size
 from plait.sweeping.search.space import Dimension
 from plait.training import checkpoint as checkpoints
 from support.sweeping import sweep_here, sweep_of, trial_alone
-from support.training import digits_job, largest_difference, small_net
+from support.training import digits_job, largest_difference, small_net, unverified_job
 
 SGD = OptimizerSettings("sgd", {"lr": 0.05})
 NORM = ModelSettings("support.sweeping:norm_net")
@@ -46,7 +45,7 @@ CASES = {
         "optimizer.lr=1e-3,1e-2",
         "optimizer.betas=[0.9,0.999],[0.8,0.9]",
         "lr_schedule.warmup_steps=0,5",
-        job=digits_job(
+        job=unverified_job(
             steps=20,
             optimizer=OptimizerSettings("adamw", {"eps": 1e-7}),
             lr_schedule=LrScheduleSettings("cosine"),
@@ -61,15 +60,15 @@ CASES = {
     "batch sizes and epochs, padded": sweep_of(
         "data.batch_size=32,48,100",
         "seed=0,3",
-        job=digits_job(model=NORM, steps=None, epochs=1, data=DataSettings("digits", 64)),
+        job=unverified_job(model=NORM, steps=None, epochs=1, data=DataSettings("digits", 64)),
     ),
     "accumulated microbatches": sweep_of(
-        "optimizer.lr=0.01,0.05", "data.batch_size=30,64", job=digits_job(accumulate=3, steps=8)
+        "optimizer.lr=0.01,0.05", "data.batch_size=30,64", job=unverified_job(accumulate=3, steps=8)
     ),
     "shapes and kinds in arrays of their own": sweep_of(
         "model_args.classes=10,12",
         "optimizer.kind=sgd,adamax",
-        job=digits_job(steps=8, optimizer=OptimizerSettings("sgd", {"lr": 0.01})),
+        job=unverified_job(steps=8, optimizer=OptimizerSettings("sgd", {"lr": 0.01})),
     ),
 }
 
@@ -90,7 +89,7 @@ def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path
 
 
 def test_a_loss_of_ones_own_has_its_numbers_for_each_trial_over_padded_batches(tmp_path: Path):
-    job = digits_job(loss="torch.nn:CrossEntropyLoss", steps=10)
+    job = unverified_job(loss="torch.nn:CrossEntropyLoss", steps=10)
     over = "loss_args.label_smoothing=0,0.1,0.3", "data.batch_size=20,33"
     settings = sweep_of(*over, job=job, width=6, metric="loss")
     for row in sweep_here(settings, tmp_path / "sweep")["trials"]:
@@ -111,7 +110,7 @@ def test_the_run_folder_of_a_sweep_is_that_of_its_best_trial(tmp_path: Path):
 
 
 def test_trials_beside_a_diverging_one_are_not_touched_and_it_comes_last(tmp_path: Path):
-    settings = sweep_of("optimizer.lr=0.01,1e12,0.05", job=digits_job(steps=20, optimizer=SGD))
+    settings = sweep_of("optimizer.lr=0.01,1e12,0.05", job=unverified_job(steps=20, optimizer=SGD))
     found = sweep_here(settings, tmp_path / "sweep")
     assert [row["state"] for row in found["trials"]] == ["finished", "finished", "diverged"]
     assert found["trials"][2]["values"] == {"optimizer.lr": 1e12}
@@ -122,7 +121,7 @@ def test_trials_beside_a_diverging_one_are_not_touched_and_it_comes_last(tmp_pat
 
 
 def test_patience_ends_each_trial_by_itself_as_in_plait_train(tmp_path: Path):
-    job = digits_job(
+    job = unverified_job(
         steps=40,
         optimizer=SGD,
         evaluate=EvaluateSettings(every_steps=4),
@@ -137,7 +136,7 @@ def test_patience_ends_each_trial_by_itself_as_in_plait_train(tmp_path: Path):
 
 
 def test_dropout_draws_the_same_beside_others_as_alone_in_an_array(tmp_path: Path):
-    job = digits_job(steps=10, model=ModelSettings("support.training:small_net", {"dropout": 0.1}))
+    job = unverified_job(steps=10, model=ModelSettings("support.training:small_net", {"dropout": 0.1}))
     pair = sweep_here(sweep_of("model_args.dropout=0.2,0.4", job=job), tmp_path / "pair")
     for row in pair["trials"]:
         dropout = row["values"]["model_args.dropout"]
@@ -172,7 +171,9 @@ def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pyt
         return need
 
     monkeypatch.setattr(array_size, "measure_need", measured)
-    found = sweep_here(sweep_of("optimizer.lr=log:1e-3:0.1:6", width=None, job=digits_job(steps=4)), tmp_path)
+    found = sweep_here(
+        sweep_of("optimizer.lr=log:1e-3:0.1:6", width=None, job=unverified_job(steps=4)), tmp_path
+    )
     assert len(found["trials"]) == 6
     # Computed from a step on tensors without memory, not by the upper bound for models that cannot.
     process, bytes_ = (tmp_path / "need").read_text().split()
@@ -181,7 +182,7 @@ def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path: Path):
-    job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5, verify=UNVERIFIED)
+    job = unverified_job(model=ModelSettings("support.training:Drawing"), steps=5)
     for width in (4, None, 1):
         settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=width)
         found = sweep_here(settings, tmp_path / f"width-{width}")
@@ -194,6 +195,7 @@ def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path:
 
 
 def test_a_module_without_a_fused_form_runs_trial_by_trial_in_an_array(tmp_path: Path):
+    # Verification finds the module.
     job = digits_job(model=ModelSettings("support.training:Drawing"), steps=5)
     settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=4)
     found = sweep_here(settings, tmp_path / "fused")
@@ -204,7 +206,7 @@ def test_a_module_without_a_fused_form_runs_trial_by_trial_in_an_array(tmp_path:
 
 
 def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):
-    job = digits_job(precision="fp16", steps=12, optimizer=SGD)
+    job = unverified_job(precision="fp16", steps=12, optimizer=SGD)
     settings = sweep_of("optimizer.lr=0.01,0.1", job=job)
     found = sweep_here(settings, tmp_path / "sweep")
     for row in found["trials"]:
@@ -216,7 +218,7 @@ def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):
 def test_a_trial_whose_weights_are_no_numbers_has_diverged_and_leaves_no_state(search: str, tmp_path: Path):
     """Also where the loss of its last step is a number still."""
     losses = Dimension("loss", ("cross-entropy", "support.training:broken_gradient"))
-    job = digits_job(steps=1 if search == "grid" else 2)
+    job = unverified_job(steps=1 if search == "grid" else 2)
     rule = {"least_steps": 1, "eta": 2} if search == "halving" else {}
     found = sweep_here(sweep_of(losses, job=job, kind=search, **rule), tmp_path)
     assert found["best"]["trial"] == 0

@@ -108,6 +108,8 @@ def test_resized_killed_and_stopped_workers_change_no_trial_of_a_sweep(tmp_path:
     check_equal(found, asked, tmp_path)
 
 
+# A cut link is that of a job in faults/test_elastic.py; that lost trials go on is above.
+@pytest.mark.extended
 def test_the_trials_behind_a_cut_link_go_on_on_another_host(tmp_path: Path, hosts: Hosts):
     hosts.make("w0", "w1")
     acts: dict[tuple[int, ...], Act] = {

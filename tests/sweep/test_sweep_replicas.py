@@ -19,6 +19,7 @@ from plait.schema.settings import (
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
+    VerifySettings,
 )
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.search.values import check
@@ -40,14 +41,14 @@ from support.sweeping import (
     sweeps_rank,
     trial_alone,
 )
-from support.training import digits_job, largest_difference, train_rank
+from support.training import largest_difference, train_rank, unverified_job
 from support.world import run_ranks
 
 SGD, ADAM = OptimizerSettings("sgd", {"lr": 0.01}), OptimizerSettings("adamw", {"lr": 0.01})
-JOB = digits_job(
+JOB = unverified_job(
     steps=12, evaluate=EvaluateSettings(every_steps=6), checkpoint=CheckpointSettings(every_steps=5)
 )
-NORM = digits_job(steps=10, model=ModelSettings("support.sweeping:norm_net"))
+NORM = unverified_job(steps=10, model=ModelSettings("support.sweeping:norm_net"))
 DROP = replace(
     JOB,
     model=ModelSettings("support.training:small_net", {"dropout": 0.4}),
@@ -60,17 +61,18 @@ DROP = replace(
 EQUAL = {
     "microbatches": sweep_of(
         "steps=4,20", "data.batch_size=5,64",
-        job=digits_job(accumulate=3, optimizer=ADAM, clip_norm=0.3), width=3,
+        job=unverified_job(accumulate=3, optimizer=ADAM, clip_norm=0.3), width=3,
     ),
-    "one by one": sweep_of("optimizer.kind=adamax,sgd", job=digits_job(steps=10, optimizer=SGD)),
+    "one by one": sweep_of("optimizer.kind=adamax,sgd", job=unverified_job(steps=10, optimizer=SGD)),
     "asha": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="asha", trials=6),
     # Where a trial has no gradient of a layer, weight decay and momentum must leave it alone.
     "unused": sweep_of(
         "model_args.uses=0.0,0.2,0.9", width=3,
-        job=digits_job(
+        job=unverified_job(
             steps=6,
             model=ModelSettings("support.odd_models:SometimesUsed"),
             optimizer=OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+            verify=VerifySettings(),  # which finds that its trials cannot be fused
         ),
     ),
     "halving": sweep_of("optimizer.lr=log:1e-3:0.3", width=3, job=JOB, kind="halving", trials=6, eta=2),
@@ -79,8 +81,7 @@ EQUAL = {
 OTHERS = {
     "norms": sweep_of("optimizer.lr=0.01,0.1", job=NORM),
     "a norm": sweep_of("optimizer.lr=0.1", job=NORM, width=1),
-    "dropout": sweep_of("optimizer.lr=0.01,0.1", job=DROP),
-    "fp16": sweep_of("optimizer.lr=0.01,0.1", job=digits_job(precision="fp16", steps=12, optimizer=SGD)),
+    "fp16": sweep_of("optimizer.lr=0.01,0.1", job=unverified_job(precision="fp16", steps=12, optimizer=SGD)),
 }
 
 
@@ -89,7 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """The folder of the sweeps above by groups of two, and what they came to."""
     folder = tmp_path_factory.mktemp("pair")
     sweeps = {name: replace(one, replicas=2) for name, one in {**EQUAL, **OTHERS}.items()}
-    return folder, run_ranks(2, sweeps_rank, sweeps, folder)[0]
+    return folder, run_ranks(2, sweeps_rank, sweeps, folder, deadline_s=100)[0]
 
 
 def best_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -116,7 +117,7 @@ def test_a_trial_of_two_workers_equals_that_of_one(
 
 def test_shares_may_differ_and_one_may_be_empty(tmp_path: Path):
     # The 1,442 samples of an epoch leave one for the last batch of 131, and two of three workers none.
-    job = digits_job(steps=None, epochs=1, data=DataSettings("digits", 131))
+    job = unverified_job(steps=None, epochs=1, data=DataSettings("digits", 131))
     settings = sweep_of("data.batch_size=131,200", "optimizer.lr=0.02,0.1", job=job)
     found = run_ranks(3, sweep_rank, replace(settings, replicas=3), tmp_path / "three")[0]
     check_equal(settings, found, tmp_path / "three", tmp_path)
@@ -143,17 +144,18 @@ def test_half_precision_on_two_workers_comes_close_to_that_on_one(
 
 # As a sweep in stages (test_sweep_stages.py).
 @pytest.mark.extended
-def test_a_killed_group_goes_on_with_nothing_lost_and_the_same_dropout(
-    pair: tuple[Path, dict[str, Any]], tmp_path: Path
-):
-    settings = replace(OTHERS["dropout"], replicas=2)
+def test_a_killed_group_goes_on_with_nothing_lost_and_the_same_dropout(tmp_path: Path):
+    settings = replace(sweep_of("optimizer.lr=0.01,0.1", job=DROP), replicas=2)
+    whole = run_ranks(2, sweep_rank, settings, tmp_path / "whole")[0]
     folder = killed_sweep(2, settings, tmp_path, 0)
     again = run_ranks(2, sweep_rank, settings, folder, resume=True)[0]
-    assert same_table(pair[1]["dropout"], again, tolerance=1e-10)
+    assert same_table(whole, again, tolerance=1e-10)
 
 
 def test_workers_of_a_group_draw_other_random_numbers_and_the_first_those_of_a_lone_worker():
-    entries = [make_entry(digits_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)]
+    entries = [
+        make_entry(unverified_job(seed=seed), None, torch.device("cpu"), DataSets()) for seed in (0, 1)
+    ]
     alone = FusedComponents(entries).fused.seeds.tolist()
     first, second = (FusedComponents(entries, place).fused.seeds.tolist() for place in (0, 1))
     assert first == alone
@@ -172,7 +174,7 @@ def test_two_groups_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path)
 
 
 def test_a_trial_without_rows_is_untouched_by_a_neighbour_whose_samples_are_not_finite():
-    job = digits_job(accumulate=3, optimizer=SGD)
+    job = unverified_job(accumulate=3, optimizer=SGD)
     entry = lambda: make_entry(job, None, torch.device("cpu"), DataSets())  # noqa: E731
     own = (torch.ones(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))
     others = (torch.full((6, 1, 8, 8), torch.nan), torch.zeros(6, dtype=torch.long))

@@ -11,9 +11,9 @@ import pytest
 
 from plait.schema.settings import CheckpointSettings, EvaluateSettings, ModelSettings
 from support.sweeping import killed_sweep, same_table, sweep_here, sweep_of
-from support.training import digits_job
+from support.training import unverified_job
 
-JOB = digits_job(
+JOB = unverified_job(
     steps=12,
     model=ModelSettings("support.sweeping:norm_net"),
     evaluate=EvaluateSettings(every_steps=4),
@@ -34,8 +34,13 @@ class Killed(Exception):
     """Stands for a kill: nothing after it runs."""
 
 
-# A grid is killed below.
-@pytest.mark.parametrize("name", [pytest.param("grid", marks=pytest.mark.extended), *list(SWEEPS)[1:]])
+# A grid is killed below; ASHA's rungs are those of halving.
+MORE = {"grid", "halving"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name in MORE)) for name in SWEEPS]
+)
 def test_a_sweep_killed_at_any_write_resumes_to_the_same_table(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

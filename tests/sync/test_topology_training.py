@@ -25,10 +25,12 @@ from plait.training.process import choose_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from support.changes import StepTable
-from support.training import PlainWorker, digits_job, largest_difference, train_here
+from support.training import PlainWorker, largest_difference, train_here, unverified_job
 from support.world import run_ranks
 
-JOB = digits_job(steps=6, accumulate=2, clip_norm=0.5, optimizer=OptimizerSettings("adamw", {"lr": 0.003}))
+JOB = unverified_job(
+    steps=6, accumulate=2, clip_norm=0.5, optimizer=OptimizerSettings("adamw", {"lr": 0.003})
+)
 CHAIN = [{"reduce": [[0, 1], [1, 2]]}, {"reduce": [[2, 0], [1, 0]], "broadcast": [[0, 2], [2, 1]]}]
 
 

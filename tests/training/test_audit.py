@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,28 +53,39 @@ def test_the_next_audited_step_is_the_first_that_is_audited(every: int | None) -
 
 
 HERE = "support.audited"
-RIGHT = {
-    "sgd": digits_job(steps=9),
-    "adamw, accumulated and clipped": digits_job(
-        optimizer=OptimizerSettings("adamw", {"lr": 0.003}), accumulate=3, clip_norm=0.5, steps=5
-    ),
-    "shares of unlike sizes, and none": digits_job(data=DataSettings("digits", 131), steps=12),
-    "a count that modules share": digits_job(
-        model=ModelSettings(f"{HERE}:Shared"), evaluate=EvaluateSettings(every_steps=2), steps=5
-    ),
-    "an unused parameter": digits_job(model=ModelSettings("support.training:HalfUsed"), steps=3),
-    "batch norm and dropout": digits_job(
-        model=ModelSettings("support.training:norm_net"), precision="float32", steps=9
-    ),
-    "bf16": digits_job(model=ModelSettings("support.training:norm_net"), precision="bf16", steps=3),
-    "local-sgd": digits_job(steps=5, sync=SyncSettings("local-sgd")),
-    "flush": planned((1, 1), Schedule.FLUSH, steps=5),
-    "stash": planned((1, 1), Schedule.STASH, steps=5),
-    "2bw": planned((1, 1), Schedule.TWO_BUFFERED, steps=5, clip_norm=0.5),
-    "stages with batch norm and dropout": planned(
-        (1, 1), Schedule.FLUSH, steps=5, model=ModelSettings("support.training:norm_net"), precision="float32"
-    ),
-}
+
+
+@functools.cache
+def right() -> dict[str, TrainSettings]:
+    """Made when they are needed: they trace their models."""
+    return {
+        "sgd": digits_job(steps=9),
+        "adamw, accumulated and clipped": digits_job(
+            optimizer=OptimizerSettings("adamw", {"lr": 0.003}), accumulate=3, clip_norm=0.5, steps=5
+        ),
+        "shares of unlike sizes, and none": digits_job(data=DataSettings("digits", 131), steps=12),
+        "a count that modules share": digits_job(
+            model=ModelSettings(f"{HERE}:Shared"), evaluate=EvaluateSettings(every_steps=2), steps=5
+        ),
+        "an unused parameter": digits_job(model=ModelSettings("support.training:HalfUsed"), steps=3),
+        "batch norm and dropout": digits_job(
+            model=ModelSettings("support.training:norm_net"), precision="float32", steps=9
+        ),
+        "bf16": digits_job(model=ModelSettings("support.training:norm_net"), precision="bf16", steps=3),
+        "local-sgd": digits_job(steps=5, sync=SyncSettings("local-sgd")),
+        "flush": planned((1, 1), Schedule.FLUSH, steps=5),
+        "stash": planned((1, 1), Schedule.STASH, steps=5),
+        "2bw": planned((1, 1), Schedule.TWO_BUFFERED, steps=5, clip_norm=0.5),
+        "stages with batch norm and dropout": planned(
+            (1, 1),
+            Schedule.FLUSH,
+            steps=5,
+            model=ModelSettings("support.training:norm_net"),
+            precision="float32",
+        ),
+    }
+
+
 # After these there is no process group any more.
 AT_THEIR_OWN_PACE = {
     "partial-reduce": digits_job(steps=5, sync=SyncSettings("partial-reduce")),
@@ -81,21 +94,27 @@ AT_THEIR_OWN_PACE = {
     ),
     "ad-psgd": digits_job(steps=5, sync=SyncSettings("ad-psgd")),
 }
-WITH_REPLICAS = {
-    "gpipe": planned((2, 1), Schedule.GPIPE, steps=5, model=ModelSettings("support.training:norm_net")),
-    "zero-bubble": planned((1, 2), Schedule.ZERO_BUBBLE, steps=5),
-    "stash": planned((2, 1), Schedule.STASH, steps=5),
-}
+
+
+@functools.cache
+def with_replicas() -> dict[str, TrainSettings]:
+    """The same with stages of two workers."""
+    return {
+        "gpipe": planned((2, 1), Schedule.GPIPE, steps=5, model=ModelSettings("support.training:norm_net")),
+        "zero-bubble": planned((1, 2), Schedule.ZERO_BUBBLE, steps=5),
+        "stash": planned((2, 1), Schedule.STASH, steps=5),
+    }
 
 
 def largest_allowed(job: TrainSettings) -> float:
     return 1e-12 if job.precision == "float64" else 1e-4
 
 
-@pytest.mark.parametrize(("workers", "jobs"), [(2, RIGHT), (3, WITH_REPLICAS)])
+@pytest.mark.parametrize(("workers", "make"), [(2, right), (3, with_replicas)])
 def test_what_workers_do_together_is_what_plain_pytorch_does(
-    tmp_path: Path, workers: int, jobs: dict[str, TrainSettings]
+    tmp_path: Path, workers: int, make: Callable[[], dict[str, TrainSettings]]
 ) -> None:
+    jobs = make()
     for name, (steps, largest, words) in run_ranks(workers, audits, jobs, tmp_path)[0].items():
         assert words == ""
         cost = 1.0 if jobs[name].pipeline is None else USUAL_COST
@@ -130,71 +149,76 @@ def staged(block: str, **changes: Any) -> TrainSettings:
 
 OWN_RATE = OptimizerSettings(f"{HERE}:OwnRate", {"lr": 0.1})
 LORA = ModelSettings(f"{HERE}:Lora")
-# Jobs that are trained rightly, the part of an engine that is made wrong, and what the audit then says.
-WRONG = {
-    "merged after evaluation": (
-        digits_job(model=LORA, evaluate=EvaluateSettings(every_steps=3), steps=9),
-        "flags alone",
-        "step 4 .* the gradient of down: none",
-    ),
-    "its own rate": (
-        digits_job(optimizer=OWN_RATE, steps=3),
-        "rates anew",
-        "step 2 .* the parameter 0.weight: off by",
-    ),
-    "noise of its own": (
-        digits_job(optimizer=OptimizerSettings(f"{HERE}:Noisy", {"lr": 0.1}), steps=3),
-        "a seed for each worker",
-        "step 1 .* the parameter 0.weight: not the same on workers 0 and 1",
-    ),
-    "gradients in parts": (
-        digits_job(model=ModelSettings(f"{HERE}:SharedAndCheckpointed"), steps=3),
-        "later parts are lost",
-        "step 1 .* the gradient of shared.weight: off by",
-    ),
-    "counting": (
-        staged("counting"),
-        "state in Python is not seen",
-        "step 1 .* the attribute 2.calls, which forward changes: 0, but 4 in",
-    ),
-    "counting in its class": (
-        staged("counting in its class"),
-        "state in Python is not seen",
-        "step 1 .* CountingInClass.counted in 2, which forward changes: 0, but 4 in",
-    ),
-    "counting in a dict": (
-        staged("counting in a dict"),
-        "state in Python is not seen",
-        r"step 1 .* the attribute 2.state, which forward changes: \[\['calls', 0\]\], but \[\['calls', 4\]\]",
-    ),
-    "used before": (
-        digits_job(model=ModelSettings(f"{HERE}:Shared"), steps=2),
-        "a model that was used",
-        r"step 1 .*\[\['calls', 2\]\], but \[\['calls', 0\]\] in a newly built model",
-    ),
-    "clipped": (
-        staged("remembering", clip_norm=0.05),
-        "stages clip for themselves",
-        "step 1 .* the gradient of 1.weight: off by",
-    ),
-    "its own rate, alone": (
-        digits_job(optimizer=OWN_RATE, steps=3, sync=SyncSettings("partial-reduce")),
-        "rates anew",
-        "step 2 .* the parameter 0.weight: off by",
-    ),
-}
+
+
+@functools.cache
+def wrong() -> dict[str, tuple[TrainSettings, str, str]]:
+    """Jobs that train rightly, the part of an engine that is made wrong, and what the audit then says."""
+    return {
+        "merged after evaluation": (
+            digits_job(model=LORA, evaluate=EvaluateSettings(every_steps=3), steps=9),
+            "flags alone",
+            "step 4 .* the gradient of down: none",
+        ),
+        "its own rate": (
+            digits_job(optimizer=OWN_RATE, steps=3),
+            "rates anew",
+            "step 2 .* the parameter 0.weight: off by",
+        ),
+        "noise of its own": (
+            digits_job(optimizer=OptimizerSettings(f"{HERE}:Noisy", {"lr": 0.1}), steps=3),
+            "a seed for each worker",
+            "step 1 .* the parameter 0.weight: not the same on workers 0 and 1",
+        ),
+        "gradients in parts": (
+            digits_job(model=ModelSettings(f"{HERE}:SharedAndCheckpointed"), steps=3),
+            "later parts are lost",
+            "step 1 .* the gradient of shared.weight: off by",
+        ),
+        "counting": (
+            staged("counting"),
+            "state in Python is not seen",
+            "step 1 .* the attribute 2.calls, which forward changes: 0, but 4 in",
+        ),
+        "counting in its class": (
+            staged("counting in its class"),
+            "state in Python is not seen",
+            "step 1 .* CountingInClass.counted in 2, which forward changes: 0, but 4 in",
+        ),
+        "counting in a dict": (
+            staged("counting in a dict"),
+            "state in Python is not seen",
+            r"step 1 .* the attribute 2.state, which forward changes: "
+            r"\[\['calls', 0\]\], but \[\['calls', 4\]\]",
+        ),
+        "used before": (
+            digits_job(model=ModelSettings(f"{HERE}:Shared"), steps=2),
+            "a model that was used",
+            r"step 1 .*\[\['calls', 2\]\], but \[\['calls', 0\]\] in a newly built model",
+        ),
+        "clipped": (
+            staged("remembering", clip_norm=0.05),
+            "stages clip for themselves",
+            "step 1 .* the gradient of 1.weight: off by",
+        ),
+        "its own rate, alone": (
+            digits_job(optimizer=OWN_RATE, steps=3, sync=SyncSettings("partial-reduce")),
+            "rates anew",
+            "step 2 .* the parameter 0.weight: off by",
+        ),
+    }
 
 
 def test_steps_that_are_not_plain_pytorchs_end_the_run(tmp_path: Path) -> None:
-    jobs = {name: job for name, (job, _, _) in WRONG.items()}
-    results = run_ranks(2, audits, jobs, tmp_path, {name: broken for name, (_, broken, _) in WRONG.items()})
+    jobs = {name: job for name, (job, _, _) in wrong().items()}
+    results = run_ranks(2, audits, jobs, tmp_path, {name: broken for name, (_, broken, _) in wrong().items()})
     for name, (_, _, words) in results[0].items():
-        assert re.search(WRONG[name][2], words), f"{name}: {words}"
+        assert re.search(wrong()[name][2], words), f"{name}: {words}"
         assert "a checkpoint of step" in words
 
 
 def test_the_same_jobs_are_trained_rightly(tmp_path: Path) -> None:
-    jobs = {name: job for name, (job, _, _) in WRONG.items() if "alone" not in name}
+    jobs = {name: job for name, (job, _, _) in wrong().items() if "alone" not in name}
     for name, (_, largest, words) in run_ranks(2, audits, jobs, tmp_path)[0].items():
         assert (words, largest < 1e-12) == ("", True), name
 
@@ -203,7 +227,7 @@ def test_a_run_may_go_on_with_a_warning_and_what_nobody_goes_by_may_differ(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     jobs = {
-        "warned": replace(WRONG["its own rate"][0], verify=VerifySettings(on_difference="warn")),
+        "warned": replace(wrong()["its own rate"][0], verify=VerifySettings(on_difference="warn")),
         "remembering": staged("remembering"),
     }
     broken = {"warned": "rates anew", "remembering": "state in Python is not seen"}

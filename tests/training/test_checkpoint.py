@@ -29,11 +29,11 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint
-from support.training import digits_job, largest_difference, train_here, train_rank
+from support.training import largest_difference, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
 # BatchNorm, dropout, Adam, a schedule, evaluations and shuffled data: all that a resume must restore.
-JOB = digits_job(
+JOB = unverified_job(
     model=ModelSettings("support.training:norm_net"),
     data=DataSettings("digits", 96),
     optimizer=OptimizerSettings("adam", {"lr": 0.01}),
@@ -187,7 +187,7 @@ def test_a_write_that_is_interrupted_leaves_the_old_checkpoints_and_nothing_else
 
 
 def test_what_a_killed_writer_left_is_removed_when_the_run_goes_on(tmp_path: Path):
-    job = digits_job(steps=2)
+    job = unverified_job(steps=2)
     train_here(job, tmp_path)
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "step-000000002", folder / ".step-000000003.1234")
@@ -328,7 +328,7 @@ def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Pat
 
 def test_a_damaged_later_checkpoint_never_takes_the_place_of_a_good_one(tmp_path: Path):
     folder = tmp_path / "checkpoints"
-    job = digits_job(steps=20, checkpoint=CheckpointSettings(every_steps=5, keep_last=1))
+    job = unverified_job(steps=20, checkpoint=CheckpointSettings(every_steps=5, keep_last=1))
     train_here(job, tmp_path)
     damage_truncate(folder / "step-000000020")
     checkpoints.save(folder, some_state(4))
@@ -337,7 +337,7 @@ def test_a_damaged_later_checkpoint_never_takes_the_place_of_a_good_one(tmp_path
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path):
-    job = digits_job(steps=5)
+    job = unverified_job(steps=5)
     train_here(job, tmp_path)
     other = dataclasses.replace(job, optimizer=OptimizerSettings("adam", {"lr": 0.01}))
     with pytest.raises(CheckpointError, match="its optimizer is 'sgd', the job's is 'adam'"):
@@ -354,7 +354,7 @@ def test_when_no_checkpoint_can_be_used_the_run_says_so_instead_of_starting_over
 
 def test_the_world_size_may_change_on_resume_without_repeating_or_skipping_samples(tmp_path: Path):
     # float64 and no BatchNorm or dropout, so that any number of workers takes the same steps.
-    job = digits_job(steps=40, checkpoint=CheckpointSettings(every_steps=13))
+    job = unverified_job(steps=40, checkpoint=CheckpointSettings(every_steps=13))
     _, expected = train_here(job, tmp_path / "whole")
     run_ranks(2, train_rank, dataclasses.replace(job, steps=15), tmp_path / "run")
     done = run_ranks(3, train_rank, job, tmp_path / "run", True)
@@ -363,7 +363,7 @@ def test_the_world_size_may_change_on_resume_without_repeating_or_skipping_sampl
 
 @pytest.mark.parametrize("size", [24, 96])
 def test_the_batch_size_may_change_on_resume_and_epochs_still_end_where_they_end(size: int, tmp_path: Path):
-    job = digits_job(steps=None, epochs=3, data=DataSettings("digits", 48))
+    job = unverified_job(steps=None, epochs=3, data=DataSettings("digits", 48))
     stop = tmp_path / "stop"
     stop.touch()
     train_here(job, tmp_path / "run", stop_file=stop)
@@ -377,7 +377,7 @@ def test_the_batch_size_may_change_on_resume_and_epochs_still_end_where_they_end
 
 
 def test_workers_without_a_shared_folder_load_the_first_ones_checkpoint(tmp_path: Path):
-    job = digits_job(steps=20, checkpoint=CheckpointSettings(every_steps=5))
+    job = unverified_job(steps=20, checkpoint=CheckpointSettings(every_steps=5))
     _, expected = train_here(job, tmp_path / "whole")
     train_here(dataclasses.replace(job, steps=10), tmp_path / "0")
     done = run_ranks(2, train_in_own_folder, job, tmp_path)
@@ -389,7 +389,7 @@ def train_in_own_folder(rank: int, job, folder: Path):
 
 
 def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path):
-    job = digits_job(
+    job = unverified_job(
         optimizer=OptimizerSettings("sgd", {"lr": 0.0}),
         evaluate=EvaluateSettings(every_steps=2),
         early_stop=EarlyStopSettings(patience=3),
@@ -409,7 +409,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(tmp_path: Path):
 
 
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path: Path):
-    job = digits_job(
+    job = unverified_job(
         model=ModelSettings("support.training:NanAtFirst"),
         steps=6,
         evaluate=EvaluateSettings(every_steps=2),
@@ -455,6 +455,6 @@ def unsavable() -> torch.nn.Module:
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path):
-    settings = digits_job(model=ModelSettings("test_checkpoint:unsavable"))
+    settings = unverified_job(model=ModelSettings("test_checkpoint:unsavable"))
     with pytest.raises(JobError, match="2._extra_state of its state_dict, from get_extra_state, is a object"):
         train_here(settings, tmp_path)

@@ -25,6 +25,7 @@ from plait.schema.settings import (
     ModelSettings,
     SlowSettings,
     TrainSettings,
+    VerifySettings,
 )
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints
@@ -114,8 +115,9 @@ def train_with_loaders(rank: int, port: int, settings: TrainSettings, folder: Pa
 
 
 def test_loaders_read_ahead_and_every_sample_is_used_once(tmp_path: Path):
-    data = DataSettings("digits", 48, loaders=2)
-    settings = settings_of("partial-reduce", steps=None, epochs=1, data=data, slow=SlowSettings({1: 20.0}))
+    epoch = {"steps": None, "epochs": 1, "data": DataSettings("digits", 48, loaders=2)}
+    slow = {"slow": SlowSettings({1: 20.0}), "verify": VerifySettings()}
+    settings = settings_of("partial-reduce", **epoch, **slow)
     with job_store() as port:
         found = run_ranks(2, train_with_loaders, port, settings, tmp_path)
     assert largest_difference(found[0][1], found[1][1]) == 0
@@ -161,8 +163,9 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
 @pytest.mark.parametrize("sync", ["pair-sync", "local-sgd", "ad-psgd"])
 def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sync: str, tmp_path: Path):
     counts = []
+    often = {"evaluate": EvaluateSettings(every_steps=2, batch_size=400), "verify": VerifySettings()}
     for steps in (4, 10):  # the last steps of both are audited
-        settings = settings_of(sync, steps=steps, evaluate=EvaluateSettings(every_steps=2, batch_size=400))
+        settings = settings_of(sync, steps=steps, **often)
         with job_store() as address:
             run_ranks(2, train_rank, settings, tmp_path / str(steps), address=address)
             counts.append(open_store(address).num_keys())

@@ -23,11 +23,11 @@ from plait.training.run import Run
 from support.elastic import membership, run_elastic
 from support.silent_cases import CASES, HERE
 from support.silent_cases import settings as case_settings
-from support.training import PlainWorker, digits_job, largest_difference, train_here
+from support.training import PlainWorker, largest_difference, train_here, unverified_job
 
 
 def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
-    settings = digits_job(
+    settings = unverified_job(
         steps=40, data=DataSettings("digits", 60), evaluate=EvaluateSettings(every_steps=15)
     )
     versions = [(0, (0, 1)), (5, (0, 1, 2, 3)), (14, (1, 3)), (22, (3,)), (29, (3, 4))]
@@ -55,7 +55,7 @@ def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
 def test_the_step_in_which_a_worker_dies_is_taken_again_by_the_rest(
     victim: int, topology: str, tmp_path: Path
 ):
-    settings = digits_job(
+    settings = unverified_job(
         model=ModelSettings("support.elastic:MortalNet", {"dies_at": 12}),
         steps=20,
         data=DataSettings("digits", 60),
@@ -82,7 +82,7 @@ def test_the_step_in_which_a_worker_dies_is_taken_again_by_the_rest(
 
 
 def test_a_change_that_only_some_workers_know_of_is_taken_back_when_the_first_dies(tmp_path: Path):
-    settings = digits_job(steps=12, data=DataSettings("digits", 60))
+    settings = unverified_job(steps=12, data=DataSettings("digits", 60))
     found = run_elastic(
         settings,
         tmp_path / "elastic",
@@ -99,7 +99,7 @@ def test_a_change_that_only_some_workers_know_of_is_taken_back_when_the_first_di
 @pytest.mark.parametrize(("kind", "loaders"), [("digits", 2), ("support.elastic:DigitStream", 1)])
 def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loaders: int, tmp_path: Path):
     data = DataSettings(kind, 60, loaders=loaders)
-    settings = digits_job(steps=None, epochs=2, data=data)
+    settings = unverified_job(steps=None, epochs=2, data=data)
     found = run_elastic(settings, tmp_path / "elastic", [(0, (0,)), (7, (0, 1)), (31, (1,))])
     result, alone = train_here(replace(settings, data=replace(data, loaders=0)), tmp_path / "alone")
     assert found[1]["result"].step == result.step
@@ -108,7 +108,7 @@ def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loader
 
 def test_a_worker_that_joins_has_what_the_optimizer_keeps_in_its_groups(tmp_path: Path):
     optimizer = OptimizerSettings("support.silent_cases:ScheduleFree", {"lr": 0.1})
-    settings = digits_job(steps=8, data=DataSettings("digits", 60), optimizer=optimizer)
+    settings = unverified_job(steps=8, data=DataSettings("digits", 60), optimizer=optimizer)
     found = run_elastic(settings, tmp_path / "elastic", [(0, (0,)), (4, (0, 1))])
     _, alone = train_here(settings, tmp_path / "alone")
     for rank in (0, 1):

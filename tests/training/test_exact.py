@@ -25,20 +25,20 @@ from plait.schema.settings import (
 )
 from plait.training import components
 from plait.training.evaluate import evaluate_parts
-from support.training import digits_job, largest_difference, train_here, train_rank
+from support.training import largest_difference, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
 JOBS = {
-    "sgd": digits_job(),
-    "adamw, accumulated and clipped": digits_job(
+    "sgd": unverified_job(),
+    "adamw, accumulated and clipped": unverified_job(
         optimizer=OptimizerSettings("adamw", {"lr": 0.003}), accumulate=3, clip_norm=0.5
     ),
     # 1,442 training samples: the last batch of an epoch has 42.
-    "uneven last batches": digits_job(data=DataSettings("digits", 100), steps=50),
+    "uneven last batches": unverified_job(data=DataSettings("digits", 100), steps=50),
     # The last batch of an epoch has one sample, so two of three workers have none.
-    "a last batch smaller than the world": digits_job(data=DataSettings("digits", 131), steps=14),
-    "an unused parameter": digits_job(model=ModelSettings("support.training:HalfUsed")),
-    "a transformer": digits_job(
+    "a last batch smaller than the world": unverified_job(data=DataSettings("digits", 131), steps=14),
+    "an unused parameter": unverified_job(model=ModelSettings("support.training:HalfUsed")),
+    "a transformer": unverified_job(
         model=ModelSettings("plait.workloads.transformer:transformer_tiny", {"vocabulary": 32}),
         data=DataSettings("synthetic", 12, {"samples": 40, "shape": [8], "vocabulary": 32}),
         optimizer=OptimizerSettings("adam", {"lr": 0.003}),
@@ -87,12 +87,12 @@ def as_under_ddp(rank: int, job: TrainSettings, folder: Path) -> float:
 
 
 def test_hooks_see_the_gradients_that_they_see_under_ddp(tmp_path: Path):
-    job = digits_job(model=ModelSettings("test_exact:clamping_net"), steps=5)
+    job = unverified_job(model=ModelSettings("test_exact:clamping_net"), steps=5)
     assert max(run_ranks(2, as_under_ddp, job, tmp_path)) < 1e-12
 
 
 def test_one_worker_takes_the_steps_of_a_plain_loop(tmp_path: Path):
-    job = digits_job(steps=30)
+    job = unverified_job(steps=30)
     _, weights = train_here(job, tmp_path)
     parts = components.build(job, torch.device("cpu"))
     order = batches(Position(), len(parts.train_set), 64, seed=0, shuffle=True, keep_last=True)
@@ -105,7 +105,7 @@ def test_one_worker_takes_the_steps_of_a_plain_loop(tmp_path: Path):
 
 
 def test_batch_norm_statistics_are_the_mean_over_the_workers(tmp_path: Path):
-    job = digits_job(model=ModelSettings("support.training:norm_net"), steps=1)
+    job = unverified_job(model=ModelSettings("support.training:norm_net"), steps=1)
     _, alone = train_here(job, tmp_path / "one")
     (_, first), (_, second) = run_ranks(2, train_rank, job, tmp_path / "two")
     assert largest_difference(first, second) == 0.0
@@ -114,25 +114,25 @@ def test_batch_norm_statistics_are_the_mean_over_the_workers(tmp_path: Path):
 
 
 def test_random_numbers_differ_between_workers_and_steps_and_repeat_with_the_seed(tmp_path: Path):
-    job = digits_job(model=ModelSettings("support.training:DrawingByRank"), steps=2)
+    job = unverified_job(model=ModelSettings("support.training:DrawingByRank"), steps=2)
     first, second = run_ranks(2, train_rank, job, tmp_path / "a")[0][1]["by_rank"]
     assert all(a != b for a, b in zip(first, second))
     again, _ = run_ranks(2, train_rank, job, tmp_path / "b")[0][1]["by_rank"]
     assert again == first
-    _, earlier = train_here(digits_job(model=job.model, steps=1), tmp_path / "c")
+    _, earlier = train_here(unverified_job(model=job.model, steps=1), tmp_path / "c")
     assert all(a != b for a, b in zip(first, earlier["drawn"].tolist()))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "float32"])
 def test_lower_precision_learns_too(precision: str, tmp_path: Path):
-    job = digits_job(precision=precision, steps=60, optimizer=OptimizerSettings("adam", {"lr": 0.003}))
+    job = unverified_job(precision=precision, steps=60, optimizer=OptimizerSettings("adam", {"lr": 0.003}))
     result, weights = train_here(job, tmp_path)
     assert result.test["accuracy"] > 0.8
     assert all(value.dtype == torch.float32 for value in weights.values())
 
 
 def test_fp16_trains_on_workers_whose_first_share_is_empty(tmp_path: Path):
-    job = digits_job(
+    job = unverified_job(
         precision="fp16",
         accumulate=2,
         clip_norm=1.0,
@@ -148,7 +148,7 @@ def test_fp16_trains_on_workers_whose_first_share_is_empty(tmp_path: Path):
 
 
 def test_modules_kept_in_evaluation_mode_stay_there():
-    job = digits_job(model=ModelSettings("support.training:norm_net"), steps=2)
+    job = unverified_job(model=ModelSettings("support.training:norm_net"), steps=2)
     parts = components.build(job, torch.device("cpu"))
     parts.model[1].eval()
     evaluate_parts(parts, job)
@@ -156,7 +156,7 @@ def test_modules_kept_in_evaluation_mode_stay_there():
 
 
 def test_steps_that_are_in_no_event_yet_are_recorded_at_the_end(tmp_path: Path):
-    result, _ = train_here(digits_job(steps=7, log_every_steps=5), tmp_path)
+    result, _ = train_here(unverified_job(steps=7, log_every_steps=5), tmp_path)
     steps = [r.event for r in core_events.read(tmp_path / "events" / "rank0.jsonl")]
     assert [e.step for e in steps if isinstance(e, run_events.Step)] == [5, 7]
     assert result.samples_per_s > 0
@@ -174,13 +174,13 @@ class Triples:
 
 
 def test_a_data_set_that_gives_no_pairs_is_refused_with_what_is_expected(tmp_path: Path):
-    job = digits_job(data=DataSettings("test_exact:Triples", 4))
+    job = unverified_job(data=DataSettings("test_exact:Triples", 4))
     with pytest.raises(DataError, match=r"gave 3 items a sample, expected \(input, target\)"):
         train_here(job, tmp_path)
 
 
 def test_evaluation_counts_every_test_sample_once_on_any_number_of_workers(tmp_path: Path):
-    job = digits_job(steps=1, evaluate=EvaluateSettings(batch_size=77))
+    job = unverified_job(steps=1, evaluate=EvaluateSettings(batch_size=77))
     one, _ = train_here(job, tmp_path / "one")
     four = run_ranks(4, train_rank, job, tmp_path / "four")
     assert [r.test["accuracy"] for r, _ in four] == [one.test["accuracy"]] * 4

@@ -14,13 +14,13 @@ from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training.optimizers.build import build_optimizer, check_groups, optimizer_kinds
 from plait.training.optimizers.lr_schedule import build_lr_factor, check_lr_schedule
-from support.plans import planned
+from support.plans import unverified_plan
 from support.training import (
-    digits_job,
     largest_difference,
     saved_weights,
     train_each,
     train_here,
+    unverified_job,
 )
 from support.world import run_ranks
 
@@ -172,17 +172,17 @@ def with_groups(job):
 
 def test_groups_train_alike_in_one_process_on_workers_that_share_batches_and_in_stages(tmp_path: Path):
     """The head, layer 5, is in the second stage, and the first has none of its group."""
-    _, expected = train_here(with_groups(digits_job(steps=6)), tmp_path / "plain")
-    _, without = train_here(digits_job(steps=6), tmp_path / "without")
+    _, expected = train_here(with_groups(unverified_job(steps=6)), tmp_path / "plain")
+    _, without = train_here(unverified_job(steps=6), tmp_path / "without")
     assert largest_difference(expected, without) > 1e-3
     jobs = {
-        "data-parallel": with_groups(digits_job(steps=6)),
-        "pipeline": with_groups(planned((1, 1), Schedule.FLUSH, steps=6)),
-        "stash": with_groups(planned((1, 1), Schedule.STASH, 1, steps=6)),
+        "data-parallel": with_groups(unverified_job(steps=6)),
+        "pipeline": with_groups(unverified_plan((1, 1), Schedule.FLUSH, steps=6)),
+        "stash": with_groups(unverified_plan((1, 1), Schedule.STASH, 1, steps=6)),
     }
     run_ranks(2, train_each, jobs, tmp_path)
     assert largest_difference(saved_weights(tmp_path / "pipeline"), expected) < 1e-10
-    _, again = train_here(with_groups(digits_job(steps=6)), tmp_path / "pipeline", resume=True)
+    _, again = train_here(with_groups(unverified_job(steps=6)), tmp_path / "pipeline", resume=True)
     assert largest_difference(again, expected) < 1e-10
 
 
@@ -200,6 +200,6 @@ def test_a_stage_has_the_rates_of_its_own_groups_where_an_optimizer_leaves_out_e
         "lr_schedule": LrScheduleSettings("cosine"),
         "steps": 5,
     }
-    _, expected = train_here(digits_job(**changes), tmp_path / "plain")
-    run_ranks(2, train_each, {"stages": planned((1, 1), Schedule.FLUSH, **changes)}, tmp_path)
+    _, expected = train_here(unverified_job(**changes), tmp_path / "plain")
+    run_ranks(2, train_each, {"stages": unverified_plan((1, 1), Schedule.FLUSH, **changes)}, tmp_path)
     assert largest_difference(saved_weights(tmp_path / "stages"), expected) < 1e-10

@@ -33,22 +33,22 @@ from plait.schema.settings import (
 from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint
 from plait.training.checks.pipeline import check_pipeline
-from support.plans import placed, planned
+from support.plans import placed, unverified_plan
 from support.training import (
     PlainWorker,
-    digits_job,
     largest_difference,
     saved_weights,
     train_here,
     train_rank,
     train_with,
+    unverified_job,
 )
 from support.world import run_ranks
 
 
 def test_steps_whose_loss_is_read_later_have_the_times_they_took(tmp_path: Path) -> None:
     """The last steps before a checkpoint are read together, and must not seem to take no time."""
-    settings = planned(
+    settings = unverified_plan(
         (1, 1), Schedule.FLUSH, checkpoint=CheckpointSettings(every_steps=5), log_every_steps=1
     )
     run_ranks(2, train_rank, settings, tmp_path / "run")
@@ -75,8 +75,10 @@ def final_weights(folder: Path) -> dict[str, Any]:
 def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
     tmp_path: Path, replicas: tuple[int, ...], schedule: Schedule
 ) -> None:
-    result = run_ranks(sum(replicas), train_rank, planned(replicas, schedule), tmp_path / "pipeline")[0][0]
-    plain, weights = train_here(digits_job(steps=20), tmp_path / "plain")
+    result = run_ranks(sum(replicas), train_rank, unverified_plan(replicas, schedule), tmp_path / "pipeline")[
+        0
+    ][0]
+    plain, weights = train_here(unverified_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
     assert result.test["accuracy"] == plain.test["accuracy"]
     assert result.test["loss"] == pytest.approx(plain.test["loss"], rel=1e-9)
@@ -86,9 +88,9 @@ def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
 def test_a_checkpoint_has_whole_what_a_stage_knows_by_another_name(tmp_path: Path) -> None:
     """Batches of one microbatch, as batch normalisation goes by them."""
     model = ModelSettings("support.training:TwiceNamed")
-    settings = planned((1, 1), Schedule.FLUSH, model=model, microbatches=1, steps=3)
+    settings = unverified_plan((1, 1), Schedule.FLUSH, model=model, microbatches=1, steps=3)
     run_ranks(2, train_rank, settings, tmp_path / "pipeline")
-    _, weights = train_here(digits_job(model=model, steps=3), tmp_path / "plain")
+    _, weights = train_here(unverified_job(model=model, steps=3), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
 
 
@@ -96,31 +98,33 @@ def test_a_run_goes_on_under_another_plan_and_without_one(tmp_path: Path) -> Non
     early = {"checkpoint": CheckpointSettings(every_steps=7)}
     folder = tmp_path / "run"
     optimizer = {}
-    _, expected = train_here(digits_job(steps=20, **optimizer), tmp_path / "plain")
-    first = planned((1, 1), Schedule.FLUSH, **early)
+    _, expected = train_here(unverified_job(steps=20, **optimizer), tmp_path / "plain")
+    first = unverified_plan((1, 1), Schedule.FLUSH, **early)
     stop = tmp_path / "stop"
     stop.touch()
     stopped = run_ranks(2, train_rank, first, folder, stop_file=stop)[0][0]
     assert stopped.reason == "stopped"
     assert stopped.step < 20
     stop.unlink()
-    second = planned((2, 1), Schedule.GPIPE, microbatches=5)
+    second = unverified_plan((2, 1), Schedule.GPIPE, microbatches=5)
     assert run_ranks(3, train_rank, second, folder, True)[0][0].reason == "finished"
     assert largest_difference(final_weights(folder), expected) < 1e-10
     # And back into one process, from where the first plan had stopped.
     for path in checkpoint.list_checkpoints(folder / "checkpoints")[:1]:
         (path / "state.json").unlink()
-    _, weights = train_here(digits_job(steps=20), folder, resume=True)
+    _, weights = train_here(unverified_job(steps=20), folder, resume=True)
     assert largest_difference(weights, expected) < 1e-10
 
 
-@pytest.mark.parametrize("schedule", [Schedule.STASH, Schedule.TWO_BUFFERED])
+@pytest.mark.parametrize(
+    "schedule", [Schedule.STASH, pytest.param(Schedule.TWO_BUFFERED, marks=pytest.mark.extended)]
+)
 def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     tmp_path: Path, schedule: Schedule
 ) -> None:
     # An audited step would be an interval of its own.
     rare = {"checkpoint": CheckpointSettings(every_steps=16), "verify": VerifySettings(audit="off")}
-    settings = planned((2, 1), schedule, **rare)
+    settings = unverified_plan((2, 1), schedule, **rare)
     result = run_ranks(3, train_rank, settings, tmp_path / "whole")[0][0]
     assert result.reason == "finished"
     assert result.test["accuracy"] > 0.5
@@ -135,7 +139,7 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     stop = tmp_path / "stop"
     stop.touch()
     # Replicas on two hosts, of the last stage: they sum during backward, and know how a round ends before.
-    apart = planned((1, 2), schedule, **rare)
+    apart = unverified_plan((1, 2), schedule, **rare)
     stopped = run_ranks(3, train_rank, apart, tmp_path / "run", stop_file=stop, hosts=["a", "a", "b"])[0][0]
     assert (stopped.reason, 0 < stopped.step < 16) == ("stopped", True)
     stop.unlink()
@@ -148,7 +152,7 @@ def _has_saved(folder: Path) -> Callable[[], bool]:
 
 
 def test_an_asynchronous_run_that_is_killed_resumes_to_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
-    settings = planned((1, 1), Schedule.STASH, steps=40, checkpoint=CheckpointSettings(every_steps=8))
+    settings = unverified_plan((1, 1), Schedule.STASH, steps=40, checkpoint=CheckpointSettings(every_steps=8))
     run_ranks(2, train_rank, settings, tmp_path / "whole")
     # A busy machine may look too late: then the run begins anew.
     for attempt in range(5):
@@ -176,15 +180,15 @@ def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_
 
 
 def test_what_a_pipeline_cannot_do_is_refused_in_words() -> None:
-    settings = planned((1, 1), Schedule.STASH)
+    settings = unverified_plan((1, 1), Schedule.STASH)
     with pytest.raises(JobError, match="for 2 devices, but the job has 3 workers; use -np 2"):
         check_pipeline(settings, 3)
     with pytest.raises(JobError, match="precision: found 'fp16'.* schedule stash"):
-        check_pipeline(planned((1, 1), Schedule.STASH, precision="fp16"), 2)
+        check_pipeline(unverified_plan((1, 1), Schedule.STASH, precision="fp16"), 2)
     with pytest.raises(JobError, match="parallel.recompute: found stage 9, expected stages 0 to 1"):
-        check_pipeline(with_choices(planned((1, 1), Schedule.STASH), recompute=(9,)), 2)
+        check_pipeline(with_choices(unverified_plan((1, 1), Schedule.STASH), recompute=(9,)), 2)
     with pytest.raises(JobError, match="parallel.vertical_sync: found schedule flush"):
-        check_pipeline(with_choices(planned((1, 1), Schedule.FLUSH), vertical_sync=True), 2)
+        check_pipeline(with_choices(unverified_plan((1, 1), Schedule.FLUSH), vertical_sync=True), 2)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def test_depths_that_leave_workers_waiting_for_each_other_are_refused_before_the
     schedule: Schedule, replicas: tuple[int, ...], depths: dict[int, int]
 ) -> None:
     with pytest.raises(JobError, match=r"parallel\.depths: .*wait"):
-        check_pipeline(with_choices(planned(replicas, schedule), depths=depths), sum(replicas))
+        check_pipeline(with_choices(unverified_plan(replicas, schedule), depths=depths), sum(replicas))
 
 
 def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
@@ -211,7 +215,7 @@ def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
 
 @pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
 def test_a_stop_is_obeyed_however_short_the_intervals_are(tmp_path: Path, schedule: Schedule) -> None:
-    settings = planned((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
+    settings = unverified_plan((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
     stop = tmp_path / "stop"
     stop.touch()
     result = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0][0]
@@ -220,7 +224,7 @@ def test_a_stop_is_obeyed_however_short_the_intervals_are(tmp_path: Path, schedu
 
 def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_path: Path) -> None:
     """Resuming a finished run evaluates and ends: no gradient ever comes back."""
-    settings = planned((1, 1), Schedule.FLUSH)
+    settings = unverified_plan((1, 1), Schedule.FLUSH)
     first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0][0]
     again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0][0]
     assert again.test == pytest.approx(first.test)
@@ -234,11 +238,11 @@ def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_
     tmp_path: Path,
 ) -> None:
     """Only the first host has the checkpoint; the others receive its state."""
-    first = planned((1, 1), Schedule.FLUSH, steps=9)
+    first = unverified_plan((1, 1), Schedule.FLUSH, steps=9)
     run_ranks(2, train_in_own_folder, first, tmp_path, False)
     result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
     assert (result.reason, result.step) == ("finished", 20)
-    _, expected = train_here(digits_job(steps=20), tmp_path / "plain")
+    _, expected = train_here(unverified_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "host0"), expected) < 1e-10
 
 
@@ -263,7 +267,7 @@ def test_the_last_batch_of_an_epoch_leaves_no_microbatch_of_one_sample_to_batch_
     """1,437 samples in batches of 62 leave 11, and 31 microbatches of two samples each are asked for."""
     model = ModelSettings("support.traced_models:NormedRows")
     data = DataSettings("digits", 62)
-    settings = planned((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
+    settings = unverified_plan((1,), Schedule.FLUSH, 31, model=model, data=data, steps=None, epochs=1)
     result = run_ranks(1, train_rank, settings, tmp_path)[0][0]
     assert (result.reason, result.step) == ("finished", 24)
 
@@ -280,10 +284,10 @@ def test_fp16_in_stages_leaves_out_the_updates_that_one_process_does(tmp_path: P
     model = ModelSettings("plait.workloads.mlp:mlp", {"inputs": 64, "hidden": [32, 32]})
     half = {"precision": "fp16", "model": model, "loss": "support.training:large_loss", "steps": 12}
     # In a process like theirs: what fp16 rounds to may depend on what a process has done before.
-    plain, _ = run_ranks(1, train_rank, digits_job(**half, accumulate=4), tmp_path / "plain")[0]
+    plain, _ = run_ranks(1, train_rank, unverified_job(**half, accumulate=4), tmp_path / "plain")[0]
     jobs = {
-        "flush": planned((1, 1), Schedule.FLUSH, **half),
-        "gpipe": planned((1, 1), Schedule.GPIPE, **half, clip_norm=1e3),
+        "flush": unverified_plan((1, 1), Schedule.FLUSH, **half),
+        "gpipe": unverified_plan((1, 1), Schedule.GPIPE, **half, clip_norm=1e3),
     }
     # Four runs in one world.
     results = run_ranks(2, train_both, jobs, tmp_path, deadline_s=240)[0]
@@ -321,7 +325,7 @@ def replay(settings: TrainSettings, stage: int, stop_at: int) -> list[list[tuple
 
 
 def test_replicas_agree_on_the_last_update_of_an_interval_that_ends_early() -> None:
-    settings = planned((1, 2), Schedule.STASH, microbatches=3)
+    settings = unverified_plan((1, 2), Schedule.STASH, microbatches=3)
     first, second = replay(settings, stage=1, stop_at=5)
     assert [(version, step) for version, step, _ in first] == [(v, s) for v, s, _ in second]
     assert [f for *_, f in first] == pytest.approx([0.5] * 7 + [1.0])
@@ -352,9 +356,9 @@ def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
 
 @pytest.mark.parametrize("topology", ["ring", "auto"])
 def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: Path, topology: str) -> None:
-    settings = replace(planned((3, 1), Schedule.FLUSH), topology=TopologySpec(topology))
+    settings = replace(unverified_plan((3, 1), Schedule.FLUSH), topology=TopologySpec(topology))
     run_ranks(4, train_rank, settings, tmp_path / "pipeline", hosts=["a", "a", "b", "b"])
-    _, weights = train_here(digits_job(steps=20), tmp_path / "plain")
+    _, weights = train_here(unverified_job(steps=20), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
 
 
@@ -366,7 +370,7 @@ def open_for_another_model(rank: int, settings: TrainSettings, folder: Path) -> 
 
 
 def test_a_plan_for_another_model_is_refused_by_name_before_the_run_begins(tmp_path: Path) -> None:
-    settings = planned((1, 1), Schedule.FLUSH)
+    settings = unverified_plan((1, 1), Schedule.FLUSH)
     assert settings.pipeline is not None
     first, *rest = settings.pipeline.plan.stages
     stages = (replace(first, layers=("elsewhere", *first.layers)), *rest)

@@ -36,8 +36,8 @@ from plait.training.engines.replica_layout import replica_layouts
 from support.averaging import job_store
 from support.elastic import ScriptedAgent
 from support.meeting import SECRET
-from support.plans import planned
-from support.training import digits_job, largest_difference, train_here, train_rank
+from support.plans import unverified_plan
+from support.training import largest_difference, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
 PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
@@ -46,7 +46,7 @@ PLAIN = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
 def side_by_side(sync: str = "partial-reduce", options: dict[str, Any] | None = None, **changes: Any) -> Any:
     """Two stages of two workers each."""
     values = {"schedule": Schedule.FLUSH, "optimizer": PLAIN, **changes}
-    return replace(planned((2, 2), **values), sync=SyncSettings(sync, options or {}))
+    return replace(unverified_plan((2, 2), **values), sync=SyncSettings(sync, options or {}))
 
 
 def train(settings: TrainSettings, folder: Path) -> list[Any]:
@@ -66,11 +66,11 @@ def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tm
     everyone = {"minimum": 2, "patience": 1000.0, "every": 1}
     settings = side_by_side(options=everyone, evaluate=EvaluateSettings(every_steps=10))
     result = train(settings, tmp_path / "pipelines")[0]
-    plain, weights = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "plain")
+    plain, weights = train_here(unverified_job(steps=20, optimizer=PLAIN), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipelines"), weights) < 1e-10
     assert result.test == pytest.approx(plain.test, rel=1e-9)
     assert 0.0 < result.train_loss < 2.3
-    _, resumed = train_here(digits_job(steps=20, optimizer=PLAIN), tmp_path / "pipelines", resume=True)
+    _, resumed = train_here(unverified_job(steps=20, optimizer=PLAIN), tmp_path / "pipelines", resume=True)
     assert largest_difference(resumed, weights) < 1e-10
     started, _ = recorded(tmp_path / "pipelines", 0, run_events.RunStarted)
     assert started.parameters == sum(value.numel() for value in weights.values())
@@ -150,13 +150,13 @@ def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
         check_pipeline(side_by_side(options={"minimum": 3}), 4)
     with pytest.raises(JobError, match="clip_norm"):
         check_pipeline(side_by_side(clip_norm=1.0), 4)
-    uneven = replace(planned((2, 1), Schedule.FLUSH), sync=SyncSettings("ad-psgd"))
+    uneven = replace(unverified_plan((2, 1), Schedule.FLUSH), sync=SyncSettings("ad-psgd"))
     with pytest.raises(JobError, match=r"found stages with \[2, 1\] workers"):
         check_pipeline(uneven, 3)
 
 
 def test_the_workers_of_a_plan_with_pipelines_are_its_replicas():
-    settings = planned((4, 4), Schedule.FLUSH, microbatches=8)
+    settings = unverified_plan((4, 4), Schedule.FLUSH, microbatches=8)
     assert settings.pipeline is not None
     plan = replace(settings.pipeline.plan, pipelines=2)
     dealt = replace(settings, pipeline=replace(settings.pipeline, plan=plan))

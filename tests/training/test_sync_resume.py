@@ -82,7 +82,9 @@ def differences(workers: int, jobs: dict[str, TrainSettings], folder: Path) -> l
         return run_ranks(workers, cut_and_resume, ports, jobs, folder)
 
 
-@pytest.mark.parametrize(("workers", "optimizer"), [(2, MOMENTUM), (3, ADAM)])
+@pytest.mark.parametrize(
+    ("workers", "optimizer"), [pytest.param(2, MOMENTUM, marks=pytest.mark.extended), (3, ADAM)]
+)
 def test_a_run_cut_at_a_checkpoint_ends_with_the_bits_of_one_that_was_not(
     workers: int, optimizer: OptimizerSettings, tmp_path: Path
 ):
