@@ -146,6 +146,7 @@ def sweeps() -> dict[str, SweepSettings]:
         "tied": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.sweeping:Tied")),
         "twice named": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.training:TwiceNamed")),
         "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
+        "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
         "recompute": in_stages("optimizer.lr=0.01,0.1", "data.batch_size=2,64", model=NORM, recompute=(0, 1)),
         "not fused": in_stages("clip_norm=null,0.3", optimizer=ADAMAX),
         "fp16": in_stages("optimizer.lr=0.01,0.02", **HALF),
