@@ -269,6 +269,16 @@ def test_a_pipeline_that_was_stopped_goes_on_where_it_was(tmp_path: Path):
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-10)
 
 
+@pytest.mark.extended
+def test_replicas_that_were_stopped_go_on_with_the_same_dropout(
+    trio: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    settings = sweeps_of_three()["dropout"]
+    stopped, _, found = run_ranks(3, stop_and_go_on, settings, tmp_path, deadline_s=120)[0]
+    assert stopped["reason"] == "stopped"
+    assert same_table(trio[1]["dropout"], found, tolerance=1e-10)
+
+
 def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
     settings = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2)
     found = run_ranks(4, sweep_rank, settings, tmp_path / "four")[0]
