@@ -18,7 +18,7 @@ import torch
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode, encode, finite
-from plait.core.errors import InputError
+from plait.core.errors import InputError, JobError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
@@ -155,7 +155,14 @@ class Coordinator:
         )
 
     def _steps_of(self, settings: TrainSettings) -> int:
-        return components.total_steps(settings, self._data_of(settings).samples, 0, Position())
+        samples = self._data_of(settings).samples
+        if samples is None and settings.steps is None:
+            raise JobError(
+                f"epochs: found {settings.epochs}, but {settings.data.kind} is a stream without __len__, and "
+                f"trials are compared after known numbers of steps; give steps instead, or the data set a "
+                f"__len__"
+            )
+        return components.total_steps(settings, samples, 0, Position())
 
     def _data_of(self, settings: TrainSettings) -> DataDescription:
         key = data_key(settings)

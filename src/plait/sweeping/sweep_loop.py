@@ -189,9 +189,17 @@ class SweepLoop(Loop):
         shared = find_stream(trial.settings, trial.position, [each.stream for each in self.trials])
         if shared is not None:
             return shared
-        pin, workers = self._device.type == "cuda", self._workers
-        train_set = self._sets.of(trial.settings)[0]
-        return open_stream(train_set, trial.settings, trial.position, workers.share, pin, workers.loads)
+        pin, workers, in_stages = self._device.type == "cuda", self._workers, self._builder.is_pipelined
+        return open_stream(
+            self._sets.for_pass(trial.settings),
+            trial.settings,
+            trial.position,
+            workers.share,
+            pin,
+            workers.loads,
+            in_stages,
+            workers.sums,
+        )
 
     def find_due(self) -> dict[int, Due]:
         """What is due, by slot; records losses, and ends trials that have diverged."""

@@ -13,7 +13,7 @@ from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
-from plait.sweeping.datasets import DataSets, check_data
+from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
@@ -30,7 +30,6 @@ def check_request(order: Mapping[str, Any]) -> None:
     settings = begin_process(SweepRequest, order).settings
     Search(settings)
     check_comparable(settings, choose_metric(settings))
-    check_data(settings.train.data)
     components.check(settings.train)
     for dimension in settings.over:
         check_key(dimension.key)
