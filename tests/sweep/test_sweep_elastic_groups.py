@@ -29,19 +29,22 @@ DUE = {
     "log_every_steps": 1,
     "verify": UNVERIFIED,
 }
-OVER = ("optimizer.lr=log:1e-3:0.3:3", "seed=0,1")
+# Enough that no group comes to the end of the sweep while another one forms.
+STEPS = 24
+# Larger rates make of the rounding of unlike widths more than 1e-10.
+OVER = ("optimizer.lr=log:1e-3:0.03:3", "seed=0,1")
 # Its result depends on which share of a batch each worker has.
 DROPOUT = ModelSettings("support.training:small_net", {"dropout": 0.4})
 
 
 def replicated(**search: object) -> SweepSettings:
-    job = digits_job(steps=12, model=DROPOUT, **DUE)
-    over = ("optimizer.lr=log:1e-3:0.3",) if search else OVER
+    job = digits_job(steps=STEPS, model=DROPOUT, **DUE)
+    over = ("optimizer.lr=log:1e-3:0.03",) if search else OVER
     return replace(sweep_of(*over, width=2, job=job, **search), replicas=2)
 
 
 def in_stages() -> SweepSettings:
-    return sweep_of(*OVER, width=2, job=planned((1, 1), Schedule.FLUSH, 3, steps=12, **DUE))
+    return sweep_of(*OVER, width=2, job=planned((1, 1), Schedule.FLUSH, 3, steps=STEPS, **DUE))
 
 
 SWEEPS: dict[str, Callable[[], SweepSettings]] = {
@@ -63,15 +66,10 @@ def check_as_with_fixed_workers(settings: SweepSettings, found: dict[str, Any], 
 @pytest.mark.parametrize("name", ["replicas", pytest.param("halving", marks=pytest.mark.extended), "stages"])
 def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, tmp_path: Path):
     settings, folder = SWEEPS[name](), tmp_path / "elastic"
-    # Worker 3 leaves the group of 2, which then waits until 4 comes; 0 leaves that of 1, and 5 comes.
-    script = [
-        Change(0, 5, (0, 1, 2)),
-        Change(0, 8, (0, 1, 2, 4)),
-        Change(4, 4, (1, 2, 4)),
-        Change(4, 8, (1, 2, 4, 5)),
-    ]
+    # Worker 3 leaves the group of 2, which then waits until 4 comes; 0 leaves that of 1, who waits.
+    script = [Change(0, 5, (0, 1, 2)), Change(0, 8, (0, 1, 2, 4)), Change(4, 4, (1, 2, 4))]
     result, ended = run_elastic_sweep(settings, folder, (0, 1, 2, 3), *script)
-    assert ended == [True] * 6
+    assert ended == [True] * 5
     check_as_with_fixed_workers(settings, result, folder)
     assert set(redone(folder).values()) == {0}
     assert [each.members for each in recorded(folder, WorkersChanged)] == [

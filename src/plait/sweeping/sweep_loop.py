@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from plait.core.codec import finite
+from plait.core.errors import PeerError
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
@@ -121,12 +122,17 @@ class SweepLoop(Loop):
                     raise
                 break
         # Outside the except clause: its traceback keeps the broken process group alive.
+        self._abandon(loss)
+        return "left"
+
+    def _abandon(self, loss: PeerError) -> None:
+        """Leave the group, which has lost a worker; its first worker returns the trials."""
         with contextlib.suppress(RuntimeError):
             self.engine.close()
         if self._workers.is_first:
+            # The group may not know of all trials that it was assigned.
             self._worker.ask({"ask": "abandon", "worker": self._worker.id})
         self._members.leave_group(loss)
-        return "left"
 
     def ended(self) -> str | None:
         change, stop, self._offers, self._step_s = self._workers.from_first(self._find_requests)
