@@ -161,7 +161,6 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, O
         assert resumed.metrics[values] == pytest.approx(metrics, rel=0.0, abs=allowed)
 
 
-# A group of a sweep keeps its workers: the loss of one is the loss of its trials (docs/combinations.md).
 @pytest.mark.parametrize("name", ["whole model", "pipeline", "decentralized"])
 def test_workers_that_come_and_go_change_nothing(name: str, tmp_path: Path) -> None:
     row = ROWS[name]()
@@ -172,11 +171,15 @@ def test_workers_that_come_and_go_change_nothing(name: str, tmp_path: Path) -> N
     assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
 
 
-def test_nor_do_they_change_a_trial_of_a_sweep(tmp_path: Path) -> None:
-    row = ROWS["fused"]()
+@pytest.mark.parametrize("name", ["fused", "fused, whole model", "fused, pipeline"])
+def test_nor_do_they_change_a_trial_of_a_sweep(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]()
     assert isinstance(row.asked, SweepSettings)
     sweep = replace(row.asked, width=1)
-    result, _ = run_elastic_sweep(sweep, tmp_path / "elastic", (0,), Change(0, 3, (0, 1)), Change(0, 6, (1,)))
+    # A second group joins, then the first leaves.
+    groups = [tuple(range(first, first + row.workers)) for first in (0, row.workers)]
+    script = [Change(0, 3, groups[0] + groups[1]), Change(0, 6, groups[1])]
+    result, _ = run_elastic_sweep(sweep, tmp_path / "elastic", groups[0], *script)
     found = outcome_of(result, tmp_path / "elastic")
     _, weights = train_here(row.alone(found.best), tmp_path / "alone")
     assert largest_difference(found.weights, weights) < 1e-10

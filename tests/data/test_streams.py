@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,18 @@ from plait.launch.run_dir import RunDir
 from plait.measure.job import profile_job
 from plait.planner.schedules.kinds import Schedule
 from plait.schema.settings import (
+    CheckpointSettings,
     DataSettings,
     EvaluateSettings,
     LrScheduleSettings,
     SyncSettings,
     TrainSettings,
 )
+from plait.sweeping.settings import SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from support.plans import cut_in_two
-from support.sweeping import sweep_here, sweep_of
+from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
 from support.training import (
     digits_job,
     largest_difference,
@@ -347,11 +350,51 @@ def test_what_needs_samples_by_index_or_a_known_length_is_refused(
         components.check(settings) if known_before_start else components.build(settings, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kind", ["Images", "once"])
-def test_a_sweep_refuses_a_stream(kind: str, tmp_path: Path) -> None:
-    sweep = sweep_of("optimizer.lr=0.1,0.2", job=job(kind, steps=3, epochs=None))
-    with pytest.raises(JobError, match="is a stream, and the trials of a sweep read samples by index"):
-        sweep_here(sweep, tmp_path)
+# Trials of unlike batch sizes and seeds each have a pass of their own.
+STREAMED = {
+    "with a state": (job("Stateful", steps=9, epochs=None), "optimizer.lr=0.1,0.2", "seed=0,1"),
+    "in epochs": (job("Sized", options={"noise": 0.5}), "optimizer.lr=0.1,0.2", "data.batch_size=16,20"),
+}
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_each_trial_of_a_sweep_reads_a_stream_as_it_does_alone(name: str, tmp_path: Path) -> None:
+    one, *over = STREAMED[name]
+    sweep = sweep_of(*over, job=replace(one, checkpoint=CheckpointSettings(every_steps=2)))
+    found = sweep_here(sweep, tmp_path / "sweep")
+    check_streamed(sweep, found, tmp_path)
+    # Interrupted after its first checkpoints, it goes on from there.
+    saved = tmp_path / "cut" / "trials" / "0000" / "checkpoints"
+    stopped = sweep_here(sweep, tmp_path / "cut", stop_file=saved)
+    assert stopped["reason"] == "stopped"
+    assert same_table(sweep_here(sweep, tmp_path / "cut", resume=True), found)
+
+
+def check_streamed(sweep: SweepSettings, found: dict[str, Any], folder: Path) -> None:
+    assert found["reason"] == "finished"
+    for trial in found["trials"]:
+        alone, _ = trial_alone(sweep, trial["values"], folder / str(trial["trial"]))
+        assert trial["metrics"] == pytest.approx(alone.test, abs=1e-9)
+
+
+def test_workers_that_train_an_array_share_a_stream(tmp_path: Path) -> None:
+    replicated = replace(sweep_of("optimizer.lr=0.1,0.2", job=job("Sized")), replicas=2)
+    cut = sweep_of("optimizer.lr=0.1,0.2", job=cut_in_two(job("Sized"), Schedule.FLUSH, microbatches=2))
+    found = run_ranks(2, sweeps_rank, {"replicas": replicated, "stages": cut}, tmp_path)[0]
+    check_streamed(replicated, found["replicas"], tmp_path / "alone")
+    whole = replace(cut, train=replace(cut.train, pipeline=None))
+    check_streamed(whole, found["stages"], tmp_path / "whole")
+
+
+def test_workers_of_an_array_that_read_unlike_streams_are_refused(tmp_path: Path) -> None:
+    sweep = replace(sweep_of("optimizer.lr=0.1,0.2", job=job("divided", steps=3, epochs=None)), replicas=2)
+    with pytest.raises(WorldError, match="worker 1 read other samples than worker 0"):
+        run_ranks(2, sweep_rank, sweep, tmp_path)
+
+
+def test_a_sweep_over_a_stream_without_length_is_in_steps(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="epochs: found 2, but .* is a stream without __len__, and trials are"):
+        sweep_here(sweep_of("optimizer.lr=0.1,0.2", job=job()), tmp_path)
 
 
 def test_a_pipeline_trains_on_a_stream_and_evaluates_on_one(tmp_path: Path) -> None:

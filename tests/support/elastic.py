@@ -24,7 +24,7 @@ from plait.launch.worker_process import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
 from plait.training import components, run_loop
 from plait.training.change.members import join_members
-from plait.training.choose_engine import engine_of_sync
+from plait.training.choose_engine import engine_of_sync, make_job_loop
 from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
@@ -124,7 +124,11 @@ def train_elastic(
     parts = components.build(settings, torch.device("cpu"))
     run = Run(worker, settings, parts, RunDir(folder))
     table = Announcements(worker.memberships, versions)
-    if settings.pipeline is not None:
+    if settings.sync.kind == "auto":
+        loop = make_job_loop(worker, settings, parts, RunDir(folder))
+        loop._sources, run = (table,), loop.run
+        result = loop.train(resume=False)
+    elif settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
         result = RunLoop(run, pipeline_engine(run), [table]).train(resume=False)
     else:
@@ -138,6 +142,7 @@ def train_elastic(
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.components.model.state_dict().items()},
+        "sync": run.settings.sync.kind,
         "said": [type(message).__name__ for message in agent.said],
     }
 

@@ -54,10 +54,14 @@ def workers_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ActsInTurn(Silent):
-    """Does one thing after the other, each once the members are those that it is for and all have trials."""
+    """Does one thing after the other, each once the members are those that it is for and all have trials.
 
-    def __init__(self, folder: Path, acts: Mapping[tuple[int, ...], Act]) -> None:
+    Of a group of `size` workers its first one has them.
+    """
+
+    def __init__(self, folder: Path, acts: Mapping[tuple[int, ...], Act], size: int = 1) -> None:
         self._folder = folder
+        self._size = size
         self._acts = dict(acts)
         self._workers: tuple[WorkerState, ...] = ()
         self.seen: list[tuple[int, ...]] = []
@@ -69,7 +73,8 @@ class ActsInTurn(Silent):
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         training = {array["worker"] for array in progress["arrays"]}
-        if training >= set(self.seen[-1]) and (act := self._acts.pop(self.seen[-1], None)) is not None:
+        are_busy = len(training & set(self.seen[-1])) >= len(self.seen[-1]) // self._size
+        if are_busy and (act := self._acts.pop(self.seen[-1], None)) is not None:
             act(self, self._workers)
 
     def printed(self, line: str) -> None:
@@ -126,9 +131,25 @@ def test_the_trials_behind_a_cut_link_go_on_on_another_host(tmp_path: Path, host
     assert hosts.processes() == []
 
 
-def test_an_elastic_sweep_refuses_groups_of_workers():
-    asked = make_job(job(Path("here"), workers=2, max_workers=4))
+def test_groups_of_workers_form_anew_when_one_is_killed_and_when_the_sweep_is_resized(tmp_path: Path):
+    acts: dict[tuple[int, ...], Act] = {
+        (0, 1, 2, 3): lambda display, workers: os.kill(workers[0].pid, signal.SIGKILL),
+        # The worker that is left of the first group forms another one with the one that has come.
+        (1, 2, 3, 4): lambda display, workers: display.resize(2),
+        # Each of these two was in another group.
+        (1, 2): lambda display, workers: display.open_gate(),
+    }
+    display = ActsInTurn(tmp_path, acts, size=2)
+    asked = job(tmp_path, workers=4, max_workers=4)
+    found = plait.sweep(asked, OVER, width=4, replicas=2, display=display)
+    assert display.seen == [(0, 1, 2, 3), (1, 2, 3), (1, 2, 3, 4), (1, 2)], display.lines
+    assert {array.worker for array in found.arrays} >= {0, 1, 2}
+    check_equal(found, asked, tmp_path)
+
+
+def test_an_elastic_sweep_begins_with_whole_groups_of_workers():
+    asked = make_job(job(Path("here"), workers=3, max_workers=4))
     with pytest.raises(
-        InputError, match="parallel.elastic: found true with --replicas 2; a worker that leaves"
+        InputError, match="--replicas: found 2, which does not divide the 3 workers; use -np 2"
     ):
         placement_of(asked, make_sweep(asked, OVER, replicas=2))

@@ -179,7 +179,6 @@ def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sy
         ({"sync": "partial-reduce", "sync_options": {"minimum": 9}}, "sync_options.minimum: found 9"),
         ({"sync": "auto", "sync_options": {"every": 3}}, "parallel.sync_options: found options"),
         ({"sync": "sma", "plan": "auto"}, "parallel.sync: found 'sma' with parallel.plan 'auto'"),
-        ({"sync": "auto", "elastic": True}, "parallel.elastic: found true with parallel.sync 'auto'"),
         ({"plan": "auto", "elastic": True}, "parallel.elastic: found true with parallel.plan 'auto' and"),
         ({"sync": "all-reduce", "slow": {7: 2.0}}, "parallel.slow: found 7: 2.0"),
         ({"sync": "all-reduce", "jitter": [2.0, 0.1]}, "parallel.jitter: found"),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from plait.core import events
-from plait.core.run_events import Pace, WorkersChanged
-from plait.schema.settings import EvaluateSettings, ModelSettings
+from plait.core.run_events import Pace, SyncChosen, WorkersChanged
+from plait.schema.settings import EvaluateSettings, ModelSettings, SlowSettings
 from plait.training import checkpoint
 from support.elastic import membership, run_elastic
 from support.syncs import settings_of
@@ -48,6 +48,19 @@ def test_workers_join_and_leave_and_every_sample_is_used_once(
     changes = recorded(tmp_path, WorkersChanged)
     assert [change.members for change in changes] == [members for _, members in versions[1:]]
     assert [change.left for change in changes] == [(), (0,), (1,), ()]
+
+
+@pytest.mark.parametrize(("first", "sync"), [((0, 1), "partial-reduce"), ((0,), "all-reduce")])
+def test_workers_that_join_a_run_take_over_the_sync_that_its_first_workers_chose(
+    first: tuple[int, ...], sync: str, tmp_path: Path
+):
+    # One worker that is far slower than the other makes it worth not to wait; one alone has no choice.
+    settings = settings_of("auto", {}, steps=30, slow=SlowSettings({1: 6.0}))
+    found = run_elastic(settings, tmp_path, [(0, first), (7, (0, 1, 2)), (20, (1, 2))])
+    assert [each["sync"] for each in found] == [sync] * 3
+    assert [each["result"] and each["result"].reason for each in found] == [None, "finished", "finished"]
+    assert largest_difference(found[1]["weights"], found[2]["weights"]) == 0.0
+    assert [event.sync for event in recorded(tmp_path, SyncChosen)] == [sync] * (len(first) - 1)
 
 
 @pytest.mark.parametrize(

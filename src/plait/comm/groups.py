@@ -33,17 +33,18 @@ PROOF_S = 5.0
 
 
 class WorldConnections:
-    """The TCP connections of a process group, to end waits for a lost member."""
+    """The TCP connections of a world's process groups, to end waits for a lost member."""
 
     def __init__(self, descriptors: Mapping[int, int]) -> None:
-        self._descriptors = dict(descriptors)
+        # By inode; those of groups that are made later are added.
+        self._descriptors = descriptors
 
     def cut(self) -> None:
         """Shut them down: all waits in the group, on both ends, fail at once.
 
         gloo itself would wait for a stopped or unreachable peer until the group's timeout.
         """
-        for identity, descriptor in self._descriptors.items():
+        for identity, descriptor in list(self._descriptors.items()):
             with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_ino == identity:
                     with socket.socket(fileno=os.dup(descriptor)) as copy:
@@ -67,9 +68,8 @@ def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
             timeout=timedelta(seconds=rendezvous.timeout_s),
         )
 
-    before = _connected(rendezvous)
     _make_proven(rendezvous, range(len(rendezvous.hosts)), _interruptible(make, rendezvous))
-    return WorldConnections({i: d for i, d in _connected(rendezvous).items() if i not in before})
+    return WorldConnections(rendezvous.connections)
 
 
 def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Callable[[int], None]:
@@ -134,7 +134,7 @@ def new_group(
 def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[int], Any]) -> Any:
     """The group that `make` returns, after all members are authenticated; all ranks agree on the outcome."""
     group_name = rendezvous.next_group(ranks)
-    failed = ""
+    failed, connected = "", _connected(rendezvous)
     raise_descriptor_limit()
     for attempt in range(ATTEMPTS):
         name = f"{group_name}/{attempt}"
@@ -150,6 +150,8 @@ def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[i
                     rendezvous.check()
             if _is_proven(rendezvous, name, ranks, group, fine):
                 close_ports(before)
+                new = {i: d for i, d in _connected(rendezvous).items() if i not in connected}
+                rendezvous.connections.update(new)
                 return group
         finally:
             stop_accepting(before)

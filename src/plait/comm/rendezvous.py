@@ -57,6 +57,8 @@ class Rendezvous:
         self._address = address
         self._calls = Counter[str]()
         self._groups = Counter[tuple[int, ...]]()
+        # The descriptors of the TCP connections of its process groups, by inode.
+        self.connections: dict[int, int] = {}
 
     def next_group(self, ranks: Sequence[int]) -> str:
         """A name for the next process group of these ranks, which all create in the same order."""

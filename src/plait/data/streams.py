@@ -57,12 +57,20 @@ def stream_batches(
         yield replace(rest, content=content)
 
 
-def check_same_stream(batch: Batch) -> None:
-    """Raise if workers read different streams; all of them call it together with the same batch."""
-    local = torch.tensor([batch.checksum, batch.total])
-    gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local)
-    refuse_unlike([one.tolist() for one in gathered])
+def compared(
+    batches: Iterator[Batch], group: dist.ProcessGroup | None = None, last: int | None = None
+) -> Iterator[Batch]:
+    """The batches, unless workers of `group` (default: of the world) read different streams.
+
+    They compare after 1, 2, 4, 8, ... batches, and after the last, number `last`; all read them in lockstep.
+    """
+    for number, batch in enumerate(batches, 1):
+        if number & (number - 1) == 0 or batch.last or number == last:
+            local = torch.tensor([batch.checksum, batch.total])
+            gathered = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, local, group=group)
+            refuse_unlike([one.tolist() for one in gathered])
+        yield batch
 
 
 def refuse_unlike(checksums: Sequence[Any]) -> None:

@@ -200,7 +200,9 @@ def _with_plan(job: Job, settings: SweepSettings) -> TrainSettings:
         check_schedule(parallel.schedule)
     placement = _placement_of_replica(job.placement, settings) if parallel.needs_planning else job.placement
     schedule = parallel.schedule or (Schedule.FLUSH if parallel.needs_planning else None)
-    made, plan = planned(settings.train, placement, replace(parallel, schedule=schedule))
+    # Groups of workers come and go; the plan of each stays as it is.
+    fixed = replace(placement, elastic=None)
+    made, plan = planned(settings.train, fixed, replace(parallel, schedule=schedule))
     if parallel.plan == "model-parallel":
         # It says where the stages are cut; microbatches may follow one another through them.
         assert schedule is not None
@@ -227,14 +229,8 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
 
     Workers that cannot train the sweep's arrays are refused.
     """
-    placement, in_stages = job.placement, settings.train.in_stages
-    if job.parallel.elastic and settings.workers_per_array > 1:
-        key = "a plan with stages" if in_stages else f"--replicas {settings.replicas}"
-        raise InputError(
-            f"parallel.elastic: found true with {key}; a worker that leaves would break its group, and in an "
-            f"elastic sweep each worker trains separate arrays: leave one of the two out"
-        )
-    if in_stages and job.parallel.workers is None and not job.cluster.hosts:
+    placement = job.placement
+    if settings.train.in_stages and job.parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
     check_worker_groups(settings, placement.workers)
     return placement

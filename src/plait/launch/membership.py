@@ -6,10 +6,12 @@ supervisor creates versions. It imports no torch.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.core.errors import LostPeer, PeerError
 
@@ -20,6 +22,9 @@ class Membership:
 
     `lost` holds the workers of earlier versions that died; workers that left on request are not included.
     `breaks` means that the members of the previous version cannot communicate: no one waits for a peer.
+
+    In a sweep, workers train in groups. A membership with a `group`, the number of one, has only the members
+    of that group: the loss of others does not concern them.
     """
 
     version: int
@@ -29,9 +34,14 @@ class Membership:
     by: str = "launch"
     why: str = ""
     breaks: bool = False
+    group: int | None = None
 
     def rank_of(self, worker: int) -> int:
         return self.members.index(worker)
+
+
+# What is called with the loss of a member; None once its object is gone.
+_LossCall = Callable[[], Callable[[PeerError], None] | None]
 
 
 class Memberships:
@@ -52,7 +62,7 @@ class Memberships:
         self._current: Membership | None = None
         self._is_dismissed = False
         self._changed = threading.Condition()
-        self._on_loss: list[Callable[[PeerError], None]] = []
+        self._on_loss: list[_LossCall] = []
 
     @property
     def has_entered(self) -> bool:
@@ -76,24 +86,36 @@ class Memberships:
             self._known[membership.version] = membership
             self._changed.notify_all()
             loss = None if broken_before else self._loss()
-            woken = list(self._on_loss) if loss is not None else []
-        for call in woken:
-            assert loss is not None
-            call(loss)
+            woken = [call for each in self._on_loss if (call := each()) is not None]
+        if loss is not None:
+            for call in woken:
+                call(loss)
 
     def enter(self, membership: Membership) -> None:
         """This worker is a member of that version from now on."""
         with self._changed:
-            self._current = membership
-            self._known[membership.version] = membership
             self._on_loss.clear()
-            for version in [v for v in self._known if v < membership.version]:
-                del self._known[version]
+            self._set_current(membership)
+
+    def stay(self, version: int) -> None:
+        """This worker is a member of that version from now on, together with the same workers."""
+        with self._changed:
+            self._set_current(replace(self.current, version=version))
+
+    def _set_current(self, membership: Membership) -> None:
+        self._current = membership
+        self._known.setdefault(membership.version, membership)
+        for version in [v for v in self._known if v < membership.version]:
+            del self._known[version]
 
     def on_loss(self, call: Callable[[PeerError], None]) -> None:
-        """Have `call` woken by the loss of a member; at once where it is known already."""
+        """Have `call` woken by the loss of a member; at once where it is known already.
+
+        A method is forgotten together with its object.
+        """
         with self._changed:
-            self._on_loss.append(call)
+            kept = [each for each in self._on_loss if each() is not None]
+            self._on_loss = [*kept, weakref.WeakMethod(call) if inspect.ismethod(call) else lambda: call]
             loss = self._loss()
         if loss is not None:
             call(loss)
@@ -157,7 +179,8 @@ class Memberships:
             return None
         latest = self._known[max(self._known)]
         lost = set(latest.lost) & set(self._current.members)
-        if not lost and latest.breaks and latest.version > self._current.version:
+        breaks = latest.breaks and latest.version > self._current.version and self._current.group is None
+        if not lost and breaks:
             return PeerError(f"the workers cannot go on together: {latest.why}", LostPeer.GONE)
         if not lost:
             return None

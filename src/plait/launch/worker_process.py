@@ -206,7 +206,9 @@ class LaunchedWorker:
         if self.memberships.can_change:
             check = self.memberships.raise_loss
             self.memberships.on_loss(self._cut_world)
-            store = JobStore(self._client, f"plait/version/{membership.version}/", check)
+            group, version = membership.group, membership.version
+            prefix = f"plait/version/{version}/" if group is None else f"plait/members/{group}/"
+            store = JobStore(self._client, prefix, check)
             self._stores.append(store)
         self.rendezvous = Rendezvous(
             store, self._secret, self.rank, self.hosts, self._address, self.timeout_s, check
@@ -422,7 +424,7 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
     if known:  # otherwise the traceback has the notes
         summary = "\n".join([summary, *getattr(failure, "__notes__", ())])
     if lost is not None and not known:
-        summary = f"{_LOST_PEER_MESSAGES[lost]} ({str(failure).strip().splitlines()[0]})"
+        summary = _describe_loss(failure, lost)
     return Failure(
         rank=rank,
         host=host,
@@ -442,6 +444,13 @@ _LOST_PEER_MESSAGES = {
 }
 
 
+def _describe_loss(failure: BaseException, kind: LostPeer) -> str:
+    text = str(failure)
+    if isinstance(failure, PeerError):
+        return text
+    return f"{_LOST_PEER_MESSAGES[kind]} ({text.strip().splitlines()[0]})"
+
+
 def _is_disk_error(failure: BaseException) -> bool:
     return isinstance(failure, OSError) and failure.errno in DISK_ERRORS
 
@@ -452,7 +461,7 @@ def as_loss(failure: BaseException) -> PeerError | None:
     A traceback would keep the broken process group alive.
     """
     kind, peer = _lost_peer(failure)
-    return None if kind is None else PeerError(str(failure), kind, peer)
+    return None if kind is None else PeerError(_describe_loss(failure, kind), kind, peer)
 
 
 def _lost_peer(failure: BaseException) -> tuple[LostPeer | None, int | None]:

@@ -136,11 +136,6 @@ def _check_elastic(job: Job, workers: int) -> None:
         if extra := {each.name for each in fields(ElasticRules)} & _given(job):
             raise JobError(f"parallel.{min(extra)}: applies to elastic jobs only; add parallel.elastic: true")
         return
-    if parallel.sync == "auto":
-        raise JobError(
-            "parallel.elastic: found true with parallel.sync 'auto', which is measured with the workers that "
-            "the job starts with; name a sync"
-        )
     if parallel.plan != "data-parallel" and parallel.sync != "all-reduce":
         raise JobError(
             f"parallel.elastic: found true with parallel.plan {shown(parallel.plan)} and parallel.sync "

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch
 from plait.fusion.errors import FusionError
+from plait.launch.worker_process import as_loss
 from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
 from plait.sweeping.engines.audited_step import AuditedTrial, most_at_once
 from plait.sweeping.reasons import (
@@ -191,7 +192,8 @@ class ArrayEngine:
         except (NotFusedError, TrialsFailedError):
             raise
         except Exception as failure:
-            why = why_failed(failure) if len(self.trials) == 1 else None
+            is_loss = not self._builder.workers.is_alone and as_loss(failure) is not None
+            why = why_failed(failure) if len(self.trials) == 1 and not is_loss else None
             if why is None:
                 raise
             raise TrialsFailedError({self.trials[0].number: why}) from failure

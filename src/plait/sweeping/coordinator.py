@@ -18,7 +18,7 @@ import torch
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode, encode, finite
-from plait.core.errors import InputError
+from plait.core.errors import InputError, JobError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
@@ -30,6 +30,7 @@ from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
 from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.changes import workers_changed
+from plait.sweeping.elastic.groups import WorkerGroups
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
@@ -90,10 +91,10 @@ class Coordinator:
         self._data: dict[tuple[str, int | None], DataDescription] = {}
         # Audited steps, and the largest difference found in them.
         self._audited, self._largest = 0, 0.0
-        groups = max(1, len(membership.members) // settings.workers_per_array)
+        self._groups = WorkerGroups(settings.workers_per_array, membership)
         self.scheduler = TrialScheduler(
             settings,
-            groups,
+            max(1, len(self._groups.firsts)),
             choose_metric(settings),
             self._steps_of,
             self._keep,
@@ -111,6 +112,8 @@ class Coordinator:
         # The questions of workers, and the methods that answer them.
         self._answers: dict[str, Callable[..., Answer]] = {
             "data": self._on_data,
+            "group": self._on_group,
+            "abandon": self._on_abandon,
             "look": self._on_look,
             "take": self._on_take,
             "spare": self._on_spare,
@@ -152,7 +155,14 @@ class Coordinator:
         )
 
     def _steps_of(self, settings: TrainSettings) -> int:
-        return components.total_steps(settings, self._data_of(settings).samples, 0, Position())
+        samples = self._data_of(settings).samples
+        if samples is None and settings.steps is None:
+            raise JobError(
+                f"epochs: found {settings.epochs}, but {settings.data.kind} is a stream without __len__, and "
+                f"trials are compared after known numbers of steps; give steps instead, or the data set a "
+                f"__len__"
+            )
+        return components.total_steps(settings, samples, 0, Position())
 
     def _data_of(self, settings: TrainSettings) -> DataDescription:
         key = data_key(settings)
@@ -184,7 +194,7 @@ class Coordinator:
         arguments = dict(question)
         name = arguments.pop("ask")
         try:
-            if name != "data" and not self._has_begun:
+            if name not in ("data", "group") and not self._has_begun:
                 self._begin()
             answer = self._answers[name](**arguments)
         except UnknownDataError as unknown:
@@ -201,13 +211,41 @@ class Coordinator:
             for trial in self._assignments.lose(worker):
                 self.scheduler.give_back(trial)
         before, self._membership = self._membership, now
-        self.scheduler.workers = len(now.members)
-        self._assignments.keep_idle(now.members)
+        self._groups.follow(now)
+        self._count_groups()
         if not self._has_begun:
             return
         event = workers_changed(before, now, sum(self._progress.steps.values()))
         self._keep(event)
         self.arrays.end(event.lost)
+
+    def _count_groups(self) -> None:
+        firsts = self._groups.firsts
+        self.scheduler.workers = max(1, len(firsts))
+        self._assignments.keep_idle(firsts)
+
+    def _on_group(self, worker: int, arrives: bool, ends: bool, broken: int | None) -> Answer:
+        """The number of a worker's group and, once all of the group have arrived, its members.
+
+        `broken` is the number of a group whose workers cannot communicate. A worker that `ends`, or is not
+        needed any more, is told so unless others of its group may be waiting for it by now.
+        """
+        if broken is not None:
+            self._groups.dissolve(broken)
+            self._count_groups()
+        number, members = self._groups.number_of(worker), None
+        if arrives and (members := self._groups.arrive(worker)) is None:
+            ends = ends or (self._has_begun and self.scheduler.is_over)
+            if ends:
+                self._groups.withdraw(worker)
+        version = self._membership.version
+        return {"number": number, "version": version, "members": encode(members), "ends": ends}
+
+    def _on_abandon(self, worker: int) -> Answer:
+        """Return the trials of a worker whose group has lost another one."""
+        for trial in self._assignments.lose(worker):
+            self.scheduler.give_back(trial)
+        return self._on_array(worker, [], False, "")
 
     def _on_data(self, **description: Any) -> Answer:
         """Store a worker's description of a data set."""

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.core.codec import encode
-from plait.core.errors import JobError
-from plait.data.batches import random_states, same_states
-from plait.schema.settings import DataSettings, TrainSettings
+from plait.data.batches import DataSource, random_states, same_states
+from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.components import DataPair
 from plait.workloads.losses import MODEL_LOSS
@@ -25,7 +24,8 @@ class DataDescription:
 
     key: str
     seed: int | None
-    samples: int
+    # None: a stream without length.
+    samples: int | None
     has_test_split: bool
 
 
@@ -64,7 +64,15 @@ class DataSets:
 
     def describe(self, settings: TrainSettings) -> DataDescription:
         train, test = self.of(settings)
-        return DataDescription(data_key(settings), self.seed_of(settings), len(train), test is not None)
+        return DataDescription(data_key(settings), self.seed_of(settings), train.length, test is not None)
+
+    def for_pass(self, settings: TrainSettings) -> DataSource:
+        """The training split for one pass over it: a stream holds its position, so each pass has another."""
+        train_set, _ = self.of(settings)
+        if not train_set.is_stream:
+            return train_set
+        components.seed_factory(settings.seed)
+        return components.build_train_data(settings)
 
 
 def data_key(settings: TrainSettings) -> str:
@@ -81,19 +89,4 @@ def _build(settings: TrainSettings) -> tuple[DataPair, bool]:
     draws = not same_states(before, random_states())
     test_set = components.build_data(settings, "test")
     draws = draws or not same_states(before, random_states())
-    if any(source is not None and source.is_stream for source in (train_set, test_set)):
-        raise JobError(_refusal(settings.data.kind))
     return (train_set, test_set), draws
-
-
-def check_data(settings: DataSettings) -> None:
-    """Refuse a class of streams, before anything starts; others are found out when they are built."""
-    if components.makes_stream(settings):
-        raise JobError(_refusal(settings.kind))
-
-
-def _refusal(kind: str) -> str:
-    return (
-        f"data.kind: {kind} is a stream, and the trials of a sweep read samples by index, each from where it "
-        f"is; use a map-style data set (__len__ and __getitem__), or plait train for one run at a time"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from plait.core.codec import finite
+from plait.core.errors import PeerError
 from plait.core.files import write_atomic
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
@@ -31,6 +33,7 @@ from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import GroupClient
 from plait.training import checkpoint as checkpoints
 from plait.training.batch_streams import BatchStream, find_stream, open_stream
+from plait.training.change.members import loss_of
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.sanity import try_evaluation
 from plait.training.components import DataPair, TrialInit
@@ -39,7 +42,7 @@ from plait.training.engine import IntervalResult
 from plait.training.loop import Loop
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.trial import Due, EarlyStopping, Trial
-from plait.training.worker_group import ALONE, WorkerGroup
+from plait.training.worker_group import WorkerGroup
 from plait.workloads.metrics import find_modes
 
 # Seconds between two requests of a worker that has room for more trials.
@@ -52,7 +55,8 @@ log = logging.getLogger(__name__)
 class SweepLoop(Loop):
     """Trains trials on this worker's group; all workers of the group run it in lockstep.
 
-    Between two steps, trials that have ended leave the array and others join, as the coordinator decides.
+    It ends when the group does. Between two steps, trials that have ended leave the array and others join, as
+    the coordinator decides.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class SweepLoop(Loop):
         folder: RunDir,
         sets: DataSets,
         device: torch.device,
-        workers: WorkerGroup = ALONE,
+        members: SweepMembers,
+        workers: WorkerGroup,
         fresh: FreshProcesses | None = None,
     ) -> None:
         self._worker = worker
@@ -82,9 +87,10 @@ class SweepLoop(Loop):
         self._has_tried = False
         # The group whose width could not be chosen, because the trial that now trains alone failed.
         self._tried: str | None = None
-        self.members = SweepMembers(worker)
-        # When this worker last offered the others trials of its array.
+        self._members = members
+        # When this worker last offered the others trials of its array, and whether the group does now.
         self._offered = 0.0
+        self._offers = False
         self._step_s = 0.0
         # The trials that are assigned to this worker.
         self._held: set[int] = set()
@@ -94,27 +100,56 @@ class SweepLoop(Loop):
         return self.engine.trials
 
     def run(self) -> str:
-        """Train until the end: `finished`, or `stopped` or `left` with the state of every trial saved."""
+        """Train until the end: `finished`, or `stopped` or `left` with the state of every trial saved.
+
+        It is also `left` by the loss of a worker of the group: the trials go on from their last checkpoints.
+        """
         while True:
             try:
                 reason = self.take_steps()
                 if reason != "finished":
                     self._save_and_return_all()
+                if reason == "left":
+                    self._members.leave_group()
                 return reason
             except NotFusedError as failure:
                 self._separate(failure)
             except TrialsFailedError as failure:
                 self._fail(failure)
+            except RuntimeError as failure:
+                loss = None if self._workers.is_alone else loss_of(self._worker, failure)
+                if loss is None:
+                    raise
+                break
+        # Outside the except clause: its traceback keeps the broken process group alive.
+        self._abandon(loss)
+        return "left"
+
+    def _abandon(self, loss: PeerError) -> None:
+        """Leave the group, which has lost a worker; its first worker returns the trials."""
+        with contextlib.suppress(RuntimeError):
+            self.engine.close()
+        if self._workers.is_first:
+            # The group may not know of all trials that it was assigned.
+            self._worker.ask({"ask": "abandon", "worker": self._worker.id})
+        self._members.leave_group(loss)
 
     def ended(self) -> str | None:
-        if self.members.is_changed:
-            if self.members.is_leaving:
+        change, stop, self._offers, self._step_s = self._workers.from_first(self._find_requests)
+        if change is not None:
+            version, stays = change
+            if not stays:
                 return "left"
-            self.members.enter()
+            self._members.stay(version)
             self._builder.forget_widths(self.engine.group)
-        if self._is_stop_requested():
+        if stop:
             return "stopped"
         return "finished" if self._is_over else None
+
+    def _find_requests(self) -> tuple[tuple[int, bool] | None, bool, bool, float]:
+        """A change of members, a request to stop, whether to offer trials, and the seconds of a step."""
+        offers = self._members.can_change and time.monotonic() - self._offered >= OFFER_S
+        return self._members.find_change(), self._worker.stop_requested(), offers, self._step_s
 
     def _is_stop_requested(self) -> bool:
         return bool(self._workers.from_first(self._worker.stop_requested))
@@ -138,7 +173,7 @@ class SweepLoop(Loop):
         """1 while more trials may join; in an elastic sweep, steps until trials are offered again."""
         if self.engine.free and self._may_get_more:
             return 1
-        return max(1, int(OFFER_S / max(self._step_s, 1e-6))) if self.members.can_change else None
+        return max(1, int(OFFER_S / max(self._step_s, 1e-6))) if self._members.can_change else None
 
     def advance(self, steps: int) -> None:
         started = time.perf_counter()
@@ -151,16 +186,26 @@ class SweepLoop(Loop):
         self._step_s = (time.perf_counter() - started) / max(1, self.engine.done)
 
     def observe(self, result: IntervalResult) -> None:
-        """Nothing to do: requests are read before each interval."""
+        """Raise the loss of a worker of the group; requests are read before each interval."""
+        if result.lost is not None:
+            raise result.lost
 
     def _stream_of(self, trial: Trial) -> BatchStream:
         """The batches of a trial; a stream of another trial at the same position is shared."""
         shared = find_stream(trial.settings, trial.position, [each.stream for each in self.trials])
         if shared is not None:
             return shared
-        pin, workers = self._device.type == "cuda", self._workers
-        train_set = self._sets.of(trial.settings)[0]
-        return open_stream(train_set, trial.settings, trial.position, workers.share, pin, workers.loads)
+        pin, workers, in_stages = self._device.type == "cuda", self._workers, self._builder.is_pipelined
+        return open_stream(
+            self._sets.for_pass(trial.settings),
+            trial.settings,
+            trial.position,
+            workers.share,
+            pin,
+            workers.loads,
+            in_stages,
+            workers.sums,
+        )
 
     def find_due(self) -> dict[int, Due]:
         """What is due, by slot; records losses, and ends trials that have diverged."""
@@ -339,9 +384,7 @@ class SweepLoop(Loop):
 
     def _offer_trials(self) -> None:
         """In an elastic sweep, return trials for idle workers."""
-        if not self.members.can_change or time.monotonic() - self._offered < OFFER_S:
-            return
-        if self._builder.has_python_state(self.engine.group):
+        if not self._offers or self._builder.has_python_state(self.engine.group):
             return
         self._offered = time.monotonic()
         staying = [slot for slot in range(len(self.trials)) if slot not in self._leaving]
@@ -405,7 +448,7 @@ class SweepLoop(Loop):
         for slot, each in due.items():
             trial = self.trials[slot]
             # In an elastic sweep, states are also saved after each evaluation, since a worker may be lost.
-            is_save_due = each.checkpoint or (self.members.can_change and each.evaluation)
+            is_save_due = each.checkpoint or (self._members.can_change and each.evaluation)
             if trial.stops_early:
                 self._end(slot, "early-stop", metrics[slot])
             elif trial.has_reached:
@@ -433,7 +476,7 @@ class SweepLoop(Loop):
             result = {"metrics": _finite(metrics[slot]), "train_loss": _finite_or_none(trial.latest_loss)}
             # A trial that waits for others continues from its checkpoint; an ended one is saved if it is the
             # best.
-            is_due = self._waits or self.members.can_change or each.checkpoint
+            is_due = self._waits or self._members.can_change or each.checkpoint
             is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
             if is_wanted and not self._save(slot):
                 self._end(slot, "diverged", {})
@@ -482,7 +525,7 @@ class SweepLoop(Loop):
             self._return_trial(trial.number)
         self._leaving = []
         self.engine.close()
-        if self.members.can_change:
+        if self._members.can_change:
             self._report_array()
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from plait.core.errors import InputError
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
@@ -15,16 +13,16 @@ from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
-from plait.sweeping.datasets import DataSets, check_data
+from plait.sweeping.datasets import DataSets
+from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
-from plait.sweeping.worker_group import check_worker_groups, make_worker_group
+from plait.sweeping.worker_group import check_worker_groups
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
-from plait.training.process import begin_process, join_workers, use_device
-from plait.training.worker_group import ALONE
+from plait.training.process import begin_process, use_device
 
 
 def check_request(order: Mapping[str, Any]) -> None:
@@ -32,7 +30,6 @@ def check_request(order: Mapping[str, Any]) -> None:
     settings = begin_process(SweepRequest, order).settings
     Search(settings)
     check_comparable(settings, choose_metric(settings))
-    check_data(settings.train.data)
     components.check(settings.train)
     for dimension in settings.over:
         check_key(dimension.key)
@@ -47,37 +44,29 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     # Before a device is in use.
     fresh = FreshProcesses(import_fake_tensors) if _measures(settings, worker) else None
     device = use_device(settings.train.device, worker)
-    check_worker_groups(settings, worker.world_size)
-    group = ALONE
-    if settings.workers_per_array > 1 or settings.train.in_stages:
-        join_workers(worker, device)
-        group = make_worker_group(worker, settings, device)
+    if not worker.memberships.can_change:
+        check_worker_groups(settings, worker.world_size)
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, request.run)
     sets = DataSets(partial(look_at_data, worker))
+    members = SweepMembers(worker, settings, device)
+    members.join()
     try:
-        _take_part_while_needed(SweepLoop(worker, settings, folder, sets, device, group, fresh))
+        while (group := members.find_group()) is not None:
+            loop = SweepLoop(worker, settings, folder, sets, device, members, group, fresh)
+            if loop.run() != "left":
+                members.leave_group()
+                return
     except FusionError as failure:
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
-    if not group.is_alone:
-        group.close()
-        dist.destroy_process_group()
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
     """Whether this worker measures widths: if none is given, or for its group."""
     if settings.train.in_stages or settings.width == 1:
         return False
-    leads = worker.rank % settings.workers_per_array == 0
+    leads = worker.memberships.can_change or worker.rank % settings.workers_per_array == 0
     return leads and (settings.width is None or settings.replicas > 1)
-
-
-def _take_part_while_needed(training: SweepLoop) -> None:
-    """Train until the end of the sweep or until this worker leaves it."""
-    training.members.join()
-    while training.run() == "left":
-        if training.members.leave():
-            return
 
 
 def check_shared(host: str, folder: RunDir, run: str | None) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import torch.distributed as dist
+
+from plait.data.batches import DataSource
 from plait.data.loader import Batch, load, without_samples
-from plait.data.sampler import Position, batches
+from plait.data.sampler import ENDLESS, Position, batches
+from plait.data.streams import StreamOrder, compared, stream_batches
 from plait.schema.settings import TrainSettings
 
 T = TypeVar("T")
@@ -34,25 +38,34 @@ def order_of(settings: TrainSettings) -> tuple[int, int]:
 
 
 def open_stream(
-    train_set: Any,
+    train_set: DataSource,
     settings: TrainSettings,
     position: Position,
     share: tuple[int, int] = (0, 1),
     pin: bool = False,
     loads: bool = True,
+    in_stages: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> BatchStream:
     """The batches from `position` on: the first of `share` of as many shares as the second says.
 
     Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
+    Its other stages know where epochs end from the length of the data: `in_stages` a stream must have it.
+    The workers of `group`, who call it together, compare what they read of a stream.
     """
-    data = settings.data
+    data, keep_last, is_stream = settings.data, settings.data.last_batch == "keep", train_set.is_stream
+    if is_stream and not in_stages:
+        samples = StreamOrder(position, data.batch_size, keep_last, None, settings.seed)
+        stream = stream_batches(train_set, samples, *share, data.loaders, pin)
+        stream = stream if group is None else compared(stream, group)
+        return BatchStream(stream, position, order_of(settings))
     order = batches(
         position,
-        len(train_set),
+        ENDLESS if train_set.length is None else len(train_set),
         data.batch_size,
         seed=settings.seed,
-        shuffle=data.shuffle,
-        keep_last=data.last_batch == "keep",
+        shuffle=data.shuffle and not is_stream,
+        keep_last=keep_last,
         own_order=train_set.own_order(settings.seed, data.batch_size),
     )
     rank, world_size = share

@@ -36,9 +36,14 @@ APART_STEPS = 25
 
 
 def make_job_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
-    """The loop of a job; where it leaves the sync open, all workers measure and choose one together."""
-    if settings.sync.kind != "auto" or settings.in_stages or worker.world_size == 1:
+    """The loop of a job; where it leaves the sync open, all workers measure and choose one together.
+
+    A worker that joins them later receives the choice with their progress; one worker has nothing to choose.
+    """
+    if settings.sync.kind != "auto" or settings.in_stages:
         return make_loop(worker, settings, components, folder)
+    if worker.world_size < 2:
+        return make_loop(worker, replace(settings, sync=SyncSettings()), components, folder)
     from plait.training.engines.auto_sync import choose_sync  # imports the profiler
 
     chosen = choose_sync(worker, settings, components)

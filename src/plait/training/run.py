@@ -14,7 +14,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.events import Event, EventLog
 from plait.data import loader
 from plait.data.sampler import ENDLESS, GlobalBatch, batches
-from plait.data.streams import StreamOrder, check_same_stream, has_state, stream_batches
+from plait.data.streams import StreamOrder, compared, has_state, stream_batches
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
@@ -165,12 +165,10 @@ class Run:
         )
         pin = components.device.type == "cuda"
         batches = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
-        begin = self.trial.step
+        if worker.world_size > 1:
+            last = None if settings.steps is None else settings.steps - self.trial.step
+            batches = compared(batches, last=last)
         for number, batch in enumerate(batches):
-            # After 1, 2, 4, 8, ... batches, and after the last.
-            is_last = batch.last or begin + number + 1 == settings.steps
-            if (number & (number + 1) == 0 or is_last) and worker.world_size > 1:
-                check_same_stream(batch)
             if number == 0 and has_state(source.dataset) and batch.after.stream is None:
                 self.metrics.warn(
                     "the stream's state_dict holds values that a checkpoint cannot keep (expected numbers, "

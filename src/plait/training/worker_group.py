@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from plait.comm.channels import Channels
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
-from plait.launch.worker_process import Worker
+from plait.core.errors import LostPeer, PeerError, PlaitError
+from plait.launch.worker_process import Worker, as_loss
 from plait.sync.allreduce.sums import Members, whole_world
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint
@@ -81,37 +83,55 @@ class WorkerGroup:
         """Call `find` on the first member and broadcast its result, which consists of plain values."""
         if self.is_alone:
             return find()
-        return broadcast_value(find() if self.is_first else None, self.first_rank, self._answers)
+        value = find() if self.is_first else None
+        with _peer_errors():
+            return broadcast_value(value, self.first_rank, self._answers)
 
     def any_of(self, value: str | None) -> str | None:
         """The first value that is not None among those of all members, on all of them."""
         if self.is_alone:
             return value
-        return next((each for each in all_gather_values(value, self._answers) if each is not None), None)
+        with _peer_errors():
+            values = all_gather_values(value, self._answers)
+        return next((each for each in values if each is not None), None)
 
     def checkpoint_of_first(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         """Call `find` on the first member and broadcast the checkpoint that it returns."""
         local = find() if self.is_first else None
         if self.is_alone or not self.from_first(lambda: local is not None):
             return local
-        return checkpoints.broadcast(local, self.first_rank, self._answers)
+        with _peer_errors():
+            return checkpoints.broadcast(local, self.first_rank, self._answers)
 
     def total(self, numbers: Tensor, device: torch.device) -> Tensor:
         """The sum of all members' numbers."""
         if self.is_alone:
             return numbers
         carried = numbers.to(device)
-        dist.all_reduce(carried, group=self.sums)
+        with _peer_errors():
+            dist.all_reduce(carried, group=self.sums)
         return carried.to(numbers.device)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The named tensors of all members on the first one; empty on others."""
-        return gather_named(tensors, self.first_rank, self._answers)
+        with _peer_errors():
+            return gather_named(tensors, self.first_rank, self._answers)
 
     def close(self) -> None:
         """Close the channels between its stages; all members call it at the end."""
         if self.links is not None:
             self.links.channels.close()
+
+
+@contextlib.contextmanager
+def _peer_errors() -> Iterator[None]:
+    """Turn the failure of a collective into PeerError: it is no failure of this worker or of a trial."""
+    try:
+        yield
+    except PlaitError:
+        raise
+    except RuntimeError as failure:
+        raise as_loss(failure) or PeerError(str(failure), LostPeer.GONE) from None
 
 
 ALONE = WorkerGroup()

@@ -166,6 +166,8 @@ class AllReduce:
         """End the thread and remove the hooks from the parameters; all call it after the last step."""
         for hook in self._hooks:
             hook.remove()
+        # They have the shapes of the parameters, which may change now.
+        self._ends, self._hooks = [], []
         if self._over is not None:
             self._over.close()
 

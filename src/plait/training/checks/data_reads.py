@@ -39,7 +39,7 @@ def look_at_data(worker: Worker, sources: DataPair, seed: int, name: str = "") -
     `sources` are the training and the test split. The first worker that comes says in the job's store what
     it sees of the data of that `name`; all others compare with that.
     """
-    is_first = worker.rank == 0
+    is_first = worker.id == 0
     if worker.world_size == 1 and not worker.memberships.can_change:
         seen = take_fingerprints(sources, seed, many=True)
     else:
