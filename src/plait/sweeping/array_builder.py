@@ -34,9 +34,13 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import GroupClient
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
-from plait.training.batch_streams import BatchStream
+from plait.training.batch_streams import BatchStream, sample_order
+from plait.training.checkpoint import EngineState
+from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
+from plait.training.engines.decentralized import DecentralizedEngine
+from plait.training.engines.member import WholeModel
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import StepAudit, WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
     from plait.training.engines.pipeline import PipelineEngine
 
 # What trains an array.
-ArrayTrainer = Union["WholeModelEngine", "PipelineEngine"]
+ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
 # Called after each step with the trials' losses.
 OnLosses = Callable[[Tensor], None]
 
@@ -85,6 +89,8 @@ class ArrayBuilder:
         # The numbers of verified trials; and the warnings given so far.
         self._verified: set[int] = set()
         self._warned: set[str] = set()
+        # How many engines were opened, to name what they keep in the job's store.
+        self._openings = 0
         # The verified layers of each stage, by group.
         self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
 
@@ -199,20 +205,50 @@ class ArrayBuilder:
             engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
         else:
             components = self._make_components(group, entries, numbers)
-            engine = WholeModelEngine(worker, trials, components, feed, on_step, audit=audit, group=workers)
+            if self._averages:
+                engine = self._decentralized(entries, trials, components)
+            else:
+                engine = WholeModelEngine(
+                    worker, trials, components, feed, on_step, audit=audit, group=workers
+                )
         engine.open()
         return engine
+
+    @property
+    def _averages(self) -> bool:
+        """Whether the workers of a group update separately and average weights."""
+        return not self.workers.is_alone and self._settings.train.sync.kind != "all-reduce"
+
+    def _decentralized(
+        self, entries: Sequence[TrialInit], trials: list[Trial], components: AnyComponents
+    ) -> DecentralizedEngine:
+        def next_name() -> str:
+            self._openings += 1
+            return f"array{self.workers.first_rank}.{self._openings}"
+
+        return DecentralizedEngine(
+            self._worker,
+            trials,
+            components,
+            lambda init: WholeModel(self._worker, init),
+            next_name,
+            lambda trial, source: sample_order(source, trial.settings, trial.position),
+            group=self.workers,
+            held=[EngineState({}, {}, sync=dict(entry.sync)) for entry in entries],
+        )
 
     def _make_components(
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> AnyComponents:
         workers = self.workers
         check_replicated(entries[0], workers)
+        if self._averages:
+            check_no_rows(entries[0].components, entries[0].settings)
         if self.width(group) == 1:
             return entries[0].components
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
-            return FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
+            return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]

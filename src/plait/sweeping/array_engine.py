@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
@@ -26,6 +27,7 @@ from plait.training.batch_streams import BatchStream, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
+from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
@@ -151,7 +153,7 @@ class ArrayEngine:
         """Take steps with every trial; if one fails, `done` is the number of completed steps."""
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
-                return self._trainer.train(steps)
+                result = self._trainer.train(steps)
         except (NotFusedError, TrialsFailedError) as failure:
             if not self._trainer.is_in_step and failure.__cause__ is not None:
                 # Failed while reading samples, which is not the failure of a trial.
@@ -159,16 +161,19 @@ class ArrayEngine:
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
             raise
+        if result.losses:
+            self._add_losses(torch.tensor(result.losses, dtype=torch.float64), result.steps)
+        return result
 
     @property
     def done(self) -> int:
         """Steps done in the current or last interval."""
         return self._trainer.done
 
-    def _add_losses(self, losses: Tensor) -> None:
+    def _add_losses(self, losses: Tensor, steps: int = 1) -> None:
         # Summed on the device, without synchronization.
         self._losses = losses if self._losses is None else self._losses + losses
-        self._losses_of += 1
+        self._losses_of += steps
 
     @property
     def _trainer(self) -> ArrayTrainer:
@@ -178,7 +183,7 @@ class ArrayEngine:
     @property
     def _fused(self) -> FusedComponents | None:
         """The fused trials, if this worker holds whole models; else None."""
-        if not isinstance(self._engine, WholeModelEngine):
+        if not isinstance(self._engine, (WholeModelEngine, DecentralizedEngine)):
             return None
         components = self._engine.components
         return components if isinstance(components, FusedComponents) else None

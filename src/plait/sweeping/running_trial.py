@@ -107,9 +107,8 @@ def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
     paths = trial_folder(folder, trial.number)
     write_atomic(paths.settings, json.dumps(encode(trial.settings), indent=1))
     progress = trial.saved(state)
-    save_state(
-        folder, trial.number, checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress)
-    )
+    saved = checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress, state.sync)
+    save_state(folder, trial.number, saved)
     return True
 
 

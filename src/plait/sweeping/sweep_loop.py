@@ -496,7 +496,7 @@ def make_entry(
     checkpoints.load_model_state(components.model, state.model)
     named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
     components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return TrialInit(settings, components, state.progress.get("age", 0))
+    return TrialInit(settings, components, state.progress.get("age", 0), state.sync)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from plait.data.loader import Batch, load, without_samples
-from plait.data.sampler import Position, batches
+from plait.data.sampler import GlobalBatch, Position, batches
 from plait.schema.settings import TrainSettings
 
 T = TypeVar("T")
@@ -45,8 +45,21 @@ def open_stream(
 
     Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
     """
+    order = sample_order(train_set, settings, position)
+    rank, world_size = share
+    read: Iterator[Batch] = map(without_samples, order)
+    if loads:
+        loaders = settings.data.loaders
+        read = load(
+            train_set, order, seed=settings.seed, rank=rank, world_size=world_size, loaders=loaders, pin=pin
+        )
+    return BatchStream(read, position, order_of(settings))
+
+
+def sample_order(train_set: Any, settings: TrainSettings, position: Position) -> Iterator[GlobalBatch]:
+    """The batches from `position` on, as sample numbers."""
     data = settings.data
-    order = batches(
+    return batches(
         position,
         len(train_set),
         data.batch_size,
@@ -55,14 +68,6 @@ def open_stream(
         keep_last=data.last_batch == "keep",
         own_order=train_set.own_order(settings.seed, data.batch_size),
     )
-    rank, world_size = share
-    read: Iterator[Batch] = map(without_samples, order)
-    if loads:
-        loaders = data.loaders
-        read = load(
-            train_set, order, seed=settings.seed, rank=rank, world_size=world_size, loaders=loaders, pin=pin
-        )
-    return BatchStream(read, position, order_of(settings))
 
 
 def find_stream(

@@ -36,6 +36,7 @@ class WorkerGroup:
         self.channels: Channels | None = None
         # The workers of a run, which may sum over a topology.
         self.members = members
+        self.ranks = tuple(ranks)
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.sums = sums
@@ -66,11 +67,13 @@ class WorkerGroup:
             return find()
         return broadcast_value(find() if self.is_first else None, self.first_rank, self._answers)
 
+    def of_all(self, value: Any) -> list[Any]:
+        """The plain values of all members, by place, on all of them."""
+        return [value] if self.is_alone else all_gather_values(value, self._answers)
+
     def any_of(self, value: str | None) -> str | None:
         """The first value that is not None among those of all members, on all of them."""
-        if self.is_alone:
-            return value
-        return next((each for each in all_gather_values(value, self._answers) if each is not None), None)
+        return next((each for each in self.of_all(value) if each is not None), None)
 
     def checkpoint_of_first(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         """Call `find` on the first member and broadcast the checkpoint that it returns."""

@@ -35,16 +35,16 @@ class LossScales:
         return losses * self.scales
 
     @torch.no_grad()
-    def step(self, optimizer: FusedOptimizer) -> Tensor:
+    def step(self, optimizer: FusedOptimizer, skip: Tensor | None = None) -> Tensor:
         """Unscale the gradients, step every trial whose gradients are finite, and update the scales.
 
-        Returns which trials were skipped.
+        `skip` marks trials that have none in this step. Returns which trials overflowed.
         """
         gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
         overflowed = unscale_gradients(gradients, 1.0 / self.scales, len(self.scales))
-        optimizer.step(skip=overflowed)
+        optimizer.step(skip=overflowed if skip is None else overflowed | skip)
         # In place, as a captured step would otherwise keep using the old tensors.
-        self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
+        self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + (1 if skip is None else ~skip)))
         grown = self.good_steps >= self.growth_interval
         factor = torch.where(overflowed, self.backoff, torch.where(grown, self.growth, 1.0))
         self.scales.mul_(factor)

@@ -49,7 +49,7 @@ class Averaging(Protocol):
 
     `after_update` is called after each update of this worker; `synchronize` gives all live workers the same
     state and returns their ranks. `state` is saved in checkpoints in addition to the workers' state: by name,
-    with one tensor per weight.
+    with one tensor per weight, which may be written into.
     """
 
     stats: SyncStats
@@ -57,7 +57,6 @@ class Averaging(Protocol):
     def after_update(self) -> None: ...
     def synchronize(self) -> tuple[int, ...]: ...
     def state(self) -> Mapping[str, Sequence[Tensor]]: ...
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -85,9 +84,6 @@ class AllOrNone:
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
 
 class FullAverage:
@@ -255,9 +251,6 @@ class PeerAveraging:
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
     def close(self) -> None:
         self._mailbox.close()

@@ -20,6 +20,8 @@ from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.calling import forward
 from plait.pipeline.named_state import has_extra_state
+from plait.schema.settings import TrainSettings
+from plait.training.components import Components
 from plait.training.run import Run
 from plait.verification import same_random_numbers
 from plait.verification.python_state import changed, state_of, unchanged_state
@@ -68,6 +70,15 @@ class FirstStep:
             description = describe_rows(self._model, inputs, names, self._buffers)
             if message := next(filter(None, all_gather_values(description)), ""):
                 raise JobError(f"model: {message}")
+
+
+def check_no_rows(components: Components, settings: TrainSettings) -> None:
+    """Refuse a model whose forward writes a buffer for single samples, of which a worker has only some."""
+    if names := list(own_buffers(components.model)):
+        (content,) = components.train_set.example_batches((_FEWEST + 1,), settings.seed)
+        inputs, _ = loader.to_device(content, components.device, components.dtype)
+        if words := describe_rows(components.model, inputs, names):
+            raise JobError(f"model: {words}")
 
 
 def check_kept(run: Run) -> None:
