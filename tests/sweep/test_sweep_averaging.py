@@ -5,23 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from plait.comm.collectives import broadcast_value
+from plait.core.errors import InputError, JobError
 from plait.schema.settings import (
     UNVERIFIED,
+    CheckpointSettings,
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
     SyncSettings,
     TrainSettings,
 )
+from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
+from plait.training.engine import IntervalResult
+from plait.training.engines.decentralized import DecentralizedEngine
+from plait.training.engines.member import WholeModel
 from support.averaging import job_store
-from support.sweeping import sweep_of, sweep_rank
+from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job, largest_difference, saved_weights, train_rank
 from support.world import run_ranks
 
@@ -49,6 +56,13 @@ EQUAL = {
     "local SGD": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL, optimizer=ADAM)),
     "DiLoCo": sweep_of(
         "optimizer.lr=0.01,0.03", job=averaged("local-sgd", {"every": 2, "outer": "nesterov"})
+    ),
+    # A trial keeps the outer momentum when others join and leave.
+    "trials that join": sweep_of(
+        "optimizer.lr=0.01,0.03",
+        "steps=5,15",
+        job=averaged("local-sgd", {"every": 2, "outer": "nesterov"}),
+        width=2,
     ),
     "SMA": sweep_of("optimizer.lr=0.01,0.1", job=averaged("sma", clip_norm=0.3, accumulate=2)),
     "pairs": sweep_of("optimizer.lr=0.01,0.1", job=averaged("pair-sync", {"state": True}, optimizer=ADAM)),
@@ -84,3 +98,94 @@ def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: st
         assert row["metrics"] == pytest.approx(test, abs=1e-10)
     best = saved_weights(tmp_path / "sweep")
     assert largest_difference(best, saved_weights(tmp_path / f"trial{result['best']['trial']}")) < 1e-10
+
+
+# Under these, who takes which share depends on the time.
+OWN_PACE = {
+    "partial reduce": ("partial-reduce", {}),
+    "partial reduce of gradients": ("partial-reduce", {"average": "gradients"}),
+    "AD-PSGD": ("ad-psgd", {}),
+    "pair averaging": ("pair-averaging", {}),
+    "HetPipe": ("hetpipe", {"staleness": 1, "wave": 2}),
+}
+
+
+def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[Any], list[int]]:
+    """A sweep, the weights of this worker's trials after each interval, and the samples that it took."""
+    intervals: list[Any] = []
+    samples = [0] * 8
+    train, update = DecentralizedEngine.train, WholeModel.update
+
+    def watched_train(engine: DecentralizedEngine, steps: int) -> IntervalResult:
+        result = train(engine, steps)
+        states = [engine.components.state(slot).model for slot in range(len(engine.trials))]
+        sums = [{name: tensor.double().sum().item() for name, tensor in state.items()} for state in states]
+        intervals.append((result.steps, sums))
+        return result
+
+    def watched_update(member: WholeModel, steps: Any, share: int, batches: Any, factors: Any) -> Any:
+        for trial, batch in zip(member._trials, batches):
+            samples[trial.number] += batch.count
+        return update(member, steps, share, batches, factors)
+
+    with (
+        mock.patch.object(DecentralizedEngine, "train", watched_train),
+        mock.patch.object(WholeModel, "update", watched_update),
+    ):
+        return sweep_rank(rank, settings, folder), intervals, samples
+
+
+@pytest.mark.parametrize("name", OWN_PACE)
+def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
+    name: str, tmp_path: Path
+) -> None:
+    job = averaged(*OWN_PACE[name], optimizer=ADAM)
+    # Four trials in two slots: they join and leave.
+    sweep = sweep_of("data.batch_size=30,40", "steps=10,30", width=2, job=job)
+    both = run_ranks(2, watched_sweep, replace(sweep, replicas=2), tmp_path)
+    (result, intervals, first), (_, others, second) = both
+    assert intervals == others
+    sizes = [trial["values"]["data.batch_size"] * trial["values"]["steps"] for trial in by_number(result)]
+    assert [one + other for one, other in zip(first, second)][:4] == sizes
+    assert [trial["state"] for trial in by_number(result)] == ["finished"] * 4
+    # A guess has a loss of 2.3.
+    assert all(trial["metrics"]["loss"] < 1.5 for trial in result["trials"])
+    assert all(0.0 < trial["train_loss"] < 1.5 for trial in result["trials"])
+
+
+def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(result["trials"], key=lambda trial: trial["trial"])
+
+
+def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(tmp_path: Path) -> None:
+    settings = replace(EQUAL["DiLoCo"], replicas=2)
+    job = replace(settings.train, checkpoint=CheckpointSettings(every_steps=EVERY))
+    settings = replace(settings, train=job)
+    whole, (stopped, saved, resumed) = run_ranks(2, whole_and_resumed, settings, tmp_path)[0]
+    assert (stopped["reason"], saved[0]) == ("stopped", "step-000000005")
+    assert same_table(whole, resumed, tolerance=1e-12)
+
+
+def whole_and_resumed(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, Any]:
+    whole = sweep_rank(rank, settings, folder / "whole")
+    return whole, stop_and_go_on(rank, settings, folder / "cut")
+
+
+def test_two_groups_average_apart_from_each_other(tmp_path: Path) -> None:
+    # The mean of two steps is the step by the mean gradient, for an optimizer without memory.
+    job = averaged("local-sgd", {"every": 1}, optimizer=OptimizerSettings("sgd", {"lr": 0.01}))
+    settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=job)
+    found = run_ranks(4, sweep_rank, replace(settings, replicas=2), tmp_path / "four")[0]
+    assert same_table(sweep_here(settings, tmp_path / "one"), found)
+
+
+def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
+    def swept(sync: str, options: dict[str, Any]) -> SweepSettings:
+        return replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged(sync, options)), replicas=2)
+
+    with pytest.raises(InputError, match=r"parallel.sync: found 'auto' with --replicas 2.*name a sync"):
+        check(swept("auto", {}))
+    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
+        check(swept("partial-reduce", {"minimum": 3}))
+    with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):
+        check(swept("hetpipe", {"servers": 2, "dedicated": True}))

@@ -16,8 +16,9 @@ from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
 from plait.training.trial import Trial
 
-# How many points a learning curve has at most, unless the job says otherwise.
-POINTS = 200
+# How many points a learning curve has at most, unless the job says otherwise; fewer where workers average
+# weights, since they synchronize at each point.
+POINTS, AVERAGED_POINTS = 200, 20
 
 
 def trial_folder(folder: RunDir, trial: int) -> RunDir:
@@ -48,7 +49,8 @@ class RunningTrial(Trial):
 
     @property
     def _loss_every(self) -> int:
-        return self.settings.log_every_steps or max(1, self.steps // POINTS)
+        points = POINTS if self.settings.sync.kind == "all-reduce" else AVERAGED_POINTS
+        return self.settings.log_every_steps or max(1, self.steps // points)
 
     @property
     def periods(self) -> tuple[int | None, ...]:

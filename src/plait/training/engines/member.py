@@ -1,4 +1,4 @@
-"""Members of decentralized training: what takes work at its own pace and averages with the others."""
+"""Members of decentralized training: each takes shares of batches when ready, and averages with others."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class MemberInit:
 
 
 class Member(Protocol):
-    """What takes work at its own pace and averages with the others: a worker, or a pipeline of workers.
+    """Takes shares of batches, updates alone and averages with others: a worker, or a pipeline of workers.
 
     It is linked with the other members when it is made. Members are numbered by their places; `workers` are
-    those that this worker averages with, itself among them, by place.
+    the workers that this one averages with, including itself, by place.
     """
 
     place: int
@@ -54,10 +54,10 @@ class Member(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker is the member's first, which takes work and asks for all of its workers."""
+        """Whether this worker is the member's first, which claims work for all of its workers."""
 
     def from_first(self, find: Callable[[], Any]) -> Any:
-        """What `find` returns on the member's first worker, on all of them; plain values."""
+        """Call `find` on the member's first worker and return its result, plain values, on all of them."""
 
     def update(
         self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
@@ -68,10 +68,10 @@ class Member(Protocol):
         """
 
     def weight_sums(self) -> list[float]:
-        """The sum of the elements of each weight, where the member can tell."""
+        """The sum of the elements of each weight; empty for a pipeline."""
 
     def synchronize(self) -> tuple[int, ...]:
-        """Come to the same state as all who live, whose places it returns."""
+        """Give all live members the same state; returns their places."""
 
     def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
         """The sums of loss and metric of trials over a share of the test split, on the first worker."""
@@ -80,7 +80,7 @@ class Member(Protocol):
         """The whole state of a trial, on the first worker; called by the member that writes checkpoints."""
 
     def held_state(self) -> list[EngineState]:
-        """What this worker needs besides its components to go on among other members, for each trial."""
+        """The state, for each trial, that this worker's next member needs besides the components."""
 
     def close(self) -> None:
         """End the links to the other members."""
