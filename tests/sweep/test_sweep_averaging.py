@@ -11,7 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from plait.comm.collectives import broadcast_value
+from plait.core import events, run_events
 from plait.core.errors import InputError, JobError
+from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
     CheckpointSettings,
@@ -20,7 +22,9 @@ from plait.schema.settings import (
     OptimizerSettings,
     SyncSettings,
     TrainSettings,
+    VerifySettings,
 )
+from plait.sweeping.running_trial import failure_file
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
@@ -71,6 +75,17 @@ EQUAL = {
         "data.batch_size=131,200", job=averaged("local-sgd", LOCAL, optimizer=ADAM, steps=18)
     ),
     "batch norms": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL, model=NORM)),
+    # Where a trial has no gradient of a layer, weight decay and momentum must leave it alone.
+    "unused layers": sweep_of(
+        "model_args.uses=0.0,0.2,0.9",
+        job=averaged(
+            "local-sgd",
+            LOCAL,
+            model=ModelSettings("support.odd_models:SometimesUsed"),
+            optimizer=OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+            verify=VerifySettings(),
+        ),
+    ),
     "one by one": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL), width=1),
     "unlike seeds": sweep_of("seed=0,1,2", job=averaged("local-sgd", LOCAL, optimizer=ADAM)),
 }
@@ -189,3 +204,31 @@ def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
         check(swept("partial-reduce", {"minimum": 3}))
     with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):
         check(swept("hetpipe", {"servers": 2, "dedicated": True}))
+
+
+def sweep_that_fails(rank: int, settings: SweepSettings, folder: Path) -> str:
+    """The error of a sweep in which the second worker fails at its first update."""
+    update = WholeModel.update
+
+    def failing(member: WholeModel, *given: Any) -> Any:
+        if rank == 1:
+            member.close()  # as its process does when it ends, which is later here
+            raise ValueError("an odd sample")
+        return update(member, *given)
+
+    with mock.patch.object(WholeModel, "update", failing), pytest.raises(Exception) as failure:
+        sweep_rank(rank, settings, folder)
+    return str(failure.value)
+
+
+def test_a_trial_that_fails_on_one_worker_is_recorded_though_the_others_are_at_other_steps(
+    tmp_path: Path,
+) -> None:
+    sweep = sweep_of("optimizer.lr=0.01,0.1", job=averaged("partial-reduce"), width=1)
+    lost, failed = run_ranks(2, sweep_that_fails, replace(sweep, replicas=2), tmp_path)
+    assert failed == "an odd sample"
+    assert "worker 1 is lost" in lost
+    found = [recorded.event for recorded in events.read(RunDir(tmp_path).events())]
+    ended = [event for event in found if isinstance(event, run_events.TrialEnded)]
+    assert ended[-1].state == "failed"
+    assert "an odd sample" in failure_file(RunDir(tmp_path), ended[-1].trial).read_text()

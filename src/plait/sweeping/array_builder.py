@@ -40,13 +40,12 @@ from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
 from plait.training.engines.decentralized import DecentralizedEngine
-from plait.training.engines.member import WholeModel
+from plait.training.engines.member import ShareAudit, WholeModel
 from plait.training.engines.train_step import AnyComponents
-from plait.training.engines.whole_model import StepAudit, WholeModelEngine
+from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
-from plait.verification.compare import Difference
 
 if TYPE_CHECKING:
     from plait.sweeping.engines.verified_stages import StagesOfTrials
@@ -186,7 +185,7 @@ class ArrayBuilder:
         trials: list[Trial],
         feed: Callable[[Trial], BatchStream],
         on_losses: OnLosses,
-        audit: StepAudit,
+        audit: ShareAudit,
     ) -> ArrayTrainer:
         """An engine for a verified array of these trials; NotFusedError if they must train one by one."""
         worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
@@ -205,8 +204,8 @@ class ArrayBuilder:
             engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
         else:
             components = self._make_components(group, entries, numbers)
-            if self._averages:
-                engine = self._decentralized(entries, trials, components)
+            if self.averages:
+                engine = self._decentralized(entries, trials, components, audit)
             else:
                 engine = WholeModelEngine(
                     worker, trials, components, feed, on_step, audit=audit, group=workers
@@ -215,12 +214,17 @@ class ArrayBuilder:
         return engine
 
     @property
-    def _averages(self) -> bool:
+    def averages(self) -> bool:
         """Whether the workers of a group update separately and average weights."""
         return not self.workers.is_alone and self._settings.train.sync.kind != "all-reduce"
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether they average gradients too, before the update."""
+        return self.averages and self._settings.train.sync.options.get("average") == "gradients"
+
     def _decentralized(
-        self, entries: Sequence[TrialInit], trials: list[Trial], components: AnyComponents
+        self, entries: Sequence[TrialInit], trials: list[Trial], components: AnyComponents, audit: ShareAudit
     ) -> DecentralizedEngine:
         def next_name() -> str:
             self._openings += 1
@@ -230,7 +234,7 @@ class ArrayBuilder:
             self._worker,
             trials,
             components,
-            lambda init: WholeModel(self._worker, init),
+            lambda init: WholeModel(self._worker, init, audit),
             next_name,
             lambda trial, source: sample_order(source, trial.settings, trial.position),
             group=self.workers,
@@ -242,7 +246,7 @@ class ArrayBuilder:
     ) -> AnyComponents:
         workers = self.workers
         check_replicated(entries[0], workers)
-        if self._averages:
+        if self.averages:
             check_no_rows(entries[0].components, entries[0].settings)
         if self.width(group) == 1:
             return entries[0].components
@@ -341,10 +345,10 @@ class ArrayBuilder:
         return verdict
 
     def record_audit(
-        self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[Difference]
+        self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[str]
     ) -> None:
         """Record an audited step of a fused trial; DifferenceError if a difference must stop the sweep."""
-        texts = [str(each) for each in differences[:3]]
+        texts = list(differences[:3])
         self._coordinator.ask(
             ask="audited",
             trial=trial,

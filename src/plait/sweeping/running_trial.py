@@ -16,8 +16,8 @@ from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
 from plait.training.trial import Trial
 
-# How many points a learning curve has at most, unless the job says otherwise; fewer where workers average
-# weights, since they synchronize at each point.
+# How many points a learning curve has at most; fewer where workers average weights, since they synchronize
+# at each point.
 POINTS, AVERAGED_POINTS = 200, 20
 
 
@@ -38,6 +38,8 @@ class RunningTrial(Trial):
     steps: int
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
+    # The points of its learning curve at most, unless the job says after how many steps there is one.
+    points: int = POINTS
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
@@ -49,8 +51,7 @@ class RunningTrial(Trial):
 
     @property
     def _loss_every(self) -> int:
-        points = POINTS if self.settings.sync.kind == "all-reduce" else AVERAGED_POINTS
-        return self.settings.log_every_steps or max(1, self.steps // points)
+        return self.settings.log_every_steps or max(1, self.steps // self.points)
 
     @property
     def periods(self) -> tuple[int | None, ...]:

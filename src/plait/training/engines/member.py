@@ -15,10 +15,10 @@ from plait.launch.worker import Worker
 from plait.pipeline.named_state import Tensors
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import Averaging
-from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_of
 from plait.training.engines.train_step import AnyComponents, TrainStep
+from plait.training.engines.whole_model import StepAudit
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
@@ -90,6 +90,13 @@ class Member(Protocol):
 MakeMember = Callable[[MemberInit], Member]
 
 
+class ShareAudit(StepAudit, Protocol):
+    """Repeats some of a worker's updates on its shares, without other workers, and compares."""
+
+    def averaging_before_update(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what a step has computed and not updated yet becomes the mean over a group."""
+
+
 class WholeModel:
     """A member that is one worker with the whole model of a trial, or of fused trials.
 
@@ -102,7 +109,7 @@ class WholeModel:
         self,
         worker: Worker,
         init: MemberInit,
-        audit: ReplicaAudit | None = None,
+        audit: ShareAudit | None = None,
         monitor: ShareMonitor | None = None,
     ) -> None:
         self._trials = init.trials
@@ -163,7 +170,8 @@ class WholeModel:
         self._samples = batches[0].count
         if any(batch.count for batch in batches):
             if self._audit is not None:
-                self._audit.begin_share(self._step, steps[0], share)
+                done = steps[0] - self._trials[0].step
+                self._audit.begin(self._step, done, share, batches, factors)
             losses, _ = self._step.step(batches, factors)
             if self._audit is not None:
                 self._audit.end(self._step, losses)
