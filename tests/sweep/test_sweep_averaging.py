@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from plait.comm.collectives import broadcast_value
 from plait.core import events, run_events
-from plait.core.errors import InputError, JobError
+from plait.core.errors import JobError
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
@@ -24,6 +24,7 @@ from plait.schema.settings import (
     TrainSettings,
     VerifySettings,
 )
+from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.running_trial import failure_file
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
@@ -31,6 +32,7 @@ from plait.sweeping.trial_settings import with_values
 from plait.training.engine import IntervalResult
 from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.member import WholeModel
+from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job, largest_difference, saved_weights, train_rank
@@ -186,6 +188,34 @@ def whole_and_resumed(rank: int, settings: SweepSettings, folder: Path) -> tuple
     return whole, stop_and_go_on(rank, settings, folder / "cut")
 
 
+def engine_by_speed(rank: int, settings: SweepSettings, folder: Path, step_s: list[float]) -> str:
+    """The engine of a sweep whose sync is measured, where a step of each worker takes `step_s`."""
+    engines: list[str] = []
+    open_engine = ArrayBuilder.make
+
+    def make(builder: ArrayBuilder, *given: Any) -> Any:
+        engine = open_engine(builder, *given)
+        engines.append(type(engine).__name__)
+        return engine
+
+    with (
+        mock.patch.object(TrainStep, "time_backward", return_value=step_s[rank]),
+        mock.patch.object(ArrayBuilder, "make", make),
+    ):
+        sweep_rank(rank, settings, folder)
+    return engines[0]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "engine"), [((0.1, 0.1), "WholeModelEngine"), ((0.1, 0.4), "DecentralizedEngine")]
+)
+def test_auto_measures_the_workers_of_the_sweep(
+    step_s: tuple[float, float], engine: str, tmp_path: Path
+) -> None:
+    sweep = replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged("auto", steps=2)), replicas=2)
+    assert run_ranks(2, engine_by_speed, sweep, tmp_path, step_s) == [engine] * 2
+
+
 def test_two_groups_average_apart_from_each_other(tmp_path: Path) -> None:
     # The mean of two steps is the step by the mean gradient, for an optimizer without memory.
     job = averaged("local-sgd", {"every": 1}, optimizer=OptimizerSettings("sgd", {"lr": 0.01}))
@@ -198,8 +228,6 @@ def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
     def swept(sync: str, options: dict[str, Any]) -> SweepSettings:
         return replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged(sync, options)), replicas=2)
 
-    with pytest.raises(InputError, match=r"parallel.sync: found 'auto' with --replicas 2.*name a sync"):
-        check(swept("auto", {}))
     with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
         check(swept("partial-reduce", {"minimum": 3}))
     with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from plait.core.errors import InputError
@@ -13,6 +16,7 @@ from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker import Worker
 from plait.measure.fresh_process import FreshProcesses
+from plait.schema.settings import SyncSettings
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets, check_data
@@ -23,8 +27,11 @@ from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import check_worker_groups, make_worker_group
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
+from plait.training.engines.auto_sync import choose_sync
 from plait.training.process import begin_process, join_workers, use_device
-from plait.training.worker_group import ALONE
+from plait.training.worker_group import ALONE, WorkerGroup
+
+log = logging.getLogger(__name__)
 
 
 def check_request(order: Mapping[str, Any]) -> None:
@@ -55,6 +62,8 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, request.run)
     sets = DataSets(partial(look_at_data, worker))
+    if settings.train.sync.kind == "auto" and group.channels is None and not group.is_alone:
+        settings = with_measured_sync(settings, sets, device, group)
     try:
         _take_part_while_needed(SweepLoop(worker, settings, folder, sets, device, group, fresh))
     except FusionError as failure:
@@ -64,6 +73,18 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     if not group.is_alone:
         group.close()
         dist.destroy_process_group()
+
+
+def with_measured_sync(
+    settings: SweepSettings, sets: DataSets, device: torch.device, group: WorkerGroup
+) -> SweepSettings:
+    """The settings with the sync for the workers of arrays, measured on all workers; all call it together."""
+    train = settings.train
+    built = components.build(train, device, sets.of(train))
+    chosen = choose_sync(train, built, group.share)
+    if group.first_rank == 0 and group.is_first:
+        log.info("sync %s: %s", chosen.sync, chosen.reason)
+    return replace(settings, train=replace(train, sync=SyncSettings(chosen.sync)))
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:

@@ -41,7 +41,7 @@ def make_job_loop(worker: Worker, settings: TrainSettings, components: Component
         return make_loop(worker, settings, components, folder)
     from plait.training.engines.auto_sync import choose_sync  # imports the profiler
 
-    chosen = choose_sync(worker, settings, components)
+    chosen = choose_sync(settings, components, (worker.rank, worker.world_size))
     loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
     loop.run.metrics.record(chosen)
     return loop

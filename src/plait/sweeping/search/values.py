@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.core.errors import InputError
-from plait.schema.settings import SearchSettings, SyncSettings
+from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
 from plait.sweeping.engines.stages import check_stages_of
 from plait.sweeping.search.halving import rungs
@@ -121,19 +121,10 @@ def _check_replicas(settings: SweepSettings) -> None:
             f"--replicas: found {settings.replicas}, but a batch has {smallest} samples, so some workers "
             f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
         )
-    if settings.replicas > 1:
-        _check_sync(settings.train.sync, settings.replicas)
-
-
-def _check_sync(sync: SyncSettings, replicas: int) -> None:
-    """Refuse a sync that the replicas of an array cannot have."""
-    if sync.kind == "auto":
-        raise InputError(
-            f"parallel.sync: found 'auto' with --replicas {replicas}; it is measured for the workers of one "
-            f"run: name a sync"
-        )
-    # The job was checked with all of its workers.
-    read_options(sync.kind, sync.options, replicas)
+    sync = settings.train.sync
+    if settings.replicas > 1 and sync.kind != "auto":
+        # The job was checked with all of its workers.
+        read_options(sync.kind, sync.options, settings.replicas)
 
 
 def _check_population(over: Sequence[Dimension], search: SearchSettings) -> None:
