@@ -79,6 +79,7 @@ ROWS: dict[str, Callable[[], Row]] = {
     "decentralized": lambda: Row(2, averaged()),
     "fused": lambda: Row(1, sweep_of(RATES, job=JOB)),
     "fused, whole model": lambda: Row(2, replace(sweep_of(RATES, job=JOB), replicas=2)),
+    "fused, decentralized": lambda: Row(2, replace(sweep_of(RATES, job=averaged()), replicas=2)),
     "fused, pipeline": lambda: Row(2, sweep_of(RATES, job=in_stages(1, 1))),
     "fused, pipeline with replicas": lambda: Row(3, sweep_of(RATES, job=in_stages(2, 1))),
     "fused, pipelines": lambda: Row(4, replace(sweep_of(RATES, job=in_stages(1, 1)), replicas=2)),

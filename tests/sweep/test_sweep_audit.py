@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,13 +18,16 @@ from plait.schema.settings import (
     UNVERIFIED,
     ModelSettings,
     OptimizerSettings,
+    SyncSettings,
     TrainSettings,
     VerifySettings,
 )
 from plait.sweeping.engines import audited_step
+from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
-from support.sweeping import sweep_here, sweep_of
+from support.sweeping import sweep_here, sweep_of, sweep_rank, sweeps_rank
 from support.training import digits_job
+from support.world import run_ranks
 
 JOBS = {
     "sgd": digits_job(steps=9),
@@ -133,3 +139,57 @@ def test_what_a_right_model_keeps_in_python_is_no_difference(model: str, tmp_pat
     assert result["reason"] == "finished"
     assert result["largest_difference"] < 1e-12
     assert any("keeps numbers in Python" in words for words in told) == (model != "Keeps")
+
+
+SUMMED = {
+    "sgd": JOBS["sgd"],
+    "adamw, accumulated and clipped": JOBS["adamw, accumulated and clipped"],
+    # Batch norms have the statistics of a share, and dropout draws other numbers on each worker.
+    "batch norm and dropout": JOBS["batch norm and dropout"],
+    "local SGD": digits_job(steps=9, sync=SyncSettings("local-sgd", {"every": 2})),
+    "partial reduce": digits_job(steps=9, sync=SyncSettings("partial-reduce")),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of sweeps by a group of two workers, and what they came to."""
+    folder = tmp_path_factory.mktemp("shared")
+    sweeps = {
+        name: replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
+        for name, job in SUMMED.items()
+    }
+    return folder, run_ranks(2, sweeps_rank, sweeps, folder)[0]
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_trials_that_two_workers_train_are_what_they_are_alone(
+    name: str, shared: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, results = shared
+    found = audited(folder / name)
+    # Workers that average go on by themselves: the second step of one may be the third of all.
+    if name != "partial reduce":
+        later = [(0, 2), (1, 8)] if SUMMED[name].steps == 9 else [(0, 2)]
+        assert [(event.trial, event.step) for event in found] == [(trial, 1) for trial in range(3)] + later
+    assert {event.trial for event in found} == {0, 1, 2}
+    assert all(event.differences == () for event in found)
+    is_exact = SUMMED[name].precision == "float64"
+    assert results[name]["largest_difference"] < (1e-12 if is_exact else 0.05)
+
+
+def sweep_with_a_mistake(rank: int, settings: SweepSettings, folder: Path) -> str:
+    """The words in which a sweep ends in which one worker's second trial is a little off."""
+    step = wrong_for_the_second if rank == 1 else _STEP
+    with mock.patch.object(FusedOptimizer, "step", step), pytest.raises(DifferenceError) as failure:
+        sweep_rank(rank, settings, folder)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("sync", ["all-reduce", "local-sgd", "partial-reduce"])
+def test_a_mistake_of_any_worker_ends_the_sweep_on_all_of_them(sync: str, tmp_path: Path) -> None:
+    job = digits_job(steps=5, verify=VerifySettings(start="off"), sync=SyncSettings(sync))
+    settings = replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
+    told = run_ranks(2, sweep_with_a_mistake, settings, tmp_path)
+    assert told[0] == told[1]
+    assert re.search("step [12] of trial 1 .*: the parameter or buffer .*: off", told[0])

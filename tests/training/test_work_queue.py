@@ -19,9 +19,9 @@ ORDERS = st.integers(2, 6).flatmap(
 )
 
 
-def batches(count: int, size: int = 6) -> list[GlobalBatch]:
+def batches(count: int, size: int = 6) -> list[tuple[GlobalBatch]]:
     return [
-        GlobalBatch(0, tuple(range(i * size, (i + 1) * size)), Position(0, (i + 1) * size))
+        (GlobalBatch(0, tuple(range(i * size, (i + 1) * size)), Position(0, (i + 1) * size)),)
         for i in range(count)
     ]
 

@@ -33,22 +33,25 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.worker_group import GroupClient
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
-from plait.training.batch_streams import BatchStream
+from plait.training.batch_streams import BatchStream, sample_order
+from plait.training.checkpoint import EngineState
+from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
+from plait.training.engines.decentralized import DecentralizedEngine
+from plait.training.engines.member import ShareAudit, WholeModel
 from plait.training.engines.train_step import AnyComponents
-from plait.training.engines.whole_model import StepAudit, WholeModelEngine
+from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
-from plait.verification.compare import Difference
 
 if TYPE_CHECKING:
     from plait.sweeping.engines.verified_stages import StagesOfTrials
     from plait.training.engines.pipeline import PipelineEngine
 
 # What trains an array.
-ArrayTrainer = Union["WholeModelEngine", "PipelineEngine"]
+ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
 # Called after each step with the trials' losses.
 OnLosses = Callable[[Tensor], None]
 
@@ -84,6 +87,8 @@ class ArrayBuilder:
         # The numbers of verified trials; and the warnings given so far.
         self._verified: set[int] = set()
         self._warned: set[str] = set()
+        # How many engines were opened, to name what they keep in the job's store.
+        self._openings = 0
         # The verified layers of each stage, by group.
         self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
 
@@ -179,7 +184,7 @@ class ArrayBuilder:
         trials: list[Trial],
         feed: Callable[[Trial], BatchStream],
         on_losses: OnLosses,
-        audit: StepAudit,
+        audit: ShareAudit,
     ) -> ArrayTrainer:
         """An engine for a verified array of these trials; NotFusedError if they must train one by one."""
         worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
@@ -203,20 +208,55 @@ class ArrayBuilder:
             engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
         else:
             components = self._make_components(group, entries, numbers)
-            engine = WholeModelEngine(worker, trials, components, feed, on_step, audit=audit, group=workers)
+            if self.averages:
+                engine = self._decentralized(entries, trials, components, audit)
+            else:
+                engine = WholeModelEngine(
+                    worker, trials, components, feed, on_step, audit=audit, group=workers
+                )
         engine.open()
         return engine
+
+    @property
+    def averages(self) -> bool:
+        """Whether the workers of a group update separately and average weights."""
+        return not self.workers.is_alone and self._settings.train.sync.kind != "all-reduce"
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether they average gradients too, before the update."""
+        return self.averages and self._settings.train.sync.options.get("average") == "gradients"
+
+    def _decentralized(
+        self, entries: Sequence[TrialInit], trials: list[Trial], components: AnyComponents, audit: ShareAudit
+    ) -> DecentralizedEngine:
+        def next_name() -> str:
+            self._openings += 1
+            return f"array{self.workers.first_rank}.{self._openings}"
+
+        return DecentralizedEngine(
+            self._worker,
+            trials,
+            components,
+            lambda init: WholeModel(self._worker, init, audit),
+            next_name,
+            lambda trial, source: sample_order(source, trial.settings, trial.position),
+            group=self.workers,
+            held=[EngineState({}, {}, sync=dict(entry.sync)) for entry in entries],
+        )
 
     def _make_components(
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> AnyComponents:
         workers = self.workers
         check_replicated(entries[0], not workers.is_alone)
+        if self.averages:
+            check_no_rows(entries[0].components, entries[0].settings)
         if self.width(group) == 1:
             return entries[0].components
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
-            return FusedComponents(entries, workers.place, verdict, is_summed=not workers.is_alone)
+            return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]
@@ -302,10 +342,10 @@ class ArrayBuilder:
         return verdict
 
     def record_audit(
-        self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[Difference]
+        self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[str]
     ) -> None:
         """Record an audited step of a fused trial; DifferenceError if a difference must stop the sweep."""
-        texts = [str(each) for each in differences[:3]]
+        texts = list(differences[:3])
         self._coordinator.ask(
             ask="audited",
             trial=trial,

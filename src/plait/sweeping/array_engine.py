@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
@@ -27,10 +30,12 @@ from plait.training.batch_streams import BatchStream, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
+from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.training.trial import Trial
+from plait.training.worker_group import ALONE
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,11 @@ class Admission:
 
 
 class TrialAudits:
-    """Audits steps of fused trials: the first step of each in an array, and then one trial in turn."""
+    """Audits steps of fused trials: the first step of each in an array, and then one trial in turn.
+
+    Workers that sum gradients audit together; each of those that average weights audits its own updates, and
+    they exchange at the end of an interval what they found.
+    """
 
     def __init__(self, builder: ArrayBuilder) -> None:
         self._builder = builder
@@ -72,12 +81,16 @@ class TrialAudits:
         self._last: dict[int, int] = {}
         self._audited: dict[int, AuditedTrial] = {}
         self._done = 0
+        # What this worker found and has not reported: trial, step, seconds, largest difference, differences.
+        self._found: list[Sequence[Any]] = []
 
     def forget(self, number: int) -> None:
         """The trial is new in an array."""
         self._last.pop(number, None)
 
-    def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
+    def begin(
+        self, step: TrainStep, done: int, share: int, batches: Sequence[Batch], factors: Sequence[float]
+    ) -> None:
         """Copy the trials whose next step is audited."""
         self._audited, self._done = {}, done
         array, known = self.array, self._last
@@ -85,15 +98,24 @@ class TrialAudits:
         is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
         if array is None or not is_due:
             return
-        if not self._builder.workers.is_alone:
-            self._builder.warn_once("audit: the steps of trials that several workers train are not audited")
+        if self._builder.averages_gradients:
+            self._builder.warn_once("audit: the steps of trials under average: gradients are not audited")
             return
         if array.verdict.has_python_state:
             self._say_kept_in_python()
             return
         in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
         slots = newcomers[: most_at_once(array)] or in_turn[:1]
-        self._audited = {slot: AuditedTrial(array, slot, batches[slot], factors[slot]) for slot in slots}
+        group = ALONE if self._builder.averages else self._builder.workers
+        self._audited = {
+            slot: AuditedTrial(array, slot, batches[slot], factors[slot], group)
+            for slot in slots
+            if batches[slot].count or not self._builder.averages
+        }
+
+    def averaging_before_update(self) -> AbstractContextManager[None]:
+        """Nothing to do: these updates are not audited."""
+        return nullcontext()
 
     def end(self, step: TrainStep, losses: Tensor) -> bool:
         for slot, alone in self._audited.items():
@@ -103,10 +125,24 @@ class TrialAudits:
             if alone.uses_python_state:
                 self._say_kept_in_python()
             else:
+                texts = [str(each) for each in differences[:3]]
                 number = trial.step + self._done + 1
-                self._builder.record_audit(trial.number, number, alone.seconds, largest, differences)
+                self._found.append((trial.number, number, alone.seconds, largest, texts))
+        if self._audited and not self._builder.averages:
+            self.report()
         self._steps += 1
         return False
+
+    def report(self) -> None:
+        """Record what was found; all workers of the group call it together."""
+        found, self._found = self._found, []
+        by_step: dict[tuple[int, int], list[Any]] = {}
+        for trial, step, *rest in itertools.chain(*self._builder.workers.of_all(found)):
+            by_step.setdefault((trial, step), []).append(rest)
+        for (trial, step), each in sorted(by_step.items()):
+            seconds, largest, texts = zip(*each)
+            differences = list(dict.fromkeys(itertools.chain(*texts)))
+            self._builder.record_audit(trial, step, max(seconds), max(largest), differences)
 
     def _say_kept_in_python(self) -> None:
         self._builder.warn_once(
@@ -152,7 +188,7 @@ class ArrayEngine:
         """Take steps with every trial; if one fails, `done` is the number of completed steps."""
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
-                return self._trainer.train(steps)
+                result = self._trainer.train(steps)
         except (NotFusedError, TrialsFailedError) as failure:
             if not self._trainer.is_in_step and failure.__cause__ is not None:
                 # Failed while reading samples, which is not the failure of a trial.
@@ -160,16 +196,21 @@ class ArrayEngine:
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
             raise
+        if self._builder.averages:
+            self._audits.report()
+        if result.losses:
+            self._add_losses(torch.tensor(result.losses, dtype=torch.float64), result.steps)
+        return result
 
     @property
     def done(self) -> int:
         """Steps done in the current or last interval."""
         return self._trainer.done
 
-    def _add_losses(self, losses: Tensor) -> None:
+    def _add_losses(self, losses: Tensor, steps: int = 1) -> None:
         # Summed on the device, without synchronization.
         self._losses = losses if self._losses is None else self._losses + losses
-        self._losses_of += 1
+        self._losses_of += steps
 
     @property
     def _trainer(self) -> ArrayTrainer:
@@ -179,7 +220,7 @@ class ArrayEngine:
     @property
     def _fused(self) -> FusedComponents | None:
         """The fused trials, if this worker holds whole models; else None."""
-        if not isinstance(self._engine, WholeModelEngine):
+        if not isinstance(self._engine, (WholeModelEngine, DecentralizedEngine)):
             return None
         components = self._engine.components
         return components if isinstance(components, FusedComponents) else None

@@ -16,8 +16,9 @@ from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
 from plait.training.trial import Trial
 
-# How many points a learning curve has at most, unless the job says otherwise.
-POINTS = 200
+# How many points a learning curve has at most; fewer where workers average weights, since they synchronize
+# at each point.
+POINTS, AVERAGED_POINTS = 200, 20
 
 
 def trial_folder(folder: RunDir, trial: int) -> RunDir:
@@ -37,6 +38,8 @@ class RunningTrial(Trial):
     steps: int
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
+    # The points of its learning curve at most, unless the job says after how many steps there is one.
+    points: int = POINTS
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
@@ -48,7 +51,7 @@ class RunningTrial(Trial):
 
     @property
     def _loss_every(self) -> int:
-        return self.settings.log_every_steps or max(1, self.steps // POINTS)
+        return self.settings.log_every_steps or max(1, self.steps // self.points)
 
     @property
     def periods(self) -> tuple[int | None, ...]:
@@ -107,9 +110,8 @@ def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
     paths = trial_folder(folder, trial.number)
     write_atomic(paths.settings, json.dumps(encode(trial.settings), indent=1))
     progress = trial.saved(state)
-    save_state(
-        folder, trial.number, checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress)
-    )
+    saved = checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress, state.sync)
+    save_state(folder, trial.number, saved)
     return True
 
 

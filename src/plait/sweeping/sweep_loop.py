@@ -27,7 +27,14 @@ from plait.sweeping.array_engine import ArrayEngine, JoiningTrial, TrialsChange
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
-from plait.sweeping.running_trial import RunningTrial, failure_file, newest, save_trial
+from plait.sweeping.running_trial import (
+    AVERAGED_POINTS,
+    POINTS,
+    RunningTrial,
+    failure_file,
+    newest,
+    save_trial,
+)
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.sweeping.worker_group import GroupClient
@@ -326,6 +333,7 @@ class SweepLoop(Loop):
             position=position,
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
             weights=entry.components.weights,
+            points=AVERAGED_POINTS if self._builder.averages else POINTS,
         )
         if state is not None:
             trial.load(state.step, state.progress)
@@ -342,31 +350,39 @@ class SweepLoop(Loop):
     def _fail(self, failure: TrialsFailedError) -> None:
         """End trials that failed; the others of their array continue from their checkpoints."""
         for number, why in failure.reasons.items():
-            self._report_failed(number, why, failure.__cause__)
+            # Workers that average weights are at other steps, and do not report together with this one.
+            self._report_failed(number, why, failure.__cause__, apart=self._builder.averages)
         if not self._workers.is_alone:
             # The other workers of the group are in the middle of the same step: the sweep ends, and can be
             # resumed without the trial.
             raise failure.__cause__ or failure
         self._dissolve()
 
-    def _report_failed(self, number: int, why: str, failure: BaseException | None = None) -> None:
-        """Record that a trial failed, and save the traceback."""
-        if self._workers.is_first:
+    def _report_failed(
+        self, number: int, why: str, failure: BaseException | None = None, apart: bool = False
+    ) -> None:
+        """Record that a trial failed, and save the traceback; `apart`, this worker does so by itself."""
+        if self._workers.is_first or apart:
             log.warning("trial %d failed: %s", number, why)
-        if failure is not None and self._workers.is_first:
+        if failure is not None and (self._workers.is_first or apart):
             text = "".join(traceback.format_exception(failure))
             write_atomic(failure_file(self._folder, number), text)
-        step = next((each.step for each in self.trials if each.number == number), 0)
-        self._coordinator.ask(
-            ask="stop",
-            worker=self._worker.id,
-            trial=number,
-            step=step,
-            state="failed",
-            metrics={},
-            train_loss=None,
-            why=why,
-        )
+        question = {
+            "ask": "stop",
+            "worker": self._worker.id,
+            "trial": number,
+            "step": next((each.step for each in self.trials if each.number == number), 0),
+            "state": "failed",
+            "metrics": {},
+            "train_loss": None,
+            "why": why,
+        }
+        if apart:
+            # Trials are assigned to the first worker of the group.
+            first = self._worker.memberships.current.members[self._workers.first_rank]
+            self._worker.ask({**question, "worker": first})
+        else:
+            self._coordinator.ask(**question)
         self._held.discard(number)
 
     def _dissolve(self) -> None:
@@ -539,7 +555,7 @@ def make_entry(
     checkpoints.load_model_state(components.model, state.model)
     named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
     components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return TrialInit(settings, components, state.progress.get("age", 0))
+    return TrialInit(settings, components, state.progress.get("age", 0), state.sync)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

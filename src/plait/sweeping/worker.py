@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from plait.core.errors import InputError
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
+from plait.schema.settings import SyncSettings
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets
@@ -22,7 +27,11 @@ from plait.sweeping.trial_settings import check_key, with_values
 from plait.sweeping.worker_group import check_worker_groups
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
+from plait.training.engines.auto_sync import choose_sync
 from plait.training.process import begin_process, use_device
+from plait.training.worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
 
 
 def check_request(order: Mapping[str, Any]) -> None:
@@ -49,16 +58,33 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, request.run)
     sets = DataSets(partial(look_at_data, worker))
+    if worker.memberships.can_change and settings.train.sync.kind == "auto":
+        # Groups that form at different times would choose differently.
+        settings = replace(settings, train=replace(settings.train, sync=SyncSettings()))
     members = SweepMembers(worker, settings, device)
     members.join()
     try:
         while (group := members.find_group()) is not None:
+            if settings.train.sync.kind == "auto" and group.links is None and not group.is_alone:
+                settings = with_measured_sync(settings, sets, device, group)
             loop = SweepLoop(worker, settings, folder, sets, device, members, group, fresh)
             if loop.run() != "left":
                 members.leave_group()
                 return
     except FusionError as failure:
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
+
+
+def with_measured_sync(
+    settings: SweepSettings, sets: DataSets, device: torch.device, group: WorkerGroup
+) -> SweepSettings:
+    """The settings with the sync for the workers of arrays, measured on all workers; all call it together."""
+    train = settings.train
+    built = components.build(train, device, sets.of(train))
+    chosen = choose_sync(train, built, group.share)
+    if group.first_rank == 0 and group.is_first:
+        log.info("sync %s: %s", chosen.sync, chosen.reason)
+    return replace(settings, train=replace(train, sync=SyncSettings(chosen.sync)))
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from plait.data.batches import DataSource
 from plait.data.loader import Batch, load, without_samples
-from plait.data.sampler import ENDLESS, Position, batches
+from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
 from plait.data.streams import StreamOrder, compared, stream_batches
 from plait.schema.settings import TrainSettings
 
@@ -53,21 +53,13 @@ def open_stream(
     Its other stages know where epochs end from the length of the data: `in_stages` a stream must have it.
     The workers of `group`, who call it together, compare what they read of a stream.
     """
-    data, keep_last, is_stream = settings.data, settings.data.last_batch == "keep", train_set.is_stream
-    if is_stream and not in_stages:
-        samples = StreamOrder(position, data.batch_size, keep_last, None, settings.seed)
+    data = settings.data
+    if train_set.is_stream and not in_stages:
+        samples = StreamOrder(position, data.batch_size, data.last_batch == "keep", None, settings.seed)
         stream = stream_batches(train_set, samples, *share, data.loaders, pin)
         stream = stream if group is None else compared(stream, group)
         return BatchStream(stream, position, order_of(settings))
-    order = batches(
-        position,
-        ENDLESS if train_set.length is None else len(train_set),
-        data.batch_size,
-        seed=settings.seed,
-        shuffle=data.shuffle and not is_stream,
-        keep_last=keep_last,
-        own_order=train_set.own_order(settings.seed, data.batch_size),
-    )
+    order = sample_order(train_set, settings, position)
     rank, world_size = share
     read: Iterator[Batch] = map(without_samples, order)
     if loads:
@@ -76,6 +68,20 @@ def open_stream(
             train_set, order, seed=settings.seed, rank=rank, world_size=world_size, loaders=loaders, pin=pin
         )
     return BatchStream(read, position, order_of(settings))
+
+
+def sample_order(train_set: DataSource, settings: TrainSettings, position: Position) -> Iterator[GlobalBatch]:
+    """The batches from `position` on, as sample numbers."""
+    data = settings.data
+    return batches(
+        position,
+        ENDLESS if train_set.length is None else len(train_set),
+        data.batch_size,
+        seed=settings.seed,
+        shuffle=data.shuffle and not train_set.is_stream,
+        keep_last=data.last_batch == "keep",
+        own_order=train_set.own_order(settings.seed, data.batch_size),
+    )
 
 
 def find_stream(

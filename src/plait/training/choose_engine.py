@@ -18,11 +18,11 @@ from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.whole_model import ReplicaAudit
 from plait.training.batch_streams import BatchStream
-from plait.training.checkpoint import EngineState
 from plait.training.checks.pipeline import check_pipeline
 from plait.training.components import Components
 from plait.training.engine import Engine
-from plait.training.engines.decentralized import DecentralizedEngine, MakeMember, WholeModel
+from plait.training.engines.decentralized import DecentralizedEngine, Observers
+from plait.training.engines.member import MakeMember, MemberInit, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.own_pace import ShareMonitor
@@ -46,7 +46,7 @@ def make_job_loop(worker: Worker, settings: TrainSettings, components: Component
         return make_loop(worker, replace(settings, sync=SyncSettings()), components, folder)
     from plait.training.engines.auto_sync import choose_sync  # imports the profiler
 
-    chosen = choose_sync(worker, settings, components)
+    chosen = choose_sync(settings, components, (worker.rank, worker.world_size))
     loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
     loop.run.metrics.record(chosen)
     return loop
@@ -68,10 +68,10 @@ def engine_of_sync(run: Run) -> Engine:
     if run.settings.sync.kind == "all-reduce":
         return whole_model_engine(run)
 
-    def make_member(components: Components, name: str, held: EngineState) -> WholeModel:
+    def make_member(init: MemberInit) -> WholeModel:
+        components = run.components
         audit = ReplicaAudit(run.worker, run.trials, components, run.audits, together=False)
-        monitor = share_monitor(run, components)
-        return WholeModel(run.worker, run.trial, components, audit, monitor, name, held)
+        return WholeModel(run.worker, init, audit, share_monitor(run, components))
 
     return decentralized_engine(run, make_member)
 
@@ -79,8 +79,8 @@ def engine_of_sync(run: Run) -> Engine:
 def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngine:
     """The engine of a run whose members each train at the speed of their device."""
 
-    def on_step(step: int, epoch: int, loss: Tensor, samples: int) -> None:
-        run.metrics.step(step, epoch, loss, run.lr(step - 1), samples)
+    def on_step(step: int, epoch: int, losses: Tensor, samples: int) -> None:
+        run.metrics.step(step, epoch, losses[0], run.lr(step - 1), samples)
 
     def on_components(components: Components) -> None:
         run.components = components
@@ -91,11 +91,8 @@ def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngi
         run.components,
         make_member,
         run.name_of_opening,
-        run.order,
-        run.audits,
-        on_step,
-        run.record,
-        on_components,
+        lambda trial, source: run.order(),
+        Observers(on_step, run.record, on_components, run.audits),
     )
 
 
@@ -160,10 +157,8 @@ def _with_stages(run: Run) -> RunLoop:
         return RunLoop(run, pipeline_engine(run), make_sources(run))
     layout = check_pipeline(run.settings, run.worker.world_size)
 
-    def make_member(components: Components, name: str, held: EngineState) -> PipelineMember:
-        trial, folder, monitor = run.trial, run.folder, share_monitor(run, components)
-        return PipelineMember(
-            run.worker, trial, components, layout, folder, run.metrics, run.record, monitor, name
-        )
+    def make_member(init: MemberInit) -> PipelineMember:
+        monitor = share_monitor(run, run.components)
+        return PipelineMember(run.worker, init, layout, run.folder, run.metrics, run.record, monitor)
 
     return RunLoop(run, decentralized_engine(run, make_member), make_sources(run))

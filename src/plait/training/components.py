@@ -9,12 +9,13 @@ import resource
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
@@ -31,6 +32,8 @@ from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
+from plait.sync.averaging.base import WhenSynchronized
+from plait.sync.averaging.whole_state import rest_of_state
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import sums_of, sums_over_share
@@ -135,6 +138,19 @@ class Components:
         seed_all(mix(seed, step, rank))
         return mix(seed, step)
 
+    def seed_share(self, seed: int, steps: Sequence[int], share: int) -> None:
+        """Seed a worker's update on a share of a step, whichever worker takes it."""
+        self.seed_step(seed, steps[0], share)
+
+    def rest_of_state(self, store: dist.Store, prefix: str) -> list[WhenSynchronized]:
+        """What workers that average weights and buffers average besides when they synchronize."""
+        weights, buffers = list(self.model.parameters()), list(self.model.buffers())
+        return rest_of_state(store, prefix, weights, buffers, self.optimizer, self.scaler)
+
+    def of_slot(self, tensor: Tensor, slot: int) -> Tensor:
+        """The trial's part of a tensor that has the shape of a weight: all of it."""
+        return tensor
+
     def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
         """The rounds of a step on a batch.
 
@@ -226,6 +242,8 @@ class TrialInit:
     settings: TrainSettings
     components: Components
     age: int = 0
+    # The state of the sync of the workers that trained it; see `EngineState`.
+    sync: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def check(settings: TrainSettings) -> None:

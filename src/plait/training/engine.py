@@ -36,6 +36,8 @@ class IntervalResult:
     change_asked: bool = False
     # Set if the interval ended because a worker was lost; the interrupted step is undone and not counted.
     lost: PeerError | None = None
+    # The sums of the trials' losses over these steps, if no worker has the losses of whole steps.
+    losses: tuple[float, ...] = ()
 
 
 class Engine(Protocol):

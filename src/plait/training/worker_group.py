@@ -55,6 +55,7 @@ class WorkerGroup:
         # The workers of a run, which may sum over a topology.
         self.members = members
         self.rank = rank
+        self.ranks = tuple(ranks)
         self.place = ranks.index(rank)
         self.size = len(ranks)
         self.sums = sums
@@ -87,13 +88,16 @@ class WorkerGroup:
         with _peer_errors():
             return broadcast_value(value, self.first_rank, self._answers)
 
+    def of_all(self, value: Any) -> list[Any]:
+        """The plain values of all members, by place, on all of them."""
+        if self.is_alone:
+            return [value]
+        with _peer_errors():
+            return all_gather_values(value, self._answers)
+
     def any_of(self, value: str | None) -> str | None:
         """The first value that is not None among those of all members, on all of them."""
-        if self.is_alone:
-            return value
-        with _peer_errors():
-            values = all_gather_values(value, self._answers)
-        return next((each for each in values if each is not None), None)
+        return next((each for each in self.of_all(value) if each is not None), None)
 
     def checkpoint_of_first(self, find: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         """Call `find` on the first member and broadcast the checkpoint that it returns."""

@@ -252,11 +252,13 @@ def _shown(plain: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
+def sum_over_workers(
+    loss: Tensor, parameters: Sequence[Parameter], group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The loss summed over workers; gradients are summed in place, and stay None if no worker has one."""
     has = [float(parameter.grad is not None) for parameter in parameters]
     counts = torch.cat([loss.reshape(1), torch.tensor(has, dtype=torch.float64)])
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=group)
     used = [p for p, count in zip(parameters, counts[1:].tolist()) if count]
     for parameter in used:
         if parameter.grad is None:
@@ -265,7 +267,7 @@ def sum_over_workers(loss: Tensor, parameters: Sequence[Parameter]) -> Tensor:
             parameter.grad = dense(parameter.grad)
     for chunk in _chunks([p.grad for p in used if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in chunk])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
         for grad, summed in zip(chunk, flat.split([grad.numel() for grad in chunk])):
             grad.copy_(summed.view_as(grad))
     return counts[0]

@@ -36,15 +36,15 @@ class LossScales:
         return losses * self.scales
 
     @torch.no_grad()
-    def step(self, optimizer: FusedOptimizer) -> Tensor:
+    def step(self, optimizer: FusedOptimizer, skip: Tensor | None = None) -> Tensor:
         """Unscale the gradients, step every trial whose gradients are finite, and update the scales.
 
-        Returns which trials were skipped.
+        `skip` marks trials that have none in this step. Returns which trials overflowed.
         """
         gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
         overflowed = self.unscale(gradients)
-        optimizer.step(skip=overflowed)
-        self.update(overflowed)
+        optimizer.step(skip=overflowed if skip is None else overflowed | skip)
+        self.update(overflowed, skip)
         return overflowed
 
     @torch.no_grad()
@@ -52,10 +52,10 @@ class LossScales:
         """Divide the gradients by the scales; returns which trials have an overflow."""
         return unscale_gradients(gradients, 1.0 / self.scales, len(self.scales))
 
-    def update(self, overflowed: Tensor) -> None:
-        """Update the scales after a step that these trials skipped."""
+    def update(self, overflowed: Tensor, skip: Tensor | None = None) -> None:
+        """Update the scales after a step in which these trials overflowed; those of `skip` had none."""
         # In place, as a captured step would otherwise keep using the old tensors.
-        self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + 1))
+        self.good_steps.copy_(torch.where(overflowed, 0, self.good_steps + (1 if skip is None else ~skip)))
         grown = self.good_steps >= self.growth_interval
         factor = torch.where(overflowed, _BACKOFF, torch.where(grown, _GROWTH, 1.0))
         self.scales.mul_(factor)

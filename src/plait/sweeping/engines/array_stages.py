@@ -125,7 +125,7 @@ class FusedStages(ArrayStages):
         staged = [self._stage_of(entry) for entry in entries]
         kept = of_stage(verdict or FusionReport(), staged[0].components.model)
         # The workers of a stage draw from one stream, each the numbers of its microbatches.
-        self.components = FusedComponents(staged, self._number, kept, is_summed=self._is_replicated)
+        self.components = FusedComponents(staged, self._number, kept, is_shared=self._is_replicated)
         self.components.optimizer.sum_squares = self._sum_squares
         self._stage = FusedStage(self.components.fused)
         # As the pipeline holds it: its module is that of all trials.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.training.checkpoint import EngineState
 from plait.training.engines.train_step import step_alone
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
+from plait.training.worker_group import WorkerGroup
 from plait.verification.audit import largest_difference
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
@@ -37,11 +38,16 @@ def most_at_once(array: FusedComponents) -> int:
 
 
 class AuditedTrial:
-    """A copy of a trial of an array before a step, which repeats the step without the array."""
+    """A copy of a trial of an array before a step, which repeats the step without the array.
 
-    def __init__(self, array: FusedComponents, slot: int, batch: Batch, factor: float) -> None:
+    The workers of `group` do so together, if their gradients are summed in the step.
+    """
+
+    def __init__(
+        self, array: FusedComponents, slot: int, batch: Batch, factor: float, group: WorkerGroup
+    ) -> None:
         started = time.perf_counter()
-        self._array, self._slot, self._factor = array, slot, factor
+        self._array, self._slot, self._factor, self._group = array, slot, factor, group
         # Whether forward depends on Python attributes, whose values are unknown after the first step.
         self.uses_python_state = False
         # A forward may write into what it is given.
@@ -73,15 +79,19 @@ class AuditedTrial:
         with unchanged_random_numbers(), unchanged_state({"": self._entry.components.model}):
             expected = self._take()
             differences = list(find_differences(expected, observed, Noise({})))
-            if differences:
+            if self._on_any(differences):
                 noise = measure_noise(expected, self._take)
                 differences = list(find_differences(expected, observed, noise))
-                if differences and self._entry.age:
+                if self._on_any(differences) and self._entry.age:
                     self._take()
                     again = self._take(as_kept=True)
-                    self.uses_python_state = bool(find_differences(expected, again, noise))
+                    self.uses_python_state = self._on_any(find_differences(expected, again, noise))
         self.seconds += time.perf_counter() - started
         return largest_difference(expected, observed), differences
+
+    def _on_any(self, differences: Sequence[Difference]) -> bool:
+        """Whether there are differences on any worker of the group."""
+        return any(self._group.of_all(bool(differences)))
 
     def _take(self, seed: int | None = None, as_kept: bool = False) -> Observation:
         """Take the step alone; with a `seed` from weights that are rounded otherwise.
@@ -103,7 +113,7 @@ class AuditedTrial:
         if not as_kept:  # else what a model draws or counts would pass for rounding
             self._python.restore()
         with drawing_as(components.model, *self._stream):
-            loss = step_alone(entry, self._batch, self._factor)
+            loss = step_alone(entry, self._batch, self._factor, self._group)
         return self._observed(loss, components.state())
 
     def _observed(self, loss: Tensor, state: EngineState) -> Observation:

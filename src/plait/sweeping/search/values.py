@@ -9,6 +9,7 @@ from typing import Any
 
 from plait.core.errors import InputError
 from plait.schema.settings import SearchSettings
+from plait.schema.sync_options import read_options
 from plait.sweeping.engines.stages import check_stages_of
 from plait.sweeping.search.halving import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
@@ -120,6 +121,10 @@ def _check_replicas(settings: SweepSettings) -> None:
             f"--replicas: found {settings.replicas}, but a batch has {smallest} samples, so some workers "
             f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
         )
+    sync = settings.train.sync
+    if settings.replicas > 1 and sync.kind != "auto":
+        # The job was checked with all of its workers.
+        read_options(sync.kind, sync.options, settings.replicas)
 
 
 def _check_population(over: Sequence[Dimension], search: SearchSettings) -> None:

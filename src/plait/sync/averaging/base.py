@@ -44,7 +44,7 @@ class Averaging(Protocol):
 
     `after_update` is called after each update of this worker; `synchronize` gives all workers the same state,
     and raises PeerError if one is lost. `state` is saved in checkpoints in addition to the workers' state: by
-    name, with one tensor per weight.
+    name, with one tensor per weight, which may be written into.
     """
 
     stats: SyncStats
@@ -52,7 +52,6 @@ class Averaging(Protocol):
     def after_update(self) -> None: ...
     def synchronize(self) -> None: ...
     def state(self) -> Mapping[str, Sequence[Tensor]]: ...
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -80,9 +79,6 @@ class AllOrNone:
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
 
 class FullAverage:
@@ -150,9 +146,6 @@ class PeerAveraging:
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        pass
 
     def close(self) -> None:
         self._mailbox.close()

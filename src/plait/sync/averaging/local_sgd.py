@@ -1,4 +1,4 @@
-"""Averages over all workers at once, by collectives of the world group: SMA, and local SGD or DiLoCo."""
+"""Averages over all workers of a process group at once, by its collectives: SMA, local SGD or DiLoCo."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 
 
 class Collective(AllOrNone):
-    """The mean of all workers; all call each method together. Subclasses define what follows an update."""
+    """The mean of all workers; all call each method together. Subclasses define what follows an update.
 
-    def __init__(self, sources: Sequence[Source], when_synchronized: Sequence[WhenSynchronized] = ()) -> None:
-        super().__init__(dist.get_world_size())
+    They are those of `group`, by default the world.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        when_synchronized: Sequence[WhenSynchronized] = (),
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(dist.get_world_size(group))
+        self._group = group
         self._vector = FlatBuffer(*sources)
         self._when_synchronized = when_synchronized
 
@@ -48,7 +57,7 @@ class Collective(AllOrNone):
         """The mean of each flat buffer over all workers."""
         means = [flat.clone() for flat in vector.flats]
         with self.stats.waiting():
-            works = [dist.all_reduce(mean, async_op=True) for mean in means]
+            works = [dist.all_reduce(mean, group=self._group, async_op=True) for mean in means]
             for work in works:
                 work.wait()
         for mean in means:
@@ -63,9 +72,13 @@ class Sma(Collective):
     """Synchronous model averaging: after each update v <- (1 - alpha) v + alpha mean(v)."""
 
     def __init__(
-        self, sources: Sequence[Source], alpha: float, when_synchronized: Sequence[WhenSynchronized] = ()
+        self,
+        sources: Sequence[Source],
+        alpha: float,
+        when_synchronized: Sequence[WhenSynchronized] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(sources, when_synchronized)
+        super().__init__(sources, when_synchronized, group)
         self._alpha = alpha
 
     def after_update(self) -> None:
@@ -89,8 +102,9 @@ class LocalSgd(Collective):
         outer_lr: float | None = None,
         momentum: float = LocalSgdOptions.outer_momentum,
         when_synchronized: Sequence[WhenSynchronized] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(sources, when_synchronized)
+        super().__init__(sources, when_synchronized, group)
         self._every = every
         self._outer_lr = outer_lr
         self._momentum = momentum
@@ -112,11 +126,6 @@ class LocalSgd(Collective):
         if self._outer_lr is None:
             return {}
         return {"anchor": self._anchor.views, "momentum": self._speed.views}
-
-    def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        for name, tensors in self.state().items():
-            for tensor, saved in zip(tensors, state.get(name, ())):
-                tensor.copy_(saved)
 
     def _synchronize_weights(self) -> None:
         if self._since or self._outer_lr is None:

@@ -174,8 +174,10 @@ class HetPipe(AllOrNone):
         deadline_s: float,
         dedicated: bool = False,
         when_synchronized: Sequence[WhenSynchronized] = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(dist.get_world_size())
+        super().__init__(dist.get_world_size(group))
+        self._group = group
         self._mailboxes = list(mailboxes)
         self._rank = mailboxes[0].rank
         self._wave = wave
@@ -213,7 +215,7 @@ class HetPipe(AllOrNone):
             if self._rank in self._idle:
                 # It has taken no steps, so its state is old.
                 flat.zero_()
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self._group)
             flat /= self._size - len(self._idle)
         self._rest.scatter()
         for source in self._when_synchronized:
@@ -221,7 +223,7 @@ class HetPipe(AllOrNone):
 
     def close(self) -> None:
         try:
-            dist.barrier()
+            dist.barrier(group=self._group)
         finally:
             if self._server is not None:
                 self._server.close()

@@ -184,15 +184,12 @@ class ReplicaAudit:
     together: bool = True
     _audited: AuditedStep | None = field(default=None, init=False)
 
-    def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
-        self._audited = None
-        if self.worker.world_size > 1:
-            self.begin_share(step, self.trials[0].step + done, self.worker.rank)
-
-    def begin_share(self, step: TrainStep, number: int, share: int) -> None:
-        """Called before this worker takes a share of the step after `number` steps."""
-        trial = self.trials[0]
-        if is_audited(trial.settings, number):
+    def begin(
+        self, step: TrainStep, done: int, share: int, batches: Sequence[Batch], factors: Sequence[float]
+    ) -> None:
+        self._audited, trial = None, self.trials[0]
+        is_plain = self.together and self.worker.world_size == 1
+        if not is_plain and is_audited(trial.settings, number := trial.step + done):
             seed = mix(trial.settings.seed, number, share)
             self._audited = AuditedStep(trial, self.components, self.record, number, seed, self.together)
             step.recorded = self._audited.parts

@@ -18,6 +18,8 @@ from plait.core.errors import JobError
 from plait.data import loader
 from plait.data.calling import forward
 from plait.pipeline.named_state import has_extra_state
+from plait.schema.settings import TrainSettings
+from plait.training.components import Components
 from plait.training.run import Run
 from plait.verification import same_random_numbers
 from plait.verification.python_state import changed_by, unchanged_state
@@ -34,6 +36,15 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
         if not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CarriedState):
             buffers |= {f"{path}.{n}" if path else n: b for n, b in module._buffers.items() if b is not None}
     return buffers
+
+
+def check_no_rows(components: Components, settings: TrainSettings) -> None:
+    """Refuse a model whose forward writes a buffer for single samples, of which a worker has only some."""
+    if names := list(own_buffers(components.model)):
+        (content,) = components.train_set.example_batches((_FEWEST + 1,), settings.seed)
+        inputs, _ = loader.to_device(content, components.device, components.dtype)
+        if words := describe_rows(components.model, inputs, names):
+            raise JobError(f"model: {words}")
 
 
 def check_kept(run: Run) -> None:

@@ -9,10 +9,9 @@ import torch
 
 from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
-from plait.data import loader
-from plait.data.sampler import GlobalBatch, Position, epoch_order
-from plait.launch.worker_process import Worker
+from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
+from plait.training.batch_streams import open_stream
 from plait.training.components import Components
 from plait.training.engines.train_step import TrainStep
 
@@ -38,29 +37,18 @@ def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
     )
 
 
-def choose_sync(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
-    """Choose the sync from measured steps whose gradients are dropped; all workers call it together."""
-    step = TrainStep(components, settings, rank=worker.rank)
+def choose_sync(settings: TrainSettings, components: Components, share: tuple[int, int]) -> SyncChosen:
+    """Choose the sync from measured steps whose gradients are dropped; all workers call it together.
+
+    `share` is the index of this worker's share of a batch, and the number of shares.
+    """
+    step = TrainStep(components, settings, rank=share[0])
     saved = [buffer.clone() for buffer in components.model.buffers()]
-    batch = _first_share(worker, settings, components)
+    batch = open_stream(components.train_set, settings, Position(), share).next()
+    assert batch is not None
     # The first step warms up.
     step_s = [step.time_backward(batch) for _ in range(STEPS + 1)][1:]
     with torch.no_grad():
         for buffer, before in zip(components.model.buffers(), saved):
             buffer.copy_(before)
     return choose(all_gather_values(step_s))
-
-
-def _first_share(worker: Worker, settings: TrainSettings, components: Components) -> loader.Batch:
-    """This worker's share of the first batch."""
-    data = settings.data
-    order = epoch_order(settings.seed, 0, len(components.train_set), data.shuffle)
-    batches = loader.load(
-        components.train_set,
-        iter([GlobalBatch(0, tuple(order[: data.batch_size]), Position())]),
-        seed=settings.seed,
-        rank=worker.rank,
-        world_size=worker.world_size,
-        loaders=0,
-    )
-    return next(batches)

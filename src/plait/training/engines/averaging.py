@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -30,7 +31,7 @@ from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
 from plait.sync.averaging.peers import Peers, find_lost
-from plait.training.components import Components
+from plait.training.engines.train_step import AnyComponents
 
 PREFIX = "plait/sync"
 
@@ -47,19 +48,21 @@ def make_averaging(
     step: int = 0,
     when_synchronized: Sequence[WhenSynchronized] = (),
     ranks: Sequence[int] = (),
+    group: dist.ProcessGroup | None = None,
 ) -> Averaging:
     """How this worker averages with the others; all make theirs together, each `prefix` once.
 
     `hosts` names the host of each; `place` is this one's among them, unless given its rank, and `ranks` are
-    those of the workers at these places, unless given all of the job. `overdue` is that of `Rules`. The run
-    goes on after `step` steps; `when_synchronized` is averaged when all synchronize.
+    those of the workers at these places, unless given all of the job; `group` is their process group.
+    `overdue` is that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged when all
+    synchronize.
     """
     place = worker.rank if place is None else place
     if isinstance(options, SmaOptions):
-        return Sma(sources, options.alpha, when_synchronized)
+        return Sma(sources, options.alpha, when_synchronized, group)
     if isinstance(options, LocalSgdOptions):
         outer_lr = options.outer_lr if options.outer == "nesterov" else None
-        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, when_synchronized)
+        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, when_synchronized, group)
     if isinstance(options, HetPipeOptions):
         mailboxes = [
             open_mailbox(worker.rendezvous, f"{prefix}/server{i}", place, hosts)
@@ -73,6 +76,7 @@ def make_averaging(
             deadline_s=worker.timeout_s,
             dedicated=options.dedicated,
             when_synchronized=when_synchronized,
+            group=group,
         )
     mailbox = open_mailbox(worker.rendezvous, prefix, place, hosts)
     lost = find_lost(worker.memberships, ranks or range(len(hosts)))
@@ -93,7 +97,7 @@ def averages_gradients(options: Options) -> bool:
     return isinstance(options, PartialReduceOptions) and options.average == "gradients"
 
 
-def sources_of(parts: Components, options: Options) -> list[Source]:
+def sources_of(parts: AnyComponents, options: Options) -> list[Source]:
     """What workers with the whole model average; see `sources_from`."""
     return sources_from(list(parts.model.parameters()), list(parts.model.buffers()), parts.optimizer, options)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from plait.training.change.members import CannotGoOn
 from plait.training.checkpoint import EngineState
 from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX
+from plait.training.engines.member import MemberInit
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import report_verification, with_gathered
 from plait.training.engines.replica_layout import among
@@ -28,7 +29,6 @@ from plait.training.evaluate import in_order
 from plait.training.metrics import MetricsLogger
 from plait.training.monitoring.asked import wants_norms
 from plait.training.monitoring.own_pace import ShareMonitor
-from plait.training.trial import Trial
 
 
 class PipelineMember:
@@ -40,21 +40,21 @@ class PipelineMember:
     def __init__(
         self,
         worker: Worker,
-        trial: Trial,
-        components: Components,
+        init: MemberInit,
         layout: PipelineLayout,
         folder: RunDir,
         recorder: MetricsLogger,
         on_event: Callable[[Event], None],
         monitor: ShareMonitor | None,
-        name: str,
     ) -> None:
+        (trial,), components = init.trials, init.components
+        assert isinstance(components, Components)
         layout = among(layout, worker.memberships.current.members)
         if worker.rank not in layout.workers:
             raise CannotGoOn("another worker of this one's pipeline is lost", LostPeer.GONE)
         self._trial, self._components, self._on_event = trial, components, on_event
         self._replica = PipelineReplica(
-            worker, trial.settings, components, layout, worker.hosts, f"{PREFIX}/{name}", folder
+            worker, trial.settings, components, layout, worker.hosts, f"{PREFIX}/{init.name}", folder
         )
         self.place, self.averaging = self._replica.number, self._replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in self._replica.peers)
@@ -72,15 +72,18 @@ class PipelineMember:
     def from_first(self, find: Callable[[], Any]) -> Any:
         return self._replica.lockstep.from_first(find)
 
-    def update(self, step: int, share: int, batch: loader.Batch, factor: float) -> Tensor:
+    def update(
+        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
+    ) -> Tensor:
+        (step,), (batch,), (factor,) = steps, batches, factors
         if not batch.count:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros(1, dtype=torch.float64)
         replica, contents = self._replica, iter(())
         if self.is_first:
             microbatches = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
             contents = self._on_device(content for content, _ in microbatches)
         loss = replica.update(step, share, batch.count, factor, contents)
-        return torch.tensor(loss, dtype=torch.float64)
+        return torch.tensor([loss], dtype=torch.float64)
 
     def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
         device, dtype = self._components.device, self._components.dtype
@@ -95,7 +98,7 @@ class PipelineMember:
         pipeline.timings.clear()
         self.averaging.synchronize()
 
-    def sums_over(self, share_: int, shares: int) -> Tensor:
+    def sums_over(self, slots: Sequence[int], share_: int, shares: int) -> Tensor:
         settings, tests = self._trial.settings, self._components.test_set
         assert tests is not None
         size = settings.evaluate.batch_size or settings.data.batch_size
@@ -106,14 +109,14 @@ class PipelineMember:
         found = loader.load(
             tests, own, seed=settings.seed, rank=share_, world_size=shares, loaders=loaders, pin=pin
         )
-        return self._replica.evaluate(counts, self._on_device(batch.content for batch in found))
+        return self._replica.evaluate(counts, self._on_device(batch.content for batch in found)).unsqueeze(0)
 
-    def state(self) -> EngineState:
+    def state(self, slot: int) -> EngineState:
         return with_gathered(self._components.state(), self._replica.gather_state(), self._tied)
 
-    def held_state(self) -> EngineState:
+    def held_state(self) -> list[EngineState]:
         """The stages of this worker: what has trained of its model and optimizer."""
-        return EngineState(*self._replica.pipeline.state())
+        return [EngineState(*self._replica.pipeline.state())]
 
     def close(self) -> None:
         self._replica.close()

@@ -35,6 +35,7 @@ from plait.training.fused.step_graph import StepGraph
 from plait.training.monitoring.own_pace import ShareMonitor
 from plait.training.monitoring.whole_model import StepMonitor, notes_of
 from plait.training.worker_group import ALONE, WorkerGroup
+from plait.verification.audit import sum_over_workers
 from plait.verification.replay import Part
 
 # The components of one trial, or of fused trials.
@@ -101,7 +102,7 @@ class TrainStep:
         self._seen = 0
         self._differs = False
         # Called between backward and the update.
-        self.before_update: Callable[[], None] | None = None
+        self.before_update: Callable[[], object] | None = None
         # The seed of the next update, for an optimizer that draws random numbers.
         self.update_seed: int | None = None
 
@@ -293,10 +294,18 @@ class TrainStep:
         self._seen, self._differs = 0, False
 
 
-def step_alone(entry: TrialInit, batch: Batch, factor: float) -> Tensor:
-    """Take a step with one trial alone; returns its loss."""
-    entry.components.seed_step(entry.settings.seed, entry.age, 0)
-    return TrainStep(entry.components, entry.settings).step([batch], [factor])[0][0]
+def step_alone(entry: TrialInit, batch: Batch, factor: float, group: WorkerGroup = ALONE) -> Tensor:
+    """Take a step with one trial alone; returns its loss.
+
+    The workers of `group` take it together, each on its share of the batch, and torch sums the gradients.
+    """
+    components = entry.components
+    components.seed_step(entry.settings.seed, entry.age, 0)
+    step = TrainStep(components, entry.settings)
+    if not group.is_alone:
+        none = torch.zeros(1, dtype=torch.float64)
+        step.before_update = lambda: sum_over_workers(none, components.parameters, group.sums)
+    return group.total(step.step([batch], [factor])[0][0], components.device)
 
 
 class _Flags:

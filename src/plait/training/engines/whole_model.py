@@ -39,8 +39,10 @@ WARM_UP_SHARES = 4
 class StepAudit(Protocol):
     """Repeats some steps of trials with plain PyTorch and compares."""
 
-    def begin(self, step: TrainStep, done: int, batches: Sequence[Batch], factors: Sequence[float]) -> None:
-        """Called before a step, after `done` steps of the interval."""
+    def begin(
+        self, step: TrainStep, done: int, share: int, batches: Sequence[Batch], factors: Sequence[float]
+    ) -> None:
+        """Called before this worker takes a share of the step after `done` steps of the interval."""
 
     def end(self, step: TrainStep, losses: Tensor) -> bool:
         """Called after the step; returns True if training must stop."""
@@ -158,7 +160,7 @@ class WholeModelEngine:
             if self._monitor is not None:
                 self._monitor.step = numbers[0] + 1
             if self._audit is not None:
-                self._audit.begin(step, done, batches, factors)
+                self._audit.begin(step, done, self._group.place, batches, factors)
             try:
                 with self._undone_by_losses():
                     losses, requests = step.step(batches, factors)

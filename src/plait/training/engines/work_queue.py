@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -26,15 +26,17 @@ SLOW = 1.5
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One worker's work for one step: share `place` of batch `index` of the interval.
+    """One worker's work for one step: share `place` of the batches `index` of the interval.
 
-    `before` is the number of samples of the interval in claims before this one.
+    There is one batch of each stream; `weights` says which part of it the share is. `before` is the number of
+    samples of the interval in claims before this one.
     """
 
     number: int
     index: int
     place: int
-    batch: GlobalBatch
+    batches: tuple[GlobalBatch, ...]
+    weights: tuple[float, ...]
     before: int
 
 
@@ -81,6 +83,8 @@ class Speed:
 class WorkQueue:
     """The claims of one interval of a run; all workers create it with the same key and batches.
 
+    `batches` has for each step one batch of each stream: trials may read unlike data.
+
     `place` is the index of this worker among `places`, of which `workers` work. With `fixed`, it has the same
     share of every batch, so all take the same number of steps. With `ahead`, claims are reserved before they
     are begun.
@@ -90,7 +94,7 @@ class WorkQueue:
         self,
         store: dist.Store,
         key: str,
-        batches: Sequence[GlobalBatch],
+        batches: Sequence[Sequence[GlobalBatch]],
         workers: int,
         place: int,
         places: int,
@@ -102,7 +106,7 @@ class WorkQueue:
         self._store = store
         self._key = key
         self._batches = batches
-        self._before = [0, *itertools.accumulate(len(batch.samples) for batch in batches)]
+        self._before = [0, *itertools.accumulate(map(sample_count, batches))]
         self._workers = workers
         self._place = place
         self._places = places
@@ -166,10 +170,10 @@ class WorkQueue:
         else:
             self._limit(self._store.add(self._key, STOPPED) % STOPPED)
 
-    def without_samples(self, number: int) -> tuple[WorkItem, Batch]:
+    def without_samples(self, number: int) -> tuple[WorkItem, list[Batch]]:
         """A claim without data, for workers of a pipeline other than the first, which reads the data."""
         item = self._claim(number)
-        return item, without_samples(item.batch)
+        return item, [without_samples(batch) for batch in item.batches]
 
     def done(self) -> int:
         """How many batches were worked on; called once, when all workers are done."""
@@ -194,10 +198,13 @@ class WorkQueue:
 
     def _claim(self, number: int) -> WorkItem:
         index, place = divmod(number, self._workers)
-        batch = self._batches[index]
-        samples = tuple(share(batch.samples, place, self._workers))
-        before = self._before[index] + len(batch.samples) * place // self._workers
-        return WorkItem(number, index, place, GlobalBatch(batch.epoch, samples, batch.after), before)
+        batches = self._batches[index]
+        shares = tuple(
+            replace(batch, samples=tuple(share(batch.samples, place, self._workers))) for batch in batches
+        )
+        weights = tuple(len(own.samples) / len(batch.samples) for own, batch in zip(shares, batches))
+        before = self._before[index] + sample_count(batches) * place // self._workers
+        return WorkItem(number, index, place, shares, weights, before)
 
     def _leaves_now(self) -> bool:
         # At least one claim per interval: without any, it could not be seen that a worker is fast again.
@@ -301,6 +308,11 @@ class WorkQueue:
                 self._record_begun(self._store.add(f"{self._key}/begun", 1) - 1)
                 return number
         return None
+
+
+def sample_count(batches: Sequence[GlobalBatch]) -> int:
+    """The samples of a step, of all streams."""
+    return sum(len(batch.samples) for batch in batches)
 
 
 def _numbers(held: str) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -33,11 +34,14 @@ from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import OptimizerSettings, TrainSettings
+from plait.sync.averaging.base import WhenSynchronized
+from plait.sync.averaging.whole_state import OptimizerState
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import Components, TrialInit
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
 from plait.training.fused.rounds import Round, TrialMicrobatch, most_rounds, rounds_of
+from plait.training.fused.trial_counters import TrialCounters
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.asked import wants_norms
 from plait.workloads.losses import KINDS as LOSSES
@@ -48,8 +52,8 @@ class FusedComponents:
     """Trials fused into one model and one optimizer, with the interface of one trial's `Components`.
 
     Slots number the trials from 0. Each worker that trains the same trials draws from a separate random
-    `stream`; gradients that are summed over workers (`is_summed`) are contiguous. The `verdict` of the
-    verification says which modules run trial by trial.
+    `stream`; where several do (`is_shared`), gradients are contiguous and no step is captured. The `verdict`
+    of the verification says which modules run trial by trial.
     """
 
     # Only torch's optimizers are fused; and trials may weigh the same microbatch differently.
@@ -60,9 +64,12 @@ class FusedComponents:
         entries: Sequence[TrialInit],
         stream: int = 0,
         verdict: FusionReport | None = None,
-        is_summed: bool = False,
+        is_shared: bool = False,
     ) -> None:
         first = entries[0]
+        self._is_shared = is_shared
+        # The trials without samples in the current step of this worker alone, which they skip.
+        self._skip: Tensor | None = None
         self.verdict = verdict or FusionReport()
         self._stream = stream
         self._entries = [_without_state(entry) for entry in entries]
@@ -71,7 +78,7 @@ class FusedComponents:
         ages = [entry.age for entry in entries]
         # Not verified here: the array builder compares arrays with single trials where the job asks for it.
         self.fused = fuse(models, self._seeds(entries), ages, self.verdict.unfused, verify=False)
-        if self.device.type == "cuda" and not is_summed:
+        if self.device.type == "cuda" and not is_shared:
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
         optimizers = [entry.components.optimizer for entry in entries]
@@ -100,6 +107,11 @@ class FusedComponents:
         return self.optimizer.parameters
 
     @property
+    def names(self) -> dict[Tensor, str]:
+        """The names of the parameters, which are those of one trial."""
+        return {parameter: name for name, parameter in self.model.named_parameters()}
+
+    @property
     def has_partial_gradients(self) -> bool:
         """Whether only some trials may have a gradient, because modules run trial by trial."""
         return bool(self.fused.unfused)
@@ -108,7 +120,8 @@ class FusedComponents:
     def can_be_captured(self) -> bool:
         """Whether a step can be captured in a CUDA graph: replays do not run Python code again."""
         verdict = self.verdict
-        return not (self.fused.unfused or verdict.has_python_state or verdict.loss_alone)
+        is_plain = not (self.fused.unfused or verdict.has_python_state or verdict.loss_alone)
+        return is_plain and not self._is_shared
 
     @property
     def train_set(self) -> DataSource:
@@ -203,8 +216,26 @@ class FusedComponents:
     def seed_step(self, seed: int, step: int, rank: int) -> None:
         """Does nothing: each trial has a separate random stream."""
 
+    def seed_share(self, seed: int, steps: Sequence[int], share: int) -> None:
+        """Seed a worker's update on shares of the trials' steps, whichever worker takes it."""
+        self._stream, entries = share, self._entries
+        ages = [step * entry.settings.accumulate for step, entry in zip(steps, entries)]
+        self.fused.seeds.copy_(torch.tensor(self._seeds(entries)))
+        self.fused.ages.copy_(torch.tensor(ages))
+
+    def rest_of_state(self, store: dist.Store, prefix: str) -> list[WhenSynchronized]:
+        """What workers that average weights and buffers average besides when they synchronize."""
+        state = OptimizerState(store, f"{prefix}/optimizer", list(self.model.parameters()), self.optimizer)
+        return [state, TrialCounters(self.fused, self.optimizer, self.scales)]
+
+    def of_slot(self, tensor: Tensor, slot: int) -> Tensor:
+        """The part of the trial in `slot` of a tensor that has the shape of a weight."""
+        return tensor[slot]
+
     def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
         """The rounds of a step on these batches, one of each trial."""
+        without = [not batch.count for batch in batches]
+        self._skip = torch.tensor(without, device=self.device) if alone and any(without) else None
         return rounds_of(batches, accumulate)
 
     def share(self, batches: Sequence[Batch]) -> float:
@@ -252,9 +283,9 @@ class FusedComponents:
     def update(self, clip_norm: float | None = None, seed: int | None = None) -> None:
         """Update all trials, each with its `clip_norm`; the optimizers draw no random numbers."""
         if self.is_scaled:
-            self.scales.step(self.optimizer)
+            self.scales.step(self.optimizer, self._skip)
         else:
-            self.optimizer.step()
+            self.optimizer.step(skip=self._skip)
 
     @contextmanager
     def drawing_alike(self, batches: Sequence[Batch], accumulate: int, workers: int) -> Iterator[None]:

@@ -1,0 +1,209 @@
+"""Members of decentralized training: each takes shares of batches when ready, and averages with others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.data import loader
+from plait.launch.worker_process import Worker
+from plait.pipeline.named_state import Tensors
+from plait.schema.sync_options import options_among
+from plait.sync.averaging.base import Averaging
+from plait.training.checkpoint import EngineState
+from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_of
+from plait.training.engines.train_step import AnyComponents, TrainStep
+from plait.training.engines.whole_model import StepAudit
+from plait.training.monitoring.own_pace import ShareMonitor
+from plait.training.trial import Trial
+from plait.training.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class MemberInit:
+    """What a member is made from: the trials and their components, and the workers that train them.
+
+    `name` is that of its keys in the store. `held` is what `held_state` of the member before returned, for
+    each trial.
+    """
+
+    trials: Sequence[Trial]
+    components: AnyComponents
+    group: WorkerGroup
+    name: str
+    held: Sequence[EngineState]
+
+
+class Member(Protocol):
+    """Takes shares of batches, updates alone and averages with others: a worker, or a pipeline of workers.
+
+    It is linked with the other members when it is made. Members are numbered by their places; `workers` are
+    the workers that this one averages with, including itself, by place.
+    """
+
+    place: int
+    workers: tuple[int, ...]
+    averaging: Averaging
+    # What measures its updates, where the job asks for signals.
+    monitor: ShareMonitor | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker is the member's first, which claims work for all of its workers."""
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        """Call `find` on the member's first worker and return its result, plain values, on all of them."""
+
+    def update(
+        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
+    ) -> Tensor:
+        """Update each trial on its share of a step's batch and average with others; the shares' losses.
+
+        The learning rates are those of the job times `factors`.
+        """
+
+    def weight_sums(self) -> list[float]:
+        """The sum of the elements of each weight; empty for a pipeline."""
+
+    def synchronize(self) -> None:
+        """Give all members the same state; PeerError if one is lost."""
+
+    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+        """The sums of loss and metric of trials over a share of the test split, on the first worker."""
+
+    def state(self, slot: int) -> EngineState:
+        """The whole state of a trial, on the first worker; called by the member that writes checkpoints."""
+
+    def held_state(self) -> list[EngineState]:
+        """The state, for each trial, that this worker's next member needs besides the components."""
+
+    def close(self) -> None:
+        """End the links to the other members."""
+
+
+# Makes this worker's member of those there are now.
+MakeMember = Callable[[MemberInit], Member]
+
+
+class ShareAudit(StepAudit, Protocol):
+    """Repeats some of a worker's updates on its shares, without other workers, and compares."""
+
+    def averaging_before_update(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what a step has computed and not updated yet becomes the mean over a group."""
+
+
+class WholeModel:
+    """A member that is one worker with the whole model of a trial, or of fused trials.
+
+    `audit` repeats some of its updates and `monitor` measures them, if given.
+    """
+
+    is_first = True
+
+    def __init__(
+        self,
+        worker: Worker,
+        init: MemberInit,
+        audit: ShareAudit | None = None,
+        monitor: ShareMonitor | None = None,
+    ) -> None:
+        self._trials = init.trials
+        self._settings = init.trials[0].settings
+        self._components = init.components
+        self._audit = audit
+        self.monitor = monitor
+        group, sync = init.group, self._settings.sync
+        self.place = group.place
+        self.workers = tuple(worker.memberships.current.members[rank] for rank in group.ranks)
+        self._options = options_among(sync.kind, sync.options, group.size)
+        self._samples = 0
+        self._step = TrainStep(self._components, self._settings, rank=group.place, own_monitor=monitor)
+        self.averaging = self._open_averaging(worker, group, f"{PREFIX}/{init.name}")
+        if averages_gradients(self._options):
+            self._step.before_update = self._average_gradients
+        if monitor is not None:
+            monitor.warn_without_parts(averages_gradients(self._options))
+        for slot, held in enumerate(init.held):
+            for path, tensor in self._sync_state(slot).items():
+                if path in held.sync:
+                    tensor.copy_(held.sync[path])
+
+    def _open_averaging(self, worker: Worker, group: WorkerGroup, prefix: str) -> Averaging:
+        components = self._components
+        return make_averaging(
+            worker,
+            [worker.hosts[rank] for rank in group.ranks],
+            sources_of(components, self._options),
+            self._options,
+            self._settings.seed,
+            prefix,
+            group.place,
+            step=self._trials[0].step,
+            when_synchronized=components.rest_of_state(worker.store, prefix),
+            ranks=group.ranks,
+            group=group.sums,
+        )
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        return find()
+
+    def _average_gradients(self) -> None:
+        with contextlib.ExitStack() as around:
+            if self._audit is not None:
+                around.enter_context(self._audit.averaging_before_update())
+            if self.monitor is not None:
+                weights = list(self._components.model.parameters())
+                around.enter_context(self.monitor.averaging_gradients(weights, self._samples, self.averaging))
+            self.averaging.after_update()
+
+    def update(
+        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
+    ) -> Tensor:
+        # Random numbers depend on the seed, the step and the share alone, whichever worker takes it.
+        self._components.seed_share(self._settings.seed, steps, share)
+        losses = torch.zeros(len(batches), dtype=torch.float64)
+        self._samples = batches[0].count
+        if any(batch.count for batch in batches):
+            if self._audit is not None:
+                done = steps[0] - self._trials[0].step
+                self._audit.begin(self._step, done, share, batches, factors)
+            losses, _ = self._step.step(batches, factors)
+            if self._audit is not None:
+                self._audit.end(self._step, losses)
+        if not averages_gradients(self._options):
+            self.averaging.after_update()
+        return losses
+
+    def weight_sums(self) -> list[float]:
+        return [float(weight.detach().double().sum()) for weight in self._components.model.parameters()]
+
+    def synchronize(self) -> None:
+        self.averaging.synchronize()
+
+    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+        settings = [trial.settings for trial in self._trials]
+        return self._components.sums(slots, settings, (share, shares))
+
+    def state(self, slot: int) -> EngineState:
+        return replace(self._components.state(slot), sync=self._sync_state(slot))
+
+    def held_state(self) -> list[EngineState]:
+        """What the sync keeps besides the state of workers."""
+        return [EngineState({}, {}, sync=self._sync_state(slot)) for slot in range(len(self._trials))]
+
+    def close(self) -> None:
+        self.averaging.close()
+
+    def _sync_state(self, slot: int) -> Tensors:
+        """What the sync keeps of a trial besides the state of workers, by the names of the weights."""
+        components, names = self._components, self._components.names
+        return {
+            f"{names[weight]}/{key}": components.of_slot(tensor, slot)
+            for key, tensors in self.averaging.state().items()
+            for weight, tensor in zip(components.model.parameters(), tensors)
+        }

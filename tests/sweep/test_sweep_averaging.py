@@ -1,0 +1,262 @@
+"""Arrays whose workers average weights: each trial is what these workers make of it in a run of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from plait.comm.collectives import broadcast_value
+from plait.core import events, run_events
+from plait.core.errors import JobError
+from plait.launch.run_dir import RunDir
+from plait.schema.settings import (
+    UNVERIFIED,
+    CheckpointSettings,
+    EvaluateSettings,
+    ModelSettings,
+    OptimizerSettings,
+    SyncSettings,
+    TrainSettings,
+    VerifySettings,
+)
+from plait.sweeping.array_builder import ArrayBuilder
+from plait.sweeping.running_trial import failure_file
+from plait.sweeping.search.values import check
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import with_values
+from plait.training.engine import IntervalResult
+from plait.training.engines.decentralized import DecentralizedEngine
+from plait.training.engines.member import WholeModel
+from plait.training.engines.train_step import TrainStep
+from support.averaging import job_store
+from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
+from support.training import digits_job, largest_difference, saved_weights, train_rank
+from support.world import run_ranks
+
+ADAM = OptimizerSettings("adamw", {"lr": 0.01})
+# Workers synchronize when something is due, so what is due must be due at the same steps.
+EVERY = 5
+NORM = ModelSettings("support.sweeping:norm_net")
+
+
+def averaged(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
+    values = {
+        "steps": 13,
+        "sync": SyncSettings(sync, options or {}),
+        "evaluate": EvaluateSettings(every_steps=EVERY),
+        "log_every_steps": EVERY,
+        "verify": UNVERIFIED,
+        **changes,
+    }
+    return digits_job(**values)
+
+
+LOCAL = {"every": 3}
+# Under these syncs all workers take the same steps, so a run has one outcome.
+EQUAL = {
+    "local SGD": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL, optimizer=ADAM)),
+    "DiLoCo": sweep_of(
+        "optimizer.lr=0.01,0.03", job=averaged("local-sgd", {"every": 2, "outer": "nesterov"})
+    ),
+    # A trial keeps the outer momentum when others join and leave.
+    "trials that join": sweep_of(
+        "optimizer.lr=0.01,0.03",
+        "steps=5,15",
+        job=averaged("local-sgd", {"every": 2, "outer": "nesterov"}),
+        width=2,
+    ),
+    "SMA": sweep_of("optimizer.lr=0.01,0.1", job=averaged("sma", clip_norm=0.3, accumulate=2)),
+    "pairs": sweep_of("optimizer.lr=0.01,0.1", job=averaged("pair-sync", {"state": True}, optimizer=ADAM)),
+    # One worker has none of the last of 1,442 samples in batches of 131, and its trial skips the step.
+    "an empty share": sweep_of(
+        "data.batch_size=131,200", job=averaged("local-sgd", LOCAL, optimizer=ADAM, steps=18)
+    ),
+    "batch norms": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL, model=NORM)),
+    # Where a trial has no gradient of a layer, weight decay and momentum must leave it alone.
+    "unused layers": sweep_of(
+        "model_args.uses=0.0,0.2,0.9",
+        job=averaged(
+            "local-sgd",
+            LOCAL,
+            model=ModelSettings("support.odd_models:SometimesUsed"),
+            optimizer=OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+            verify=VerifySettings(),
+        ),
+    ),
+    "one by one": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL), width=1),
+    "unlike seeds": sweep_of("seed=0,1,2", job=averaged("local-sgd", LOCAL, optimizer=ADAM)),
+}
+
+
+def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str) -> list[Any]:
+    """A sweep by one group of all workers; and each of its trials as a run of these workers."""
+    settings = replace(sweep, replicas=dist.get_world_size())
+    result = sweep_rank(rank, settings, folder / "sweep")
+    alone = []
+    for row in broadcast_value(result.get("trials"), 0):
+        own = with_values(sweep.train, row["values"])
+        run, _ = train_rank(rank, own, folder / f"trial{row['trial']}", address=address)
+        dist.barrier()
+        alone.append(run.test)
+    return [result, alone]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
+    with job_store() as address:
+        result, alone = run_ranks(2, sweep_and_trials, EQUAL[name], tmp_path, address)[0]
+    assert result["reason"] == "finished"
+    for row, test in zip(result["trials"], alone):
+        assert row["metrics"] == pytest.approx(test, abs=1e-10)
+    best = saved_weights(tmp_path / "sweep")
+    assert largest_difference(best, saved_weights(tmp_path / f"trial{result['best']['trial']}")) < 1e-10
+
+
+# Under these, who takes which share depends on the time.
+OWN_PACE = {
+    "partial reduce": ("partial-reduce", {}),
+    "partial reduce of gradients": ("partial-reduce", {"average": "gradients"}),
+    "AD-PSGD": ("ad-psgd", {}),
+    "pair averaging": ("pair-averaging", {}),
+    "HetPipe": ("hetpipe", {"staleness": 1, "wave": 2}),
+}
+
+
+def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, list[Any], list[int]]:
+    """A sweep, the weights of this worker's trials after each interval, and the samples that it took."""
+    intervals: list[Any] = []
+    samples = [0] * 8
+    train, update = DecentralizedEngine.train, WholeModel.update
+
+    def watched_train(engine: DecentralizedEngine, steps: int) -> IntervalResult:
+        result = train(engine, steps)
+        states = [engine.components.state(slot).model for slot in range(len(engine.trials))]
+        sums = [{name: tensor.double().sum().item() for name, tensor in state.items()} for state in states]
+        intervals.append((result.steps, sums))
+        return result
+
+    def watched_update(member: WholeModel, steps: Any, share: int, batches: Any, factors: Any) -> Any:
+        for trial, batch in zip(member._trials, batches):
+            samples[trial.number] += batch.count
+        return update(member, steps, share, batches, factors)
+
+    with (
+        mock.patch.object(DecentralizedEngine, "train", watched_train),
+        mock.patch.object(WholeModel, "update", watched_update),
+    ):
+        return sweep_rank(rank, settings, folder), intervals, samples
+
+
+@pytest.mark.parametrize("name", OWN_PACE)
+def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
+    name: str, tmp_path: Path
+) -> None:
+    job = averaged(*OWN_PACE[name], optimizer=ADAM)
+    # Four trials in two slots: they join and leave.
+    sweep = sweep_of("data.batch_size=30,40", "steps=10,30", width=2, job=job)
+    both = run_ranks(2, watched_sweep, replace(sweep, replicas=2), tmp_path)
+    (result, intervals, first), (_, others, second) = both
+    assert intervals == others
+    sizes = [trial["values"]["data.batch_size"] * trial["values"]["steps"] for trial in by_number(result)]
+    assert [one + other for one, other in zip(first, second)][:4] == sizes
+    assert [trial["state"] for trial in by_number(result)] == ["finished"] * 4
+    # A guess has a loss of 2.3.
+    assert all(trial["metrics"]["loss"] < 1.5 for trial in result["trials"])
+    assert all(0.0 < trial["train_loss"] < 1.5 for trial in result["trials"])
+
+
+def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return sorted(result["trials"], key=lambda trial: trial["trial"])
+
+
+def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(tmp_path: Path) -> None:
+    settings = replace(EQUAL["DiLoCo"], replicas=2)
+    job = replace(settings.train, checkpoint=CheckpointSettings(every_steps=EVERY))
+    settings = replace(settings, train=job)
+    whole, (stopped, saved, resumed) = run_ranks(2, whole_and_resumed, settings, tmp_path)[0]
+    assert (stopped["reason"], saved[0]) == ("stopped", "step-000000005")
+    assert same_table(whole, resumed, tolerance=1e-12)
+
+
+def whole_and_resumed(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, Any]:
+    whole = sweep_rank(rank, settings, folder / "whole")
+    return whole, stop_and_go_on(rank, settings, folder / "cut")
+
+
+def engine_by_speed(rank: int, settings: SweepSettings, folder: Path, step_s: list[float]) -> str:
+    """The engine of a sweep whose sync is measured, where a step of each worker takes `step_s`."""
+    engines: list[str] = []
+    open_engine = ArrayBuilder.make
+
+    def make(builder: ArrayBuilder, *given: Any) -> Any:
+        engine = open_engine(builder, *given)
+        engines.append(type(engine).__name__)
+        return engine
+
+    with (
+        mock.patch.object(TrainStep, "time_backward", return_value=step_s[rank]),
+        mock.patch.object(ArrayBuilder, "make", make),
+    ):
+        sweep_rank(rank, settings, folder)
+    return engines[0]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "engine"), [((0.1, 0.1), "WholeModelEngine"), ((0.1, 0.4), "DecentralizedEngine")]
+)
+def test_auto_measures_the_workers_of_the_sweep(
+    step_s: tuple[float, float], engine: str, tmp_path: Path
+) -> None:
+    sweep = replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged("auto", steps=2)), replicas=2)
+    assert run_ranks(2, engine_by_speed, sweep, tmp_path, step_s) == [engine] * 2
+
+
+def test_two_groups_average_apart_from_each_other(tmp_path: Path) -> None:
+    # The mean of two steps is the step by the mean gradient, for an optimizer without memory.
+    job = averaged("local-sgd", {"every": 1}, optimizer=OptimizerSettings("sgd", {"lr": 0.01}))
+    settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=job)
+    found = run_ranks(4, sweep_rank, replace(settings, replicas=2), tmp_path / "four")[0]
+    assert same_table(sweep_here(settings, tmp_path / "one"), found)
+
+
+def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
+    def swept(sync: str, options: dict[str, Any]) -> SweepSettings:
+        return replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged(sync, options)), replicas=2)
+
+    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
+        check(swept("partial-reduce", {"minimum": 3}))
+    with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):
+        check(swept("hetpipe", {"servers": 2, "dedicated": True}))
+
+
+def sweep_that_fails(rank: int, settings: SweepSettings, folder: Path) -> str:
+    """The error of a sweep in which the second worker fails at its first update."""
+    update = WholeModel.update
+
+    def failing(member: WholeModel, *given: Any) -> Any:
+        if rank == 1:
+            member.close()  # as its process does when it ends, which is later here
+            raise ValueError("an odd sample")
+        return update(member, *given)
+
+    with mock.patch.object(WholeModel, "update", failing), pytest.raises(Exception) as failure:
+        sweep_rank(rank, settings, folder)
+    return str(failure.value)
+
+
+def test_a_trial_that_fails_on_one_worker_is_recorded_though_the_others_are_at_other_steps(
+    tmp_path: Path,
+) -> None:
+    sweep = sweep_of("optimizer.lr=0.01,0.1", job=averaged("partial-reduce"), width=1)
+    lost, failed = run_ranks(2, sweep_that_fails, replace(sweep, replicas=2), tmp_path)
+    assert failed == "an odd sample"
+    assert "worker 1 is lost" in lost
+    found = [recorded.event for recorded in events.read(RunDir(tmp_path).events())]
+    ended = [event for event in found if isinstance(event, run_events.TrialEnded)]
+    assert ended[-1].state == "failed"
+    assert "an odd sample" in failure_file(RunDir(tmp_path), ended[-1].trial).read_text()
