@@ -29,6 +29,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     PipelineSettings,
     PlanRequest,
+    SyncSettings,
 )
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.array_stages import FusedStages
@@ -309,6 +310,10 @@ def test_two_groups_of_replicas_take_their_arrays_from_one_queue(tmp_path: Path)
             "accumulate: a pipeline accumulates by itself",
         ),
         (lambda: in_stages("accumulate=1,2"), "accumulate: a pipeline accumulates by itself"),
+        (
+            lambda: in_stages("seed=0,1", sync=SyncSettings("partial-reduce")),
+            "parallel.sync: found 'partial-reduce' with a plan",
+        ),
         (lambda: in_stages("seed=0,1", recompute=(2,)), "parallel.recompute: found stage 2, expected"),
         (
             lambda: sweep_of("seed=0,1", job=placed(Layout(((0,), (1,), (0,))), Schedule.FLUSH)),
