@@ -45,7 +45,7 @@ from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 from plait.pipeline.verify.in_process import Choices, StagedModel
-from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
+from plait.pipeline.verify.verify_stages import Example, VerifiedStages, prepare_stages
 from plait.profiler.trace import trace
 from plait.verification import same_random_numbers
 

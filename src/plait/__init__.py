@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plait.fusion.verify.loop_audit import AuditReport, audit
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
-    from plait.pipeline.verify.stages import verify_stages
+    from plait.pipeline.verify.verify_stages import verify_stages
     from plait.planner import Cluster, Plan, machines
     from plait.planner import make_plan as plan
     from plait.profiler.profile import Profile
@@ -80,7 +80,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "read_job": ("plait.schema.job", "read_job"),
     "sweep": ("plait.jobs.sweep", "sweep"),
     "train": ("plait.jobs.train", "train"),
-    "verify_stages": ("plait.pipeline.verify.stages", "verify_stages"),
+    "verify_stages": ("plait.pipeline.verify.verify_stages", "verify_stages"),
 }
 
 

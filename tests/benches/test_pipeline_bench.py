@@ -3,7 +3,7 @@
 import pytest
 
 from plait.pipeline.op_timings import OpTiming
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 from plait.schema.plans.plan import Layout

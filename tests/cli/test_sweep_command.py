@@ -24,7 +24,7 @@ from plait.jobs.evaluate import measure_run
 from plait.jobs.sweep import go_on, make_sweep, placement_of, sweep
 from plait.launch.run_dir import RunDir
 from plait.planner import save_plan
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.report.sweep import as_csv
 from plait.schema.placement import Placement
 from plait.sweeping.worker import check_request

@@ -16,7 +16,7 @@ from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner import machines, with_memory_as_run
 from plait.planner.as_run import versions_of_vertical_sync
-from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Forward, Update
 from plait.schema.settings import PipelineOptions
 from support.pipelines import AllOf, Case, train_in_pipeline

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.pipeline.verify.in_process import Choices, StagedModel
-from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
+from plait.pipeline.verify.verify_stages import Example, VerifiedStages, prepare_stages
 from plait.profiler.trace import trace
 from support.hard_models import HARD
 from support.traced_models import as_double, tensors_of

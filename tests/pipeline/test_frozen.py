@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.core.errors import JobError
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import UNVERIFIED, ModelSettings
 from support.plans import planned
 from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank

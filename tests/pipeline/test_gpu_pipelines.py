@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from plait.jobs.train import train
 from plait.launch.display import Silent
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.sync.allreduce.buckets import AllReduce
 from support.pipelines import Case, Delayed, train_many, train_plainly

@@ -8,7 +8,7 @@ import pytest
 
 from plait.core.errors import PlanError
 from plait.pipeline.layout import PipelineLayout, stream
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.plans.plan import Layout
 from support.pipelines import AllOf

@@ -16,7 +16,7 @@ from torch import nn
 
 from plait.launch.run_dir import RunDir
 from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load

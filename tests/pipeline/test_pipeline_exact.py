@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from plait.core.splits import split
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from support.pipelines import Case, Delayed, train_many, train_plainly
 from support.world import run_ranks
 

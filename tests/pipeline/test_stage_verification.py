@@ -19,10 +19,10 @@ from plait.core.run_events import Verified
 from plait.launch.run_dir import RunDir
 from plait.pipeline import module_state
 from plait.pipeline.cutting.cut import StageError
-from plait.pipeline.verify import stages as verify
+from plait.pipeline.verify import verify_stages as verify
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.stages import Example
-from plait.planner.schedules.kinds import Schedule
+from plait.pipeline.verify.verify_stages import Example
+from plait.planner.schedules.in_flight import Schedule
 from plait.profiler import recorder, source, traced
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings, VerifySettings

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plait.planner import PlanError, Schedule
 from plait.planner.cluster import machines
 from plait.planner.predict import depths_that_hide_messages
-from plait.planner.schedules.kinds import in_flight
+from plait.planner.schedules.in_flight import in_flight
 from plait.planner.schedules.operations import (
     Backward,
     BackwardInput,

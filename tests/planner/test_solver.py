@@ -13,7 +13,7 @@ from plait.graph.ideals import all_ideals
 from plait.planner import Level, MemorySettings, Schedule, Settings, machines, make_plan
 from plait.planner.partition.front import planning_graph
 from plait.planner.partition.solver import LevelBlock, Limits, ranges_of, solve
-from plait.planner.schedules.kinds import Depth
+from plait.planner.schedules.in_flight import Depth
 from plait.planner.stage_memory import stage_memory
 from support.graphs import PROFILES, chain, graphs
 

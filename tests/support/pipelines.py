@@ -19,11 +19,11 @@ from plait.core.splits import split
 from plait.data.sampler import mix
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import TracedModel, trace
 from plait.schema.plans.plan import Layout
-from plait.training.optimizers.fused import use_fused_kernels
+from plait.training.optimizers.torch_kernels import use_fused_kernels
 from plait.workloads.lstm import lstm_tiny
 from plait.workloads.transformer import transformer_tiny
 from plait.workloads.translation.gnmt import PAD, gnmt_tiny

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.measure.job import trace_job
 from plait.planner.cluster import machines
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.graph import Edge, Graph, Node
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage
 from plait.schema.settings import UNVERIFIED, PipelineSettings, TrainSettings

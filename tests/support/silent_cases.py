@@ -26,7 +26,7 @@ from plait.data.batches import DataSource
 from plait.data.calling import forward
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

@@ -19,7 +19,7 @@ from plait.data.calling import as_arguments
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
 from plait.planner.partition.front import Settings
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.profiler import profile
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.traced import TracedModel

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.jobs.sweep import sweep
 from plait.jobs.train import train
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import TrainSettings
 from support.hard_models import CountsCalls, Divided

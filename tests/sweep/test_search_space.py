@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.fusion import FusionError
 from plait.sweeping.scheduler import TrialScheduler
-from plait.sweeping.search.halving import best_first, exploit, goes_on, rungs, survivors
+from plait.sweeping.search.pruning import best_first, exploit, goes_on, rungs, survivors
 from plait.sweeping.search.space import Dimension, grid, parse_dimension, parse_over
 from support.sweeping import sweep_of
 

@@ -13,9 +13,9 @@ from test_sweep_elastic import recorded, redone
 from plait.core.errors import PeerError
 from plait.core.run_events import WorkersChanged
 from plait.launch.membership import Membership, Memberships
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import UNVERIFIED, CheckpointSettings, EvaluateSettings, ModelSettings
-from plait.sweeping.elastic.groups import WorkerGroups
+from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.settings import SweepSettings
 from support.elastic_sweep import Change, run_elastic_sweep
 from support.plans import planned

@@ -22,11 +22,11 @@ from plait.schema.settings import (
     VerifySettings,
 )
 from plait.sweeping.datasets import DataSets
+from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import check_worker_groups
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.train_step import TrainStep
 from plait.training.fused.fused_components import FusedComponents

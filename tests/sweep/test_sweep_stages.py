@@ -17,7 +17,7 @@ from plait.fusion.errors import FusionError
 from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
 from plait.pipeline.layout import arrange
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import (
@@ -34,12 +34,12 @@ from plait.schema.settings import (
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.verified_stages import prepare_trials
+from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import check_worker_groups
 from plait.training import checkpoint as checkpoints
 from plait.training.worker_group import WorkerGroup
 from support.plans import placed, unverified_plan

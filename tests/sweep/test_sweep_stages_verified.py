@@ -16,7 +16,7 @@ from plait.core.errors import InputError
 from plait.fusion.dispatch import torch_patches
 from plait.fusion.verify import FusionReport, verifier
 from plait.pipeline.layout import arrange
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from plait.sync.averaging.whole_state import Counters, OptimizerState
+from plait.sync.averaging.optimizer_state import Counters, OptimizerState
 from support.simulated import DictStore
 
 

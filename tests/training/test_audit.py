@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import DataSettings
 from plait.training import components
 from plait.training.checks.loss_parts import describe_parts

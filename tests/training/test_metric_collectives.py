@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.schema.plans.schedules import Schedule
 from plait.schema.settings import EvaluateSettings, TrainSettings
-from plait.training.checks.sanity import try_evaluation
+from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.components import build
 from support.plans import planned
 from support.training import digits_job, train_rank

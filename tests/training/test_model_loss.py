@@ -13,7 +13,7 @@ from torch import nn
 
 from plait.core.errors import DataError, JobError
 from plait.data.sampler import Position, batches
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.workloads.losses import model_loss

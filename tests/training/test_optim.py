@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait.core.errors import JobError
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training.optimizers.build import build_optimizer, check_groups, optimizer_kinds
 from plait.training.optimizers.lr_schedule import build_lr_factor, check_lr_schedule

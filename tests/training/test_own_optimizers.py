@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.core.errors import JobError
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, unsaved_state
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training import components

@@ -19,7 +19,7 @@ from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunDir
 from plait.pipeline.layout import stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 from plait.planner.schedules.orders import operations
 from plait.schema.plans.plan import Layout

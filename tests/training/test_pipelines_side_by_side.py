@@ -19,7 +19,7 @@ from plait.launch.membership import Membership
 from plait.launch.messages import WorkerRequest
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import LaunchedWorker
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     EvaluateSettings,
     OptimizerSettings,

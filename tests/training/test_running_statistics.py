@@ -12,7 +12,7 @@ from torch import nn
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
 from plait.pipeline.microbatches import cut_step
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from support.plans import planned

@@ -17,7 +17,7 @@ from plait.core.errors import JobError
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import UNVERIFIED, DataSettings, EvaluateSettings, ModelSettings, TrainSettings
 from plait.training import components
-from plait.training.checks.sanity import try_evaluation
+from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.worker import train
 from support.sweeping import sweep_here, sweep_of
 from support.training import PlainWorker, digits_job, saved_weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import DataSettings, ModelSettings
 from support.plans import planned
 from support.training import (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from plait.core.errors import DataError, JobError
 from plait.data.requirements import check_unchanged
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

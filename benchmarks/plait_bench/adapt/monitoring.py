@@ -30,7 +30,7 @@ from plait.schema.settings import (
 )
 from plait.training import components
 from plait.training.engines.train_step import TrainStep
-from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.worker_group import group_of_world
 from plait_bench.harness import Bench, Row, at_most, in_world, number, picture, spread

@@ -14,7 +14,7 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker_process import Worker
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait_bench.harness import (
     Bench,
     BenchClaim,

@@ -20,7 +20,7 @@ from plait.comm.collectives import all_gather_values
 from plait.core.codec import encode
 from plait.launch.worker_process import Worker
 from plait.pipeline.op_timings import OpTiming
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Op, Update
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate

@@ -17,7 +17,7 @@ from plait.core.events import EventLog
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.op_timings import operations_event
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number
 from plait_bench.pipeline import sides
 

@@ -20,7 +20,7 @@ from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel

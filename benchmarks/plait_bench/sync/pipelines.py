@@ -18,7 +18,7 @@ from torch import nn
 from plait.comm.collectives import all_gather_values
 from plait.launch.worker_process import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings

@@ -10,11 +10,11 @@ from plait.fusion.errors import FusionError
 from plait.fusion.fusing import fuse
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.conversion import fuse_optimizers, split_optimizer
-from plait.fusion.optim.loss_scales import LossScales
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.trial_gradients import clip_gradients
+from plait.fusion.optim.trial_loss_scales import LossScales
 from plait.fusion.shared import Shared
-from plait.fusion.trials.membership import add_trials, keep_trials, replace_trial
+from plait.fusion.trials.join_leave import add_trials, keep_trials, replace_trial
 
 __all__ = [
     "FusedModule",

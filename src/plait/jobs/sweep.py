@@ -26,7 +26,8 @@ from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
 from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
 from plait.sweeping.coordinator import choose_metric
-from plait.sweeping.engines.stages import check_in_stages, check_schedule
+from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
+from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.space import (
     MOST_VALUES,
     Dimension,
@@ -37,7 +38,6 @@ from plait.sweeping.search.space import (
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key
-from plait.sweeping.worker_group import check_worker_groups
 
 KIND, VERSION = "sweep", 1
 # Combinations that are checked one by one before anything starts; of more, the values of each key are.

@@ -31,7 +31,7 @@ from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cutting.cut import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.stages import Example, find_mismatch
+from plait.pipeline.verify.verify_stages import Example, find_mismatch
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.links import measure_links
 from plait.profiler.profile import Profile, profile_model

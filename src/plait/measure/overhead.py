@@ -17,7 +17,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
 from plait.schema.plans.plan import Layout
 

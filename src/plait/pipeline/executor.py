@@ -35,7 +35,7 @@ from plait.pipeline.op_timings import OpTiming
 from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologySpec

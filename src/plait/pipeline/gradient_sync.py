@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError, PlanError
 from plait.pipeline.layout import PipelineLayout
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.traced import TracedModel
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import resolve_topology

@@ -10,8 +10,8 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from plait.core.errors import PlanError
-from plait.planner.schedules.interleave import Lane, play
-from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.in_flight import Schedule, in_flight
+from plait.planner.schedules.merge_orders import Lane, play
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
 from plait.schema.plans.plan import Layout, Plan

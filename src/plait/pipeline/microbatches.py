@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from plait.data.sampler import GlobalBatch, mix, share
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 
 

@@ -17,7 +17,7 @@ from plait.planner.plans import (
     model_parallel_plan,
 )
 from plait.planner.predict import predict
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.timeline import draw_plan
 from plait.planner.stage_memory import MemorySettings
 from plait.schema.plans.cluster import Cluster, Device, Level

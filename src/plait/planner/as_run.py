@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.planner.plans import held_microbatches
-from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.stage_memory import MemorySettings, held_by, versions
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from plait.core.shown import show_numbers
 from plait.core.units import count_of, show_bytes, show_seconds
 from plait.planner.predict import data_parallel_s
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Plan, Stage
 

@@ -40,7 +40,7 @@ from plait.planner.predict import (
     predict_stages,
     single_s,
 )
-from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
 from plait.planner.stage_memory import MemorySettings, held_by, kept_bytes, versions, working_bytes

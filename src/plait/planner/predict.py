@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
 from plait.planner.schedules.simulator import SimulatedLink, Simulation, StageCosts, simulate
 from plait.planner.stage_memory import MemorySettings, held_by

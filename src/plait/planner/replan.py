@@ -10,7 +10,7 @@ from plait.core.errors import PlanError
 from plait.planner.partition.front import Settings
 from plait.planner.plans import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import predict
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.stage_memory import MemorySettings
 from plait.schema.plans.cluster import LEAST, Cluster, Device
 from plait.schema.plans.graph import Graph

@@ -33,7 +33,7 @@ import numpy as np
 
 from plait.core.errors import PlanError
 from plait.graph.ideals import Floats, Ideals
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.graph import Graph, Node
 from plait.schema.plans.plan import Stage
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.profiler.levels import Levels
+from plait.profiler.peak_memory import Levels
 from plait.profiler.timing import BackwardTimer, LayeredModel, Stopwatch
 from plait.profiler.traced import TracedModel
 

@@ -19,18 +19,18 @@ from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
+from plait.sweeping.engines.array_plans import is_replicated, layout_from
 from plait.sweeping.engines.audited_step import ADVICE
-from plait.sweeping.engines.stages import is_replicated, layout_from
 from plait.sweeping.engines.verified_arrays import verify_entries
-from plait.sweeping.reasons import (
+from plait.sweeping.fusable import (
     NotFusedError,
     TrialsFailedError,
     fused_work,
     why_failed,
     why_optimizer,
 )
+from plait.sweeping.group_client import GroupClient
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.worker_group import GroupClient
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import BatchStream, sample_order

@@ -17,7 +17,7 @@ from plait.fusion.errors import FusionError
 from plait.launch.worker_process import as_loss
 from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
 from plait.sweeping.engines.audited_step import AuditedTrial, most_at_once
-from plait.sweeping.reasons import (
+from plait.sweeping.fusable import (
     NotFusedError,
     TooWideError,
     TrialsFailedError,

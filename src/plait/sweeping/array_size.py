@@ -23,7 +23,7 @@ from plait.fusion.trials.memory_need import MemoryNeed, measure_need
 from plait.fusion.verify import FusionReport
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
-from plait.sweeping.reasons import NotFusedError, fused_work, short, why_failed
+from plait.sweeping.fusable import NotFusedError, fused_work, short, why_failed
 from plait.training import components
 from plait.training.batch_streams import open_stream
 from plait.training.components import DataPair, TrialInit

@@ -30,7 +30,7 @@ from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
 from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.changes import workers_changed
-from plait.sweeping.elastic.groups import WorkerGroups
+from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler

@@ -18,7 +18,7 @@ from plait.core.events import Event
 from plait.data.sampler import mix
 from plait.schema.results import TrialResult
 from plait.schema.settings import TrainSettings
-from plait.sweeping.search.halving import exploit, goes_on, survivors
+from plait.sweeping.search.pruning import exploit, goes_on, survivors
 from plait.sweeping.search.values import Past, Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values

@@ -26,7 +26,8 @@ from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, JoiningTrial, TrialsChange
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
-from plait.sweeping.reasons import NotFusedError, TooWideError, TrialsFailedError, why_failed
+from plait.sweeping.fusable import NotFusedError, TooWideError, TrialsFailedError, why_failed
+from plait.sweeping.group_client import GroupClient
 from plait.sweeping.running_trial import (
     AVERAGED_POINTS,
     POINTS,
@@ -37,12 +38,11 @@ from plait.sweeping.running_trial import (
 )
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.sweeping.worker_group import GroupClient
 from plait.training import checkpoint as checkpoints
 from plait.training.batch_streams import BatchStream, find_stream, open_stream
 from plait.training.change.members import loss_of
 from plait.training.checkpoint import Checkpoint
-from plait.training.checks.sanity import try_evaluation
+from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
 from plait.training.engine import IntervalResult

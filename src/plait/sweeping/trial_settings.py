@@ -19,7 +19,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.sweeping.reasons import why_optimizer
+from plait.sweeping.fusable import why_optimizer
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.

@@ -20,11 +20,11 @@ from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
+from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
-from plait.sweeping.worker_group import check_worker_groups
 from plait.training import components
 from plait.training.checks.data_reads import look_at_data
 from plait.training.engines.auto_sync import choose_sync

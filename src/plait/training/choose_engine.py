@@ -16,7 +16,7 @@ from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
-from plait.training.audit.whole_model import ReplicaAudit
+from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.batch_streams import BatchStream
 from plait.training.checks.pipeline import check_pipeline
 from plait.training.components import Components
@@ -25,8 +25,8 @@ from plait.training.engines.decentralized import DecentralizedEngine, Observers
 from plait.training.engines.member import MakeMember, MemberInit, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.monitoring.asked import is_monitored
-from plait.training.monitoring.own_pace import ShareMonitor
-from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 

@@ -33,7 +33,7 @@ from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
 from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sync.averaging.base import WhenSynchronized
-from plait.sync.averaging.whole_state import rest_of_state
+from plait.sync.averaging.optimizer_state import rest_of_state
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import sums_of, sums_over_share

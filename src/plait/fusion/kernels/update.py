@@ -20,7 +20,7 @@ def _adam(
     p_ptr, g_ptr, mean_ptr, square_ptr, table_ptr, size, trials,
     DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The formulas of `plait.fusion.optim.updates` for a block of one trial's elements."""
+    """The formulas of `plait.fusion.optim.optimizer_kinds` for a block of one trial's elements."""
     trial = tl.program_id(1)
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.optimizer_kinds import KINDS, kind_of
 from plait.fusion.optim.param_groups import torch_names
-from plait.fusion.optim.updates import KINDS, kind_of
 
 
 def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:

@@ -12,6 +12,7 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
+from plait.fusion.optim.optimizer_kinds import KINDS, OptimizerKind, UpdateTensors
 from plait.fusion.optim.param_groups import (
     FusedGroup,
     StepClock,
@@ -20,7 +21,6 @@ from plait.fusion.optim.param_groups import (
     torch_names,
 )
 from plait.fusion.optim.trial_gradients import clip_gradients, unscale_gradients
-from plait.fusion.optim.updates import KINDS, OptimizerKind, UpdateTensors
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import trials_without_gradient
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
-from plait.fusion.optim.updates import KINDS, OptimizerKind
+from plait.fusion.optim.optimizer_kinds import KINDS, OptimizerKind
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 
 

@@ -16,7 +16,7 @@ from plait.planner.partition.bounds import lower_bound
 from plait.planner.partition.heterogeneous import Placed, kinds_of, solve_mixed
 from plait.planner.partition.level_search import Problem, nearly_best
 from plait.planner.partition.solver import LevelBlock, Limits, Ranges, level_problem, ranges_of, solve
-from plait.planner.schedules.kinds import Depth, Schedule
+from plait.planner.schedules.in_flight import Depth, Schedule
 from plait.planner.stage_memory import MemorySettings, stage_memory
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph

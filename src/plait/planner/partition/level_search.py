@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.graph.ideals import Floats
-from plait.planner.schedules.kinds import Depth
+from plait.planner.schedules.in_flight import Depth
 from plait.planner.stage_memory import StageMemory
 
 Ints = npt.NDArray[np.intp]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from plait.graph.ideals import Bools, Floats, Ideals
 from plait.planner.partition.level_search import CLOSE, Choice, Problem, partition, tidy
-from plait.planner.schedules.kinds import Depth, Schedule
+from plait.planner.schedules.in_flight import Depth, Schedule
 from plait.planner.stage_memory import StageMemory
 from plait.schema.plans.cluster import Level
 

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 
 from plait.core.errors import PlanError
 from plait.planner.schedules import zero_bubble
-from plait.planner.schedules.interleave import Lane, ScheduleDeadlock, played
-from plait.planner.schedules.kinds import Schedule, in_flight
+from plait.planner.schedules.in_flight import Schedule, in_flight
+from plait.planner.schedules.merge_orders import Lane, ScheduleDeadlock, played
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
 from plait.schema.plans.plan import Layout
 

@@ -15,8 +15,8 @@ from plait.core.codec import decode
 from plait.core.errors import PeerError
 from plait.launch.membership import Membership
 from plait.launch.worker_process import LaunchedWorker, Worker
+from plait.sweeping.group_client import make_worker_group
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.worker_group import make_worker_group
 from plait.training.change.members import BACKEND, loss_of
 from plait.training.process import join_workers
 from plait.training.worker_group import ALONE, WorkerGroup

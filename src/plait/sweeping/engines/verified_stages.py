@@ -17,7 +17,7 @@ from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.verify.stages import VerifiedStages
+from plait.pipeline.verify.verify_stages import VerifiedStages
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.traced_constants import Values, check_values, plain_values

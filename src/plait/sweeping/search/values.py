@@ -10,8 +10,8 @@ from typing import Any
 from plait.core.errors import InputError
 from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
-from plait.sweeping.engines.stages import check_stages_of
-from plait.sweeping.search.halving import rungs
+from plait.sweeping.engines.array_plans import check_stages_of
+from plait.sweeping.search.pruning import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
 from plait.sweeping.settings import SweepSettings
 

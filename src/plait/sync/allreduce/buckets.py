@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from plait.core.errors import PlaitError
 from plait.schema.topology import Topology
 from plait.sync.allreduce.sums import Members, Native, Pending, Reducer, Spec
-from plait.sync.allreduce.tree import OverTopology
+from plait.sync.allreduce.topology_reduce import OverTopology
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20

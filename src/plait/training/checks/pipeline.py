@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.core.errors import JobError, PlanError
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training.engines.replica_layout import check_replicas

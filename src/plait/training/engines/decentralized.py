@@ -26,8 +26,8 @@ from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, options
 from plait.sync.averaging.parameter_server import serving
 from plait.training.audit.averages import is_mean
 from plait.training.audit.record import AuditRecord
+from plait.training.audit.replica_audit import ADVICE
 from plait.training.audit.schedule import is_audited
-from plait.training.audit.whole_model import ADVICE
 from plait.training.batch_streams import order_of, with_replacements
 from plait.training.change.layers import LayerState, merge_into
 from plait.training.change.members import ProgressMark, loss_of, most_advanced

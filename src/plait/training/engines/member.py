@@ -19,7 +19,7 @@ from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_of
 from plait.training.engines.train_step import AnyComponents, TrainStep
 from plait.training.engines.whole_model import StepAudit
-from plait.training.monitoring.own_pace import ShareMonitor
+from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 

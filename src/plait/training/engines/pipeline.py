@@ -28,14 +28,14 @@ from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
-from plait.training.audit.stages import AuditedStages
+from plait.training.audit.stage_audit import AuditedStages
 from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import requests_of
 from plait.training.evaluate import evaluated_weights, in_order, means
-from plait.training.monitoring.stages import StageMonitor
+from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.stages.step_reduce import DeferredStepReduce
 from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
 from plait.training.trial import UNKNOWN_STEPS, Trial

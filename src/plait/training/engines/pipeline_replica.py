@@ -23,7 +23,7 @@ from plait.planner.schedules.operations import Update
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import Averaging
-from plait.sync.averaging.whole_state import rest_of_state
+from plait.sync.averaging.optimizer_state import rest_of_state
 from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.pipeline_setup import State, open_pipeline, prepare_together

@@ -28,7 +28,7 @@ from plait.training.engines.replica_layout import among
 from plait.training.evaluate import in_order
 from plait.training.metrics import MetricsLogger
 from plait.training.monitoring.asked import wants_norms
-from plait.training.monitoring.own_pace import ShareMonitor
+from plait.training.monitoring.share_monitor import ShareMonitor
 
 
 class PipelineMember:

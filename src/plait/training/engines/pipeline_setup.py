@@ -28,8 +28,8 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import model_state, unsaved_state
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.stages import Example, VerifiedStages, prepare_stages
-from plait.planner.schedules.kinds import Schedule
+from plait.pipeline.verify.verify_stages import Example, VerifiedStages, prepare_stages
+from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings

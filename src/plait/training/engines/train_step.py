@@ -32,8 +32,8 @@ from plait.training.engines.stragglers import StragglerInjector
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import Round
 from plait.training.fused.step_graph import StepGraph
-from plait.training.monitoring.own_pace import ShareMonitor
-from plait.training.monitoring.whole_model import StepMonitor, notes_of
+from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.monitoring.step_monitor import StepMonitor, notes_of
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification.audit import sum_over_workers
 from plait.verification.replay import Part

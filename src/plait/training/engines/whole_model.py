@@ -28,7 +28,7 @@ from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, StepRequests, TrainStep, requests_of
 from plait.training.evaluate import means
-from plait.training.monitoring.whole_model import StepMonitor
+from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
 

@@ -28,14 +28,14 @@ from plait.fusion import (
     replace_trial,
 )
 from plait.fusion.optim.conversion import load_trial, trial_optimizer
-from plait.fusion.trials.membership import check_joining
+from plait.fusion.trials.join_leave import check_joining
 from plait.fusion.trials.padding import pad
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.sync.averaging.base import WhenSynchronized
-from plait.sync.averaging.whole_state import OptimizerState
+from plait.sync.averaging.optimizer_state import OptimizerState
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import Components, TrialInit
 from plait.training.components import build as build_components

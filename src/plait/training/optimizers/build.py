@@ -15,7 +15,7 @@ from plait.core.names import check_arguments, did_you_mean, parameters_of, resol
 from plait.core.shown import shown
 from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
-from plait.training.optimizers.fused import use_fused_kernels
+from plait.training.optimizers.torch_kernels import use_fused_kernels
 
 
 def optimizer_kinds() -> dict[str, type[torch.optim.Optimizer]]:

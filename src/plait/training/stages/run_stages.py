@@ -8,11 +8,11 @@ from plait.core.events import Event
 from plait.data.sampler import Position
 from plait.pipeline.executor import Pipeline
 from plait.training.audit.schedule import USUAL_COST, next_audited
-from plait.training.audit.stages import AuditedStages
+from plait.training.audit.stage_audit import AuditedStages
 from plait.training.components import Components
 from plait.training.engines.pipeline import PipelineEngine
 from plait.training.monitoring.asked import is_monitored
-from plait.training.monitoring.stages import StageMonitor
+from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.run import Run
 from plait.training.stages.model_stages import ModelStages
 from plait.training.stages.trial_stages import StepBatch

@@ -14,7 +14,7 @@ from plait.core.errors import InputError
 from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.stages import layout_from
+from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.settings import SweepSettings
 from plait.training.worker_group import StageLinks, WorkerGroup
 

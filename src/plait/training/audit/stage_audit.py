@@ -22,8 +22,8 @@ from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.training.audit.record import AuditRecord, Findings
 from plait.training.audit.reference import take_reference
+from plait.training.audit.replica_audit import unlike_replicas
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
-from plait.training.audit.whole_model import unlike_replicas
 from plait.training.components import Components, has_room_for_whole
 from plait.training.optimizers.build import build_plain_optimizer
 from plait.training.optimizers.lr_schedule import set_lr

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.core.errors import InputError, JobError
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
-from plait.planner.schedules.kinds import Schedule
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.sweeping.settings import SweepSettings
 from plait.training.checks.pipeline import check_pipeline
