@@ -22,7 +22,8 @@ from plait.launch.messages import BreakReport, JobMessage, WorkerRequest
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
-from plait.training import components, run_loop
+from plait.training import components
+from plait.training.change import apply
 from plait.training.change.members import join_members
 from plait.training.choose_engine import engine_of_sync, make_job_loop
 from plait.training.engine import ask_rank_0
@@ -136,7 +137,7 @@ def train_elastic(
         if is_half_told:
             requests = StepTable({3: BatchSizeChange(30)} if rank == 0 else {3: None})
         if is_half_told:
-            run_loop.ask_rank_0 = half_told(rank)
+            apply.ask_rank_0 = half_told(rank)
         make_engine = partial(engine_of_sync, run)
         result = RunLoop(run, make_engine(), [table, requests], make_engine).train(resume=False)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,31 +10,28 @@ from typing import Any
 
 from plait.adapt.changes import (
     BatchSizeChange,
-    ChangeRequest,
     ChangeSource,
     SavedSource,
-    SyncChange,
-    WorkersChange,
 )
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
-from plait.core.errors import JobError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.schema.results import RunResult
-from plait.schema.settings import SyncSettings, TrainSettings
-from plait.schema.sync_options import read_options
+from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
+from plait.training.change.apply import apply_change, find_requests
 from plait.training.change.members import NO_STATE, ProgressMark, RunMembers, WorkerLeft, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.checks.divergence import DivergenceCheck
 from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.replicas import check_kept
 from plait.training.checks.same_data import check_data, look_again
 from plait.training.checks.stateful_loss import check_loss
 from plait.training.components import emulated, total_steps
-from plait.training.engine import Engine, IntervalResult, ask_rank_0
+from plait.training.engine import Engine, IntervalResult
 from plait.training.engines.whole_model import warm_up
 from plait.training.loop import Loop, freeze_garbage_collector
 from plait.training.optimizers.lr_schedule import build_lr_factor
@@ -74,11 +70,11 @@ class RunLoop(Loop):
         self._stopped = self._change_asked = self._has_begun = False
         # Whether this worker holds a state that others can continue from.
         self._has_state = False
-        # Why the run ends as diverged, on the worker that writes the record.
-        self.diverged: str | None = None
-        self._bad_losses = 0
-        self._warned_of_loss = False
-        run.metrics.on_loss = self._judge_loss
+        # On the worker that writes the record, which alone sees all losses.
+        self.divergence = DivergenceCheck(
+            run.settings, run.metrics.warn, stop=lambda: run.worker.ask_to_stop()
+        )
+        run.metrics.on_loss = self.divergence.check_loss
         # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
         self._checkpoints = RunCheckpoints(run, self._sources)
@@ -102,7 +98,7 @@ class RunLoop(Loop):
             return None
         self.engine.close()
         run.close()
-        if self.diverged is not None:
+        if self.divergence.why is not None:
             reason = "diverged"
         audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
         result = run.metrics.end(run.trial.step, reason, metrics, run.trial.best, audited)
@@ -255,26 +251,6 @@ class RunLoop(Loop):
             return "early-stop"
         return "stopped" if self._stopped else None
 
-    def _judge_loss(self, step: int, mean: float, last: float) -> None:
-        """Warn of a loss that is not finite; with `stop_on_nan` the run ends."""
-        settings = self.run.settings
-        self._bad_losses = 0 if math.isfinite(last) else self._bad_losses + 1
-        if not math.isfinite(mean) and not self._warned_of_loss:
-            self._warned_of_loss = True
-            self.run.metrics.warn(
-                f"the loss is {mean} at step {step}; try a smaller learning rate, or clip_norm"
-            )
-        # The loss scaler skips a step whose fp16 gradients overflow; the next steps are fine.
-        overflows_allowed = 1 if settings.precision == "fp16" else 0
-        if settings.stop_on_nan and self._bad_losses > overflows_allowed:
-            self._record_divergence(step, "the loss is not a number")
-
-    def _record_divergence(self, step: int, reason: str) -> None:
-        """End the run, with `reason` as the cause."""
-        if self.diverged is None:
-            self.diverged = f"{reason} at step {step}"
-            self.run.worker.ask_to_stop()
-
     def observe(self, result: IntervalResult) -> None:
         run = self.run
         self._stopped, self._change_asked = result.stopped, result.change_asked
@@ -375,8 +351,11 @@ class RunLoop(Loop):
         if self.run.trial.moved:
             return
         step = self.run.trial.step
-        for request in self._requests(step):
-            self._apply(request)
+        for request in find_requests(self.run.worker, self._sources, step):
+            self.engine = apply_change(request, self.run, self.engine, self._members, self._make_engine)
+            if isinstance(request.change, BatchSizeChange) and not self._until_data_ends:
+                self.run.trial.until = self.run.total_steps = self._total_steps()
+                self.run.metrics.set_steps(self.run.trial.until)
             self._changes = (step, self._changes[1] + 1 if self._changes[0] == step else 1)
             kind = type(request.change).__name__
             self.run.metrics.record(Changed(step, kind, encode(request.change), request.by, request.why))
@@ -384,78 +363,6 @@ class RunLoop(Loop):
             membership = self._members.agree()
             self.engine.synchronize(self._members.staying(membership))
             self._go_on_among(lambda: membership)
-
-    def _requests(self, step: int) -> list[ChangeRequest]:
-        """The changes that sources request now: rank 0 asks them and broadcasts the answer."""
-        due = [source for source in self._sources if source.next_due(step - 1) == step]
-        if not due:
-            return []
-        local: Any = None
-
-        def ask() -> Any:
-            nonlocal local
-            local = _ask(due, step)
-            return local
-
-        answer = ask_rank_0(self.run.worker, ask)
-        if answer["failed"] is not None:
-            raise JobError(answer["failed"])
-        if answer != local:
-            for source, state in zip(due, answer["states"]):
-                if isinstance(source, SavedSource):
-                    source.load(state)
-        return [ChangeRequest.from_values(values) for values in answer["requests"]]
-
-    def _apply(self, request: ChangeRequest) -> None:
-        change = request.change
-        if isinstance(change, SyncChange) and self._make_engine is not None:
-            self._change_sync(change, self._make_engine)
-        elif isinstance(change, WorkersChange):
-            self._ask_for_workers(change, f"{request.by}: {request.why}")
-        else:
-            if isinstance(change, BatchSizeChange):
-                self._change_batch(change)
-            self.engine.apply(change)
-
-    def _ask_for_workers(self, change: WorkersChange, why: str) -> None:
-        if not self._members.can_grow:
-            raise JobError(
-                f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
-            )
-        if self.run.worker.rank == 0:
-            self._members.worker.ask_to_resize(change.workers, why)
-
-    def _change_sync(self, change: SyncChange, make_engine: Callable[[], Engine]) -> None:
-        """Switch to another sync from the next step on.
-
-        At the end of an interval all workers have the same state under any sync, so the new engine continues
-        with the same model and optimizer. Connections are opened again.
-        """
-        run = self.run
-        if change.sync == run.settings.sync.kind:
-            return
-        read_options(change.sync, change.options, run.worker.world_size)
-        self.engine.synchronize(range(run.worker.world_size))
-        self.engine.close()
-        run.settings = replace(run.settings, sync=SyncSettings(change.sync, change.options))
-        self.engine = make_engine()
-        self.engine.open()
-
-    def _change_batch(self, change: BatchSizeChange) -> None:
-        """Use another batch size from the next step on; the order of samples is unchanged."""
-        run, workers = self.run, self.run.worker.world_size
-        if change.batch_size < workers or not math.isfinite(change.lr_factor) or change.lr_factor <= 0:
-            raise JobError(
-                f"adapt: found {change} for {workers} workers; expected at least one sample a worker, and a "
-                f"factor above 0 on the learning rate"
-            )
-        run.trial.batch = run.trial.batch.changed(
-            change, run.trial.step, by_samples=run.settings.epochs is not None
-        )
-        run.metrics.batch_size = run.batch_size
-        if not self._until_data_ends:
-            run.trial.until = run.total_steps = self._total_steps()
-            run.metrics.set_steps(run.trial.until)
 
     def steps_until_change(self) -> int | None:
         step = self.run.trial.step
@@ -485,8 +392,8 @@ class RunLoop(Loop):
     def _save(self, is_evaluation_due: bool) -> None:
         self.run.trial.owes_evaluation = is_evaluation_due
         broken = self._checkpoints.save(self.engine.state())
-        if broken is not None and self.run.settings.stop_on_nan:
-            self._record_divergence(self.run.trial.step, broken)
+        if broken is not None:
+            self.divergence.end(self.run.trial.step, broken)
 
     def evaluate(self, slots: Sequence[int]) -> dict[int, dict[str, float]]:
         """Evaluate; this step already has a checkpoint."""
@@ -520,13 +427,3 @@ class RunLoop(Loop):
                 self._checkpoints.load(self.engine, state)
         if components.local_tensors is None:
             self.run.broadcast_weights()
-
-
-def _ask(sources: Sequence[ChangeSource], step: int) -> dict[str, Any]:
-    """The requests of sources and their states, or the error message, as plain values for all workers."""
-    try:
-        requests = [request.as_values() for source in sources for request in source.due(step)]
-    except JobError as failure:
-        return {"failed": str(failure)}
-    states = [source.state() if isinstance(source, SavedSource) else None for source in sources]
-    return {"failed": None, "requests": requests, "states": states}

@@ -61,8 +61,8 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
         dist.destroy_process_group()
     if result is None:  # it followed another worker, which keeps the record
         return {}
-    if loop.diverged is not None:
-        raise DivergedError(loop.diverged, checkpoints.list_checkpoints(folder.checkpoints))
+    if loop.divergence.why is not None:
+        raise DivergedError(loop.divergence.why, checkpoints.list_checkpoints(folder.checkpoints))
     return result.to_dict()
 
 
