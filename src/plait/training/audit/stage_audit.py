@@ -132,6 +132,8 @@ class AuditedStages:
             }
             known |= _below("weights", gathered)
             known |= {name: next(iter(copies.values())) for name, copies in self._buffers.items()}
+            # Those of other workers arrive on the CPU.
+            known = {name: tensor.to(components.device) for name, tensor in known.items()}
             self._before = State(known, attributes).copied()
 
     def _is_first(self, name: str) -> bool:
