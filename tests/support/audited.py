@@ -241,7 +241,7 @@ def take_first(self: AllReduce, index: int, place: int, parameter: Tensor) -> No
         _take(self, index, place, parameter)
 
 
-def clip_each(self: GradientReducer, most: float, device: torch.device) -> None:
+def clip_each(self: GradientReducer, most: float, device: torch.device, everyone: object = None) -> None:
     """Each stage clips by its own norm."""
     self.clip_own(most)
 

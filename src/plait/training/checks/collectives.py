@@ -22,6 +22,11 @@ class RefusedCollectives(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._caller = caller
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch disables its compiler here, for which it would import it first: a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _NAMESPACES:
             raise CollectiveError(
