@@ -232,7 +232,10 @@ class ArrayBuilder:
     ) -> DecentralizedEngine:
         def next_name() -> str:
             self._openings += 1
-            return f"array{self.workers.first_rank}.{self._openings}"
+            # In an elastic sweep each group has its own ranks; no number of a group is used twice.
+            number = self._worker.memberships.current.group
+            group = f"rank{self.workers.first_rank}" if number is None else f"group{number}"
+            return f"array.{group}.{self._openings}"
 
         return DecentralizedEngine(
             self._worker,
