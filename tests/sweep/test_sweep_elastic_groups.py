@@ -14,7 +14,13 @@ from plait.core.errors import PeerError
 from plait.core.run_events import WorkersChanged
 from plait.launch.membership import Membership, Memberships
 from plait.planner.schedules.in_flight import Schedule
-from plait.schema.settings import UNVERIFIED, CheckpointSettings, EvaluateSettings, ModelSettings
+from plait.schema.settings import (
+    UNVERIFIED,
+    CheckpointSettings,
+    EvaluateSettings,
+    ModelSettings,
+    SyncSettings,
+)
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.settings import SweepSettings
 from support.elastic_sweep import Change, run_elastic_sweep
@@ -47,8 +53,15 @@ def in_stages() -> SweepSettings:
     return sweep_of(*OVER, width=2, job=planned((1, 1), Schedule.FLUSH, 3, steps=STEPS, **DUE))
 
 
+def averaging() -> SweepSettings:
+    """Two workers that average after every step: where intervals end makes no difference."""
+    job = digits_job(steps=STEPS, sync=SyncSettings("pair-sync"), **DUE)
+    return replace(sweep_of(*OVER, width=2, job=job), replicas=2)
+
+
 SWEEPS: dict[str, Callable[[], SweepSettings]] = {
     "replicas": replicated,
+    "averaging": averaging,
     "halving": lambda: replicated(kind="halving", trials=6, eta=2),
     "stages": in_stages,
 }
@@ -63,7 +76,9 @@ def check_as_with_fixed_workers(settings: SweepSettings, found: dict[str, Any], 
     assert largest_difference(saved_weights(folder), saved_weights(fixed)) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["replicas", pytest.param("halving", marks=pytest.mark.extended), "stages"])
+@pytest.mark.parametrize(
+    "name", ["replicas", pytest.param("halving", marks=pytest.mark.extended), "stages", "averaging"]
+)
 def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, tmp_path: Path):
     settings, folder = SWEEPS[name](), tmp_path / "elastic"
     # Worker 3 leaves the group of 2, which then waits until 4 comes; 0 leaves that of 1, who waits.
@@ -82,6 +97,7 @@ def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, 
     [
         ("replicas", 0),
         ("stages", 1),
+        ("averaging", 1),
         pytest.param("replicas", 1, marks=pytest.mark.extended),
         pytest.param("stages", 0, marks=pytest.mark.extended),
     ],
