@@ -10,7 +10,7 @@ from plait.fusion.optim.param_groups import FusedGroup
 
 
 class TrialCounters:
-    """The numbers of `sync.averaging.whole_state.Counters`, for each trial, and the optimizer's step counts.
+    """The numbers of `optimizer_state.Counters`, for each trial, and the optimizer's step counts.
 
     Workers take their mean; integers are rounded. A fused optimizer has its step counts outside of `state`.
     """
