@@ -117,6 +117,15 @@ def test_the_trials_of_a_group_that_loses_a_worker_go_on_from_their_last_evaluat
     assert sum(count > 0 for count in again.values()) <= 2
 
 
+def test_groups_that_average_at_their_own_speed_do_not_meet_in_the_store(tmp_path: Path):
+    job = digits_job(steps=STEPS, sync=SyncSettings("partial-reduce"), **DUE)
+    settings = replace(sweep_of(*OVER, width=2, job=job), replicas=2)
+    result, ended = run_elastic_sweep(settings, tmp_path, (0, 1, 2, 3))
+    assert ended == [True] * 4
+    assert result["reason"] == "finished"
+    assert {trial["state"] for trial in result["trials"]} == {"finished"}
+
+
 def membership(
     version: int, *members: int, lost: tuple[int, ...] = (), group: int | None = None
 ) -> Membership:
