@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 
 import pytest
 
-from plait.launch.fork_server import keep_freed_memory
+from plait.launch import fork_server
 
 PAGES_OF_TENSORS = 8 * (4 << 20) // resource.getpagesize()
 
@@ -63,5 +64,10 @@ def test_an_allocator_that_the_user_configured_stays_as_it_is(faults: int) -> No
     assert _page_faults("keep", MALLOC_TRIM_THRESHOLD_="0") > faults / 2
 
 
-def test_it_can_be_called_anywhere() -> None:
-    keep_freed_memory()
+def test_a_c_library_without_these_settings_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(fork_server.ctypes, "CDLL", lambda name: asked.append(name) or object())
+    for variable in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(variable)
+    fork_server.keep_freed_memory()
+    assert asked == [None]

@@ -67,11 +67,6 @@ class Placement(HostAccess, WorkerLimits):
     lease_s: Seconds | None = None
 
     @property
-    def may_lose_workers(self) -> bool:
-        """Whether the job continues without a lost worker."""
-        return self.elastic is not None or self.lease_s is not None
-
-    @property
     def workers(self) -> int:
         return sum(host.slots for host in self.hosts)
 

@@ -61,6 +61,8 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     if worker.memberships.can_change and settings.train.sync.kind == "auto":
         # Groups that form at different times would choose differently.
         settings = replace(settings, train=replace(settings.train, sync=SyncSettings()))
+        if worker.id == 0:
+            log.info("sync all-reduce: the groups of an elastic sweep would each measure and choose")
     members = SweepMembers(worker, settings, device)
     members.join()
     try:
