@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from plait.schema.topology import TOPOLOGIES, from_graphs, make_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import Members, Spec, whole_world
 from plait.sync.allreduce.topology_reduce import OverTopology
-from support.meeting import rendezvous_of
+from support.meeting import rendezvous_of, world_store
 from support.world import run_ranks
 
 CPU = torch.device("cpu")
@@ -199,9 +200,14 @@ def lose_a_peer(rank: int, hosts: tuple[str, ...], how: str) -> Any:
         threading.Event().wait(30)
     try:
         sums.start(0).wait()
+        return None
     except PeerError as failure:
+        # Worker 2 also loses worker 1; if it ended before worker 0 looked, it would be gone as well.
+        if rank == 0:
+            world_store().set("worker 0 knows", "")
+        else:
+            world_store().wait(["worker 0 knows"], timedelta(seconds=20))
         return str(failure)
-    return None
 
 
 @pytest.mark.parametrize(
