@@ -132,12 +132,8 @@ class Tied(nn.Module):
     [
         ("GlobalNorm", straight_layout((1, 1)), Schedule.FLUSH, "from all parameters together"),
         ("GlobalNorm", straight_layout((2,)), Schedule.FLUSH, ""),
-        (
-            "Noisy",
-            straight_layout((1, 1)),
-            Schedule.FLUSH,
-            "draws random numbers, and parameter 'a.weight'",
-        ),
+        ("Noisy", straight_layout((1, 1)), Schedule.FLUSH, "draws random numbers"),
+        ("Noisy", straight_layout((2,)), Schedule.FLUSH, ""),
         ("ScheduleFree", straight_layout((1, 1)), Schedule.FLUSH, ""),
         (
             "ScheduleFree",

@@ -23,7 +23,7 @@ from plait.launch.worker_process import Worker
 from plait.pipeline import executor as pipelines
 from plait.pipeline.cutting.cut import StageError, check_state, written_buffers_of_replicas
 from plait.pipeline.cutting.trace_job import check_target
-from plait.pipeline.gradient_sync import find_holders, find_stages
+from plait.pipeline.gradient_sync import find_stages
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import model_state, unsaved_state
@@ -258,14 +258,10 @@ def check_optimizer(
             f"and a stage has only some; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
             f"which is that of all stages under the schedules that drain"
         )
-    holders = find_holders(traced, pipeline_layout)
-    held = {w: [n for n, ranks in holders.items() if w in ranks] for w in pipeline_layout.workers}
-    unlike = [n for n, ranks in holders.items() if any(held[w] != held[ranks[0]] for w in ranks)]
-    if traits.draws and unlike:
+    if traits.draws and len(pipeline_layout.stages) > 1:
         raise JobError(
-            f"optimizer.kind: {kind} draws random numbers, and parameter {unlike[0]!r} is held by workers "
-            f"{list(holders[unlike[0]])}, which hold others besides and would draw unlike ones; plan as many "
-            f"workers for each stage, without tied weights between them, or use plan: data-parallel"
+            f"optimizer.kind: {kind} draws random numbers for one parameter after the other; a stage, which "
+            f"has only some, would draw others than one worker does; use plan: data-parallel"
         )
     tied = any(len(stages) > 1 for stages in find_stages(traced, pipeline_layout).values())
     if traits.counts and not pipeline_layout.schedule.synchronous and (pipeline_layout.shared or tied):
