@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from plait.core.errors import DataError, LostPeer, PeerError
 from plait.launch.failure_cause import RankState, find_cause, is_conclusive
@@ -111,3 +112,11 @@ def test_reports_are_waited_for_only_while_they_may_name_a_better_cause():
     assert is_conclusive(states(r1=3.0))
     assert not is_conclusive(states(r0=ABORTED))
     assert is_conclusive(states(r0=silent(1), r1=silent(0), r2=silent(0), r3=silent(0)))
+
+
+def test_a_worker_without_memory_says_what_takes_less():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    for failure in (caught.value, torch.OutOfMemoryError("CUDA out of memory."), MemoryError()):
+        assert "try a smaller data.batch_size" in describe_failure(0, "h", failure).summary
+    assert "data.batch_size" not in describe_failure(0, "h", RuntimeError("shape mismatch")).summary

@@ -425,6 +425,8 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
         summary = "\n".join([summary, *getattr(failure, "__notes__", ())])
     if lost is not None and not known:
         summary = _describe_loss(failure, lost)
+    if is_out_of_memory(failure):
+        summary = f"{summary}\n{OUT_OF_MEMORY}"
     return Failure(
         rank=rank,
         host=host,
@@ -436,6 +438,18 @@ def describe_failure(rank: int, host: str, failure: BaseException) -> Failure:
         peer=peer,
         everywhere=failure.everywhere if isinstance(failure, PlaitError) else _is_disk_error(failure),
     )
+
+
+OUT_OF_MEMORY = (
+    "out of memory; try a smaller data.batch_size, the same batch in parts (accumulate, or in a pipeline "
+    "parallel.microbatches), precision: bf16, or layers spread over several workers (parallel.plan: auto)"
+)
+
+
+def is_out_of_memory(failure: BaseException) -> bool:
+    """Whether a device or the host ran out of memory."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure)
 
 
 _LOST_PEER_MESSAGES = {

@@ -1,7 +1,9 @@
-"""The settings of a job and of its workers as dataclasses; every key and every default is defined here, once.
+"""The settings of a job and of its workers as dataclasses: each key and each default is defined once.
 
 The sections of a job file are these classes, key by key (`plait.schema.job_model` validates a file against
-their types and limits). Settings that workers receive in another form than the file has are at the end.
+their types and limits). Where workers run is in `placement.py`, the options of each sync in
+`sync_options.py`, and the keys that only a file has in `job_settings.py`. Settings that workers receive in
+another form than the file has are at the end.
 """
 
 from __future__ import annotations

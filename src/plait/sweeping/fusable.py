@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from plait.core.errors import DiskError, LaunchError, PeerError, PlaitError
@@ -13,6 +12,7 @@ from plait.data.loader_processes import LoaderError
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.optim.optimizer_kinds import KINDS
+from plait.launch.worker_process import is_out_of_memory
 from plait.schema.settings import TrainSettings
 
 # A sentence in a table or on a terminal.
@@ -52,12 +52,6 @@ def fused_work() -> Iterator[None]:
     except Exception as failure:
         message = short(f"a fused step failed with {type(failure).__name__}: {failure}")
         raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(message) from failure
-
-
-def is_out_of_memory(failure: BaseException) -> bool:
-    """Whether a device or the host ran out of memory."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(failure, kinds) or "DefaultCPUAllocator" in str(failure)
 
 
 # What is no fault of a trial: another worker, the disk, a process that loads data, the end of the sweep.
