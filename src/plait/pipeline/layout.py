@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 from plait.core.errors import PlanError
+from plait.planner.schedules import orders
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.merge_orders import Lane, play
-from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
-from plait.planner.schedules.orders import batch_of_two_buffers, operations
+from plait.planner.schedules.operations import Backward, Op, Operations, Update
+from plait.planner.schedules.orders import batch_of_two_buffers, one_stage, operations
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
@@ -191,32 +191,18 @@ def _lane(
 ) -> Iterator[Op]:
     """The operations of a worker for one of its stages."""
     layout = pipeline_layout.layouts[pipeline]
-    replicas, replica = layout.replicas(stage), layout.stages[stage].index(worker)
-    depth = _depth(pipeline_layout, stage)
-    every = microbatches_per_update(pipeline_layout, stage) // replicas
-    versions: dict[int, int] = {}
-    updates = backwards = 0
-    for step in itertools.count():
-        microbatch = replica + step * replicas
-        if interval.admits(pipeline, microbatch):
-            versions[step] = version_of(pipeline_layout, stage, microbatch)
-            yield Forward(stage, microbatch, versions[step])
-        if step >= depth - 1:
-            count = len(range(replica, pipeline_layout.local(interval.total, pipeline), replicas))
-            if backwards >= count:
-                break
-            backward = Backward(stage, replica + backwards * replicas, versions.pop(backwards))
-            yield backward
-            backwards += 1
-            update = update_behind(pipeline_layout, backward)
-            if update is not None:
-                updates = update.version
-                yield update
-    # Replicas and pipelines with fewer microbatches still take part in the last updates.
-    rounds = math.ceil(pipeline_layout.local(interval.total, 0) / replicas)
-    while updates * every < rounds:
-        updates += 1
-        yield Update(stage, updates)
+    replicas = layout.replicas(stage)
+    return one_stage(
+        stage,
+        layout.stages[stage].index(worker),
+        replicas,
+        _depth(pipeline_layout, stage),
+        microbatches_per_update(pipeline_layout, stage) // replicas,
+        partial(version_of, pipeline_layout, stage),
+        partial(interval.admits, pipeline),
+        lambda: pipeline_layout.local(interval.total, pipeline),
+        lambda: math.ceil(pipeline_layout.local(interval.total, 0) / replicas),
+    )
 
 
 def update_behind(pipeline_layout: PipelineLayout, backward: Backward) -> Update | None:
@@ -236,16 +222,15 @@ def _depth(pipeline_layout: PipelineLayout, stage: int) -> int:
 
 def version_of(pipeline_layout: PipelineLayout, stage: int, microbatch: int) -> int:
     """The weight version that a microbatch uses in `stage` under an asynchronous schedule."""
-    layout = pipeline_layout.layout
-    if pipeline_layout.schedule is Schedule.TWO_BUFFERED:
-        # One batch old in every stage, as the previous batch may still be in flight.
-        return max(0, microbatch // microbatches_per_update(pipeline_layout, stage) - 1)
-    updates = max(0, microbatch // layout.replicas(stage) - _depth(pipeline_layout, stage) + 1)
-    if not pipeline_layout.vertical_sync:
+    layout, replicas = pipeline_layout.layout, pipeline_layout.layout.replicas(stage)
+    every = microbatches_per_update(pipeline_layout, stage) // replicas
+    depth = _depth(pipeline_layout, stage)
+    updates = orders.version_of(pipeline_layout.schedule, microbatch, replicas, depth, every)
+    if not pipeline_layout.vertical_sync or pipeline_layout.schedule is not Schedule.STASH:
         return updates
     first = layout.replicas(0)
     entered = max(0, microbatch // first - _depth(pipeline_layout, 0) + 1)
-    version = entered * first // layout.replicas(stage)
+    version = entered * first // replicas
     if version > updates:
         raise PlanError(
             f"vertical_sync: stage {stage} would need version {version} for microbatch {microbatch} but has "

@@ -19,8 +19,10 @@ worker processes its microbatches in increasing order, both ends of each channel
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from plait.core.errors import PlanError
 from plait.planner.schedules import zero_bubble
@@ -52,12 +54,16 @@ def operations(
         return zero_bubble.interleaved(layout, microbatches, depths or {})
     lists: dict[tuple[int, int], list[Op]] = {}
     for stage, workers in enumerate(layout.stages):
-        depth = in_flight(schedule, layout, stage, microbatches, depths)
-        for replica in range(len(workers)):
-            mine = range(replica, microbatches, len(workers))
-            rounds = math.ceil(microbatches / len(workers))
-            every = _rounds_between_updates(schedule, layout, stage, rounds, batch)
-            lists[stage, replica] = _one_stage(schedule, stage, mine, depth, rounds, every)
+        depth, replicas = in_flight(schedule, layout, stage, microbatches, depths), len(workers)
+        rounds = math.ceil(microbatches / replicas)
+        every = _rounds_between_updates(schedule, layout, stage, rounds, batch)
+        version = partial(version_of, schedule, replicas=replicas, depth=depth, every=every)
+        for replica in range(replicas):
+            order = one_stage(
+                stage, replica, replicas, depth, every, version,
+                microbatches.__gt__, lambda: microbatches, partial(int, rounds),
+            )  # fmt: skip
+            lists[stage, replica] = list(order)
     if layout.shared:
         return zero_bubble.merged(layout, lists, together=schedule.synchronous)
     by_worker = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
@@ -79,26 +85,42 @@ def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:
     return math.ceil(max(most, least) / common) * common
 
 
-def _one_stage(schedule: Schedule, stage: int, mine: range, depth: int, rounds: int, every: int) -> list[Op]:
-    """The operations of one replica: fill, alternate, drain, with an update after `every` rounds."""
-    ops: list[Op] = []
-    backwards = 0
+def one_stage(
+    stage: int,
+    replica: int,
+    replicas: int,
+    depth: int,
+    every: int,
+    version: Callable[[int], int],
+    admits: Callable[[int], bool],
+    total: Callable[[], int],
+    rounds: Callable[[], int],
+) -> Iterator[Op]:
+    """The operations of one replica: fill, alternate, drain, with an update after `every` rounds.
+
+    `version` is that of the weights which a microbatch uses. `admits` says whether it is one of the `total`
+    microbatches, which may become fewer while they run, but not fewer than have started. Replicas with fewer
+    microbatches than others take part in the last updates, those of `rounds` rounds.
+    """
     versions: dict[int, int] = {}
-    done_updates = 0
-    for step in range(len(mine) + depth - 1):
-        if step < len(mine):
-            versions[step] = _version(schedule, step, every, done_updates)
-            ops.append(Forward(stage, mine[step], versions[step]))
-        if step >= depth - 1:
-            ops.append(Backward(stage, mine[backwards], versions[backwards]))
-            backwards += 1
-            if backwards % every == 0:
-                done_updates += 1
-                ops.append(Update(stage, done_updates))
-    while done_updates * every < rounds:
-        done_updates += 1
-        ops.append(Update(stage, done_updates))
-    return ops
+    updates = backwards = 0
+    for step in itertools.count():
+        microbatch = replica + step * replicas
+        if admits(microbatch):
+            versions[step] = version(microbatch)
+            yield Forward(stage, microbatch, versions[step])
+        if step < depth - 1:
+            continue
+        if backwards >= len(range(replica, total(), replicas)):
+            break
+        yield Backward(stage, replica + backwards * replicas, versions.pop(backwards))
+        backwards += 1
+        if backwards % every == 0:
+            updates += 1
+            yield Update(stage, updates)
+    while updates * every < rounds():
+        updates += 1
+        yield Update(stage, updates)
 
 
 def _rounds_between_updates(schedule: Schedule, layout: Layout, stage: int, rounds: int, batch: int) -> int:
@@ -109,13 +131,13 @@ def _rounds_between_updates(schedule: Schedule, layout: Layout, stage: int, roun
     return rounds
 
 
-def _version(schedule: Schedule, step: int, every: int, done_updates: int) -> int:
-    """The weight version of a replica's forward number `step`."""
+def version_of(schedule: Schedule, microbatch: int, replicas: int, depth: int, every: int) -> int:
+    """The version of the weights of a stage that a microbatch uses."""
     if schedule is Schedule.STASH:
-        return done_updates
+        return max(0, microbatch // replicas - depth + 1)
     if schedule is Schedule.TWO_BUFFERED:
         # One batch old in every stage, as the previous batch may still be in flight.
-        return max(0, step // every - 1)
+        return max(0, microbatch // replicas // every - 1)
     return 0
 
 
