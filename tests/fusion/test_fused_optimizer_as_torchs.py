@@ -11,6 +11,7 @@ from fused_checks import CLOSE, fuse, make_models
 from test_fused_optimizer_states import assert_same, batch, net, step_alone, step_fused
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, split_optimizer
@@ -291,3 +292,44 @@ def test_each_trial_is_clipped_by_its_own_norm_and_torchs_joint_clip_is_refused(
         torch.testing.assert_close(norms[number], norm, **CLOSE)
         for found, wanted in zip(fused.module.parameters(), model.parameters()):
             torch.testing.assert_close(found.grad[number], wanted.grad, **CLOSE)
+
+
+def test_hooks_of_a_step_run_and_a_profiler_sees_it_as_with_torchs_optimizers():
+    fused = fuse(make_models(net, TRIALS))
+    optimizer = FusedOptimizer(fused, "adam", lr=RATES)
+    calls = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *given: calls.append(("every optimizer, before", *given))),
+        optimizer.register_step_pre_hook(lambda *given: calls.append(("before", *given))),
+        optimizer.register_step_post_hook(lambda *given: calls.append(("after", *given))),
+        register_optimizer_step_post_hook(lambda *given: calls.append(("every optimizer, after", *given))),
+    ]
+    for hook in handles:  # with all hooks, then with fewer and fewer
+        optimizer.step()
+        hook.remove()
+    optimizer.step()
+    assert [name for name, *_ in calls] == [
+        "every optimizer, before", "before", "after", "every optimizer, after",
+        "before", "after", "every optimizer, after", "after", "every optimizer, after",
+        "every optimizer, after",
+    ]  # fmt: skip
+    assert all(given == [optimizer, (optimizer,), {}] for _, *given in calls)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+        optimizer.zero_grad()
+    names = {event.key for event in profile.key_averages()}
+    assert {
+        "Optimizer.step#FusedOptimizer.step",
+        "Optimizer.zero_grad#FusedOptimizer.zero_grad",
+    } <= names
+
+
+def test_gradients_are_reset_to_none_or_to_zeros_as_torch_does():
+    fused = fuse(make_models(net, TRIALS))
+    optimizer = FusedOptimizer(fused, "sgd", lr=RATES)
+    for parameter in fused.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not parameter.grad.any() for parameter in fused.module.parameters())
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in fused.module.parameters())

@@ -121,8 +121,8 @@ class FusedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without caches keyed by object identity."""
-        anew: dict[str, Any] = dict.fromkeys(("_wrappers", "_slots", "_recurrent", "_counts", "_known"))
-        return {**self.__dict__, **anew}
+        caches = ("_wrappers", "_parts", "_slots", "_recurrent", "_held_before", "_known")
+        return {**self.__dict__, **dict.fromkeys(caches)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -198,10 +198,11 @@ class FusedModule(nn.Module):
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
         self._trials.streams = Streams(self.seeds, self.ages, self.draws_before)
-        entered_args, entered_kwargs = pytree.tree_map(self._enter, (args, kwargs))
+        entered_args = [_each_leaf(self._enter, value) for value in args]
+        entered_kwargs = {name: _each_leaf(self._enter, value) for name, value in kwargs.items()}
         with running(self._again, self._apply_alone), TrialMode(self._trials):
             outcome = function(*entered_args, **entered_kwargs)
-        return pytree.tree_map(self._leave, outcome)
+        return _each_leaf(self._leave, outcome)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -213,7 +214,7 @@ class FusedModule(nn.Module):
         try:
             with installed(self._slots, self._recurrent, self._wrappers, self._trials):
                 yield
-            if any(len(part._buffers) != self._counts.get(id(part), 0) for part in self.module.modules()):
+            if self._held() != self._held_before:
                 self._adopt_buffers()
         finally:
             self._is_installed = False
@@ -229,9 +230,14 @@ class FusedModule(nn.Module):
         self._find_slots()
 
     def _find_slots(self) -> None:
+        self._parts = list(self.module.modules())
         self._slots = slots_of(self.module)
-        self._counts = {id(part): len(part._buffers) for part in self.module.modules()}
-        self._known = {(id(part), name) for part in self.module.modules() for name in part._buffers}
+        self._known = {(id(part), name) for part in self._parts for name in part._buffers}
+        self._held_before = self._held()
+
+    def _held(self) -> list[Any]:
+        """The submodules and the number of buffers of each module, which differ once a forward adds some."""
+        return [(*part._modules.values(), len(part._buffers)) for part in self._parts]
 
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
         """A context factory that restores the current state in backward, for activation checkpointing."""
@@ -388,6 +394,11 @@ class FusedModule(nn.Module):
         for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
             copy_hooks(hooks[number], parameter)
         return made
+
+
+def _each_leaf(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with its leaves changed; most are a tensor, for which pytree takes a while."""
+    return change(value) if isinstance(value, Tensor) else pytree.tree_map(change, value)
 
 
 def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from plait.fusion.dispatch.registry import (
     usual_form,
 )
 from plait.fusion.dispatch.tensor import TrialTensor
-from plait.fusion.dispatch.torch_patches import is_running
+from plait.fusion.dispatch.torch_patches import RUNNING
 from plait.fusion.trials import padding
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.rows import follow
@@ -39,13 +39,13 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         rule = RULES[function] = find_rule(function)
     if rule in READING_RULES:
         return rule(function, args, kwargs)
-    if not is_running():
+    if not RUNNING:
         refuse_outside(function)
     if peek_interpreter_stack() is not None:
         refuse_transformed(function)
     if kwargs:
         args, kwargs = usual_form(function, args, kwargs)
-    if PerTrial.made_any and rule not in PER_TRIAL_RULES and _differs_by_trial(args, kwargs):
+    if PerTrial.made_any and rule not in PER_TRIAL_RULES and PerTrial in map(type, (*args, *kwargs.values())):
         rule = loop
     written = _aliased(args) if alias_links.made else None
     before = -1 if written is None or written.is_inference() else written._version
@@ -65,10 +65,6 @@ def _aliased(args: Arguments) -> Tensor | None:
     """The tensor that a call may write to, with all trials: that of its first argument."""
     first = args[0] if args else None
     return first.stacked if isinstance(first, TrialTensor) and first.pending is None else None
-
-
-def _differs_by_trial(args: Arguments, kwargs: Options) -> bool:
-    return PerTrial in map(type, args) or (bool(kwargs) and PerTrial in map(type, kwargs.values()))
 
 
 TrialTensor.compute = staticmethod(compute)

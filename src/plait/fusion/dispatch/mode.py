@@ -45,10 +45,8 @@ class TrialMode(TorchFunctionMode):
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.trials.is_alone:
-            return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            # The user's generator, whose numbers are the same for all trials.
+        # A generator is the user's, whose numbers are the same for all trials.
+        if self.trials.is_alone or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)

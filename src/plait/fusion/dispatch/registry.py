@@ -72,6 +72,8 @@ _INPUT_LATER = ("where", "searchsorted", "polygamma")
 
 def usual_form(function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
     """The call with its first argument positional, and NumPy's option names replaced by torch's."""
+    if args and "axis" not in kwargs and "keepdims" not in kwargs:
+        return args, kwargs
     name = getattr(function, "__name__", "")
     code = getattr(function, "__code__", None)
     if not any(word in name for word in _OWN_AXIS) and (code is None or "axis" not in code.co_varnames):

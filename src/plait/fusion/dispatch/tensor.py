@@ -51,13 +51,6 @@ class PastRulesError(FusionError):
     """C++ code of torch received a trial tensor, which holds no data itself."""
 
 
-def _check_layout(inner: Tensor, trials: Trials) -> None:
-    if isinstance(inner, TrialTensor) or inner.dim() == 0 or inner.shape[0] != trials.count:
-        raise LayoutError(
-            f"found a tensor of shape {tuple(inner.shape)}, expected the {trials.count} trials first"
-        )
-
-
 class TrialTensor(torch.Tensor):
     """One tensor for each trial, under the shape of one."""
 
@@ -75,9 +68,13 @@ class TrialTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, trials: Trials, pending: PendingNorm | None = None) -> TrialTensor:
         """Wrap `inner`, trials first, or the future result of `pending`, which has the shape of `inner`."""
-        _check_layout(inner, trials)
+        shape = inner.shape
+        if type(inner) is TrialTensor or not shape or shape[0] != trials.count:
+            raise LayoutError(
+                f"found a tensor of shape {tuple(shape)}, expected the {trials.count} trials first"
+            )
         made: TrialTensor = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape[1:], dtype=inner.dtype, device=inner.device
+            cls, shape[1:], dtype=inner.dtype, device=inner.device
         )
         made._stacked = inner if pending is None else None
         made.pending = pending
@@ -96,6 +93,11 @@ class TrialTensor(torch.Tensor):
                 f"trials; now it has {self.trials.count}, so clear what the model keeps between forwards"
             )
         return self._stacked
+
+    def dim(self) -> int:
+        """Axes of one trial's tensor; known here, as rules and modules ask for it many times a step."""
+        inner = self._stacked if self.pending is None else self.pending.like
+        return inner.dim() - 1  # type: ignore[union-attr]
 
     @classmethod
     def __torch_function__(
@@ -138,6 +140,9 @@ class TrialTensor(torch.Tensor):
 
 def trials_of(*values: Any) -> Trials:
     """The `Trials` of the first trial tensor among `values`."""
+    for value in values:
+        if type(value) is TrialTensor:
+            return value.trials
     for value in leaves(values):
         if isinstance(value, TrialTensor):
             return value.trials

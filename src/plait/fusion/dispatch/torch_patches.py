@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch import Tensor
 from torch.autograd import function as autograd
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.fusion.dispatch.tensor import TrialTensor
@@ -24,8 +25,9 @@ Again = Callable[[], Callable[[], AbstractContextManager[Any]]]
 # Applies an autograd function to arguments that contain trial tensors.
 Applied = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-# For each running call, innermost last: how to restore its state, and how to apply a function.
-_RUNNING: list[tuple[Again, Applied | None]] = []
+# For each running call of a fused module or of a single trial, innermost last: how to restore its state, and
+# how to apply a function.
+RUNNING: list[tuple[Again, Applied | None]] = []
 _generator = checkpoints._checkpoint_without_reentrant_generator
 _reentrant = checkpoints.CheckpointFunction
 
@@ -37,20 +39,15 @@ def running(again: Again, applied: Applied | None) -> Iterator[None]:
     `again` is called when a checkpoint begins, and returns a context factory that restores the state in
     backward; `applied` applies a function to trial tensors.
     """
-    _RUNNING.append((again, applied))
-    if len(_RUNNING) == 1:
+    RUNNING.append((again, applied))
+    if len(RUNNING) == 1:
         _patch()
     try:
         yield
     finally:
-        _RUNNING.pop()
-        if not _RUNNING:
+        RUNNING.pop()
+        if not RUNNING:
             _restore()
-
-
-def is_running() -> bool:
-    """Whether trials are running: a fused module's call, or a single trial."""
-    return bool(_RUNNING)
 
 
 def _patch() -> None:
@@ -69,10 +66,22 @@ def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     def original(*some: Any, **options: Any) -> Any:
         return super(autograd._SingleLevelFunction, cls).apply(*some, **options)
 
-    applied = _RUNNING[-1][1] if _RUNNING else None
-    if applied is None or not any(isinstance(x, TrialTensor) for x in pytree.tree_leaves((args, kwargs))):
+    applied = RUNNING[-1][1] if RUNNING else None
+    if applied is None or not _has_trials((*args, *kwargs.values())):
         return original(*args, **kwargs)
     return applied(original, args, kwargs)
+
+
+def _has_trials(values: tuple[Any, ...]) -> bool:
+    kinds = set(map(type, values))
+    nested = not kinds <= _NOT_NESTED
+    return TrialTensor in kinds or (
+        nested and any(isinstance(x, TrialTensor) for x in pytree.tree_leaves(values))
+    )
+
+
+# Types of most arguments, in which no trial tensor can be.
+_NOT_NESTED = frozenset((Tensor, Parameter, TrialTensor, int, float, bool, str, type(None)))
 
 
 class _Hidden:
@@ -84,7 +93,7 @@ class _Hidden:
 
 def _run_again(fn: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
     """torch's checkpoint, with a function that restores the current state when it is recomputed."""
-    open_again = _RUNNING[-1][0]()
+    open_again = RUNNING[-1][0]()
 
     def again(*args: Any, **options: Any) -> Any:
         some, others = pytree.tree_map(lambda x: x.tensor if isinstance(x, _Hidden) else x, (args, options))

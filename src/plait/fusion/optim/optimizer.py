@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
@@ -22,7 +24,7 @@ from plait.fusion.optim.param_groups import (
 )
 from plait.fusion.optim.trial_gradients import clip_gradients, unscale_gradients
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
-from plait.fusion.trials.unfused import trials_without_gradient
+from plait.fusion.trials.unfused import trials_without_gradients
 
 # The parameters that have a gradient, with their states.
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
@@ -37,6 +39,30 @@ _OF_SCHEDULERS = (
 )  # fmt: skip
 # Keys of the step counts in a saved state.
 _STEPS, _PUSHES = "step", "pushes"
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+def _hooked_on_demand(step: _Step) -> _Step:
+    """`step`, in torch's wrapper only if there are hooks to call or a profiler is to see the step.
+
+    The wrapper takes a time that counts in a step of a small model on a CPU.
+    """
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def either(self: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        is_hooked = (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        )
+        return (hooked if is_hooked else step)(self, *args, **kwargs)
+
+    # Torch then adds no wrapper.
+    either.hooked = True  # type: ignore[attr-defined]
+    return cast("_Step", either)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -129,11 +155,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A parameter may have been frozen until now, and without momentum there is no buffer.
         """
-        return self._with_state(group, parameter, group.state_names)
-
-    def _with_state(self, group: FusedGroup, parameter: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
-        for name in names:
+        for name in group.state_names:
             if name not in state:
                 if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise FusionError(
@@ -201,6 +224,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")
         } | {"_slices": {}}
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset all gradients; in torch's way, which takes longer, if a profiler is to see it."""
+        if not set_to_none or torch.autograd._profiler_enabled():
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @_hooked_on_demand
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
         """One step of every trial that has steps left; `skip` marks trials that skip this step."""
@@ -233,18 +266,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         return unscale_gradients(gradients, inverse, self.fused.trials)
 
     def _step_group(self, group: FusedGroup, moving: Tensor | None, skip: Tensor | None) -> None:
-        count = self.fused.trials
-        absent = {p: trials_without_gradient(p, count) for p in group["params"] if p.grad is not None}
-        if not absent:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
             return
-        names = group.state_names
-        updated: Updated = [(parameter, self._with_state(group, parameter, names)) for parameter in absent]
-        gradients: list[Tensor] = [p.grad for p in absent if p.grad is not None]
+        absent = trials_without_gradients(parameters, self.fused.trials)
+        states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in parameters]
+        if not all(map(set(group.state_names).issubset, states)):
+            states = [self.state_of(group, parameter) for parameter in parameters]
+        updated: Updated = list(zip(parameters, states))
+        gradients: list[Tensor] = [p.grad for p in parameters]
         if group["maximize"]:
             gradients = [-gradient for gradient in gradients]
-        clocks = group.clocks_for(absent)
-        kept = self._kept(absent, clocks)
-        if _has_kernel(group, list(absent)) and not _in_one_pass(group, absent):
+        clocks = group.clocks_for(parameters, absent)
+        kept = _kept(updated, absent, clocks)
+        if _has_kernel(group, parameters) and not _in_one_pass(group, parameters):
             _advance(group, clocks, moving)
             self._step_by_kernel(group, updated, gradients, clocks, skip)
         else:
@@ -252,20 +287,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             _advance(group, clocks, moving)
         for tensor, trials, before in kept:
             tensor[list(trials)] = before
-
-    def _kept(
-        self, absent: Mapping[Tensor, tuple[int, ...]], clocks: Sequence[StepClock]
-    ) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
-        """Copies of what must not change: parameters, states and clocks of trials without a gradient."""
-        if not any(absent.values()):
-            return []
-        tensors: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
-        for (parameter, trials), clock in zip(absent.items(), clocks):
-            if not trials:
-                continue
-            for tensor in (parameter, *self.state[parameter].values(), clock.steps, clock.pushes):
-                tensors[id(tensor)] = tensor, trials
-        return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in tensors.values()]
 
     def _step_by_kernel(
         self,
@@ -276,7 +297,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip: Tensor | None,
     ) -> None:
         """Step trial by trial with torch's fused kernels, each in one pass over memory."""
-        assert group.kind.kernel is not None
+        kernel = group.kind.kernel
+        assert kernel is not None
         parameters, states, steps = self._slices_of(group, updated, clocks)
         slices = [g.unbind() for g in gradients]
         on_gpu = group.device.type == "cuda"
@@ -296,11 +318,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 switches,
                 None if infs is None else infs[trial],
             )
-            group.kind.kernel(tensors)
+            kernel(tensors)
 
     def _slices_of(self, group: FusedGroup, updated: Updated, clocks: list[StepClock]) -> Slices:
         """Each trial's views of parameters, states and steps; cached while the tensors do not change."""
-        key = [(p.data_ptr(), id(clock), *map(id, s.values())) for (p, s), clock in zip(updated, clocks)]
+        key = [(p.data_ptr(), *map(id, (clock, *s.values()))) for (p, s), clock in zip(updated, clocks)]
         known = self._slices.get(id(group))
         if known is None or known[0] != key:
             steps = {id(clock): clock.steps.unbind() for clock in clocks}
@@ -381,6 +403,20 @@ def _first_state(group: FusedGroup, parameter: Tensor, name: str) -> Tensor:
 def _advance(group: FusedGroup, clocks: Iterable[StepClock], moving: Tensor | None) -> None:
     for clock in distinct(clocks):
         clock.advance(moving, group.vectors.get("momentum"))
+
+
+def _kept(
+    updated: Updated, absent: Sequence[tuple[int, ...]], clocks: Sequence[StepClock]
+) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
+    """Copies of what must not change: parameters, states and clocks of trials without a gradient."""
+    if not any(absent):
+        return []
+    tensors: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+    for (parameter, state), trials, clock in zip(updated, absent, clocks):
+        if trials:
+            for tensor in (parameter, *state.values(), clock.steps, clock.pushes):
+                tensors[id(tensor)] = tensor, trials
+    return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in tensors.values()]
 
 
 def _has_kernel(group: FusedGroup, parameters: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,11 @@ class FusedGroup(dict[str, Any]):
         # loses digits in float32.
         self.numbers: dict[str, list[float]] = {}
         self.vectors: dict[str, Tensor] = {}
-        # The clock of each parameter that was, or could have been, updated.
-        self.clock_of: dict[Tensor, StepClock] = {}
+        # The clock of each parameter that was, or could have been, updated; and each clock once.
+        self._clock_of: dict[Tensor, StepClock] = {}
+        self._clocks: list[StepClock] = []
+        # The parameters when clocks were last added.
+        self._with_clock: list[Tensor] = []
 
     @property
     def kind(self) -> OptimizerKind:
@@ -77,7 +81,7 @@ class FusedGroup(dict[str, Any]):
     @property
     def clocks(self) -> list[StepClock]:
         self._add_clocks()
-        return distinct(self.clock_of.values())
+        return self._clocks
 
     def __setitem__(self, name: str, value: Any) -> None:
         if "numbers" not in self.__dict__:  # while unpickling
@@ -120,43 +124,52 @@ class FusedGroup(dict[str, Any]):
     def _with(self, name: str, number: int, value: float) -> PerTrial:
         return PerTrial([value if n == number else other for n, other in enumerate(self.numbers[name])])
 
-    def clocks_for(self, absent: Mapping[Tensor, tuple[int, ...]]) -> list[StepClock]:
-        """The clocks of the parameters in `absent`, which are updated now except for the trials given there.
+    def clocks_for(self, parameters: Sequence[Tensor], absent: Sequence[tuple[int, ...]]) -> list[StepClock]:
+        """The clocks of `parameters`, which are updated now except for the trials that are `absent`.
 
         Parameters that were updated together until now and no longer are get separate clocks.
         """
         clocks = self.clocks
-        if len(clocks) == 1 and len(absent) == len(self.clock_of) and not any(absent.values()):
-            return clocks * len(absent)
+        if len(clocks) == 1 and len(parameters) == len(self._clock_of) and not any(absent):
+            return clocks * len(parameters)
+        absent_of = dict(zip(parameters, absent))
         for clock in clocks:
-            members = [parameter for parameter, other in self.clock_of.items() if other is clock]
-            kinds = list(dict.fromkeys(absent.get(parameter) for parameter in members))
+            members = [parameter for parameter, other in self._clock_of.items() if other is clock]
+            kinds = list(dict.fromkeys(absent_of.get(parameter) for parameter in members))
             for kind in kinds[1:]:
-                apart = clock.mapped(torch.clone)
-                for parameter in members:
-                    if absent.get(parameter) == kind:
-                        self.clock_of[parameter] = apart
-        return [self.clock_of[parameter] for parameter in absent]
+                apart = [parameter for parameter in members if absent_of.get(parameter) == kind]
+                self._set_clocks(dict.fromkeys(apart, clock.mapped(torch.clone)))
+        return [self._clock_of[parameter] for parameter in parameters]
+
+    def _set_clocks(self, clocks: Mapping[Tensor, StepClock]) -> None:
+        self._clock_of.update(clocks)
+        self._clocks = distinct(self._clock_of.values())
 
     def _add_clocks(self) -> None:
-        new = [parameter for parameter in self["params"] if parameter not in self.clock_of]
-        if new:
-            self.clock_of.update(dict.fromkeys(new, StepClock.new(self.trials, self.device)))
+        parameters = self["params"]
+        known = self._with_clock
+        if len(parameters) != len(known) or not all(map(operator.is_, parameters, known)):
+            new = [parameter for parameter in parameters if parameter not in self._clock_of]
+            if new:
+                self._set_clocks(dict.fromkeys(new, StepClock.new(self.trials, self.device)))
+            self._with_clock = list(parameters)
 
     def counts(self, parameter: Tensor) -> StepClock:
         """How many times each trial of a parameter was updated."""
         self._add_clocks()
-        return self.clock_of[parameter]
+        return self._clock_of[parameter]
 
     def set_counts(self, counts: Mapping[Tensor, tuple[list[float], list[float]]]) -> None:
         """Set how many times each parameter was updated; parameters with equal counts share a clock."""
         known: dict[Any, StepClock] = {}
+        clocks: dict[Tensor, StepClock] = {}
         for parameter, (steps, pushes) in counts.items():
             key = (*steps, None, *pushes)
             if key not in known:
                 tensors = (torch.tensor(part, dtype=torch.float32) for part in (steps, pushes))
                 known[key] = StepClock(*(tensor.to(self.device) for tensor in tensors))
-            self.clock_of[parameter] = known[key]
+            clocks[parameter] = known[key]
+        self._set_clocks(clocks)
 
     def forget(self, number: int) -> None:
         """Reset the steps of a trial."""
@@ -168,7 +181,7 @@ class FusedGroup(dict[str, Any]):
         # Parameters that share a clock continue to.
         changed = {id(clock): clock.mapped(change) for clock in self.clocks}
         self.trials = len(numbers)
-        self.clock_of = {parameter: changed[id(clock)] for parameter, clock in self.clock_of.items()}
+        self._set_clocks({parameter: changed[id(clock)] for parameter, clock in self._clock_of.items()})
         self.vectors = {}
         after: dict[str, Any] = {
             name: PerTrial([values[number] for number in numbers]) for name, values in self.numbers.items()
@@ -178,7 +191,8 @@ class FusedGroup(dict[str, Any]):
 
 def distinct(clocks: Iterable[StepClock]) -> list[StepClock]:
     """Each clock once."""
-    return list({id(clock): clock for clock in clocks}.values())
+    every = list(clocks)
+    return list(dict(zip(map(id, every), every)).values())
 
 
 def as_number(values: Sequence[float]) -> float:

@@ -74,13 +74,14 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     if type(args[0]) is TrialTensor and not kwargs and all(type(value) in _NUMBERS for value in args[1:]):
         return unary(function, args, kwargs)
     trials = trials_of(args, kwargs)
-    if is_in_place(function) and not isinstance(args[0], TrialTensor):
+    in_place = is_in_place(function)
+    if in_place and not isinstance(args[0], TrialTensor):
         if not function.__name__.startswith("__i"):
             refuse_shared_target(function, args)
-        function = getattr(torch.Tensor, "__" + function.__name__[3:])
+        function, in_place = getattr(torch.Tensor, "__" + function.__name__[3:]), False
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dims = max(operand.dim() for operand in operands)
-    if is_in_place(function) and args[0].dim() < dims:
+    if in_place and args[0].dim() < dims:
         # The target cannot be broadcast; torch raises the error for one trial.
         return loop(function, args, kwargs)
     like = next(operand for operand in operands if isinstance(operand, TrialTensor))
@@ -88,7 +89,7 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     placed = [align_operand(value, dims, like, scalars) for value in args]
     named = {name: align_operand(value, dims, like, scalars) for name, value in kwargs.items()}
     outcome = function(*placed, **named)
-    return args[0] if is_in_place(function) else wrap(outcome, trials)
+    return args[0] if in_place else wrap(outcome, trials)
 
 
 def _scalar_type(operands: list[Tensor]) -> torch.dtype | None:
@@ -97,13 +98,12 @@ def _scalar_type(operands: list[Tensor]) -> torch.dtype | None:
     By type promotion a 0-dim tensor changes the dtype of a result only if it is of a higher category. With
     the trials axis it would no longer be 0-dim.
     """
-    kinds = [operand.dtype for operand in operands if operand.dim()]
-    scalars = [operand.dtype for operand in operands if not operand.dim()]
-    if not kinds or not scalars:
+    have_axes = [operand.dim() > 0 for operand in operands]
+    if all(have_axes) or not any(have_axes):
         return None
     wide, scalar = (
-        functools.reduce(torch.promote_types, kinds),
-        functools.reduce(torch.promote_types, scalars),
+        functools.reduce(torch.promote_types, [x.dtype for x, has in zip(operands, have_axes) if has is axes])
+        for axes in (True, False)
     )
     return wide if _rank(scalar) <= _rank(wide) else scalar
 

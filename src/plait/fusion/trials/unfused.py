@@ -295,6 +295,14 @@ def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
     return tuple(number for number in range(count) if number not in known)
 
 
+def trials_without_gradients(parameters: Sequence[Tensor], count: int) -> list[tuple[int, ...]]:
+    """The same for each of `parameters`, which have gradients."""
+    return [
+        trials_without_gradient(parameter, count) if "of_trials" in parameter.grad.__dict__ else ()
+        for parameter in parameters
+    ]
+
+
 def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
     """Set the trials that have a gradient of a fused parameter; none given means all."""
     if parameter.grad is not None:
