@@ -25,11 +25,10 @@ from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.change import apply
 from plait.training.change.members import join_members
-from plait.training.choose_engine import engine_of_sync, make_job_loop
+from plait.training.choose_engine import engine_of_stages, engine_of_sync, make_job_loop
 from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-from plait.training.stages.run_stages import pipeline_engine
 from plait.workloads import data
 from support.changes import StepTable
 from support.meeting import SECRET
@@ -131,7 +130,7 @@ def train_elastic(
         result = loop.train(resume=False)
     elif settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
-        result = RunLoop(run, pipeline_engine(run), [table]).train(resume=False)
+        result = RunLoop(run, engine_of_stages(run), [table]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
         if is_half_told:
