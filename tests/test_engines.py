@@ -29,7 +29,7 @@ from plait.schema.settings import (
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from support.averaging import job_store
-from support.elastic import run_elastic
+from support.elastic import Versions, run_elastic
 from support.elastic_sweep import Change, run_elastic_sweep
 from support.plans import planned, with_graph
 from support.sweeping import sweep_of, sweep_rank
@@ -59,6 +59,11 @@ def averaged() -> TrainSettings:
     return settings_of("local-sgd", {"every": 1}, **COMMON, precision="float64", optimizer=MEMORYLESS)
 
 
+def side_by_side() -> TrainSettings:
+    """Two pipelines of two stages whose weights are averaged after each update."""
+    return replace(in_stages(2, 2), optimizer=MEMORYLESS, sync=SyncSettings("local-sgd", {"every": 1}))
+
+
 @dataclass(frozen=True)
 class Row:
     """A job or a sweep on some workers."""
@@ -77,6 +82,7 @@ ROWS: dict[str, Callable[[], Row]] = {
     "pipeline": lambda: Row(2, in_stages(1, 1)),
     "pipeline with replicas": lambda: Row(3, in_stages(2, 1)),
     "decentralized": lambda: Row(2, averaged()),
+    "pipelines side by side": lambda: Row(4, side_by_side()),
     "fused": lambda: Row(1, sweep_of(RATES, job=JOB)),
     "fused, whole model": lambda: Row(2, replace(sweep_of(RATES, job=JOB), replicas=2)),
     "fused, decentralized": lambda: Row(2, replace(sweep_of(RATES, job=averaged()), replicas=2)),
@@ -162,12 +168,21 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, O
         assert resumed.metrics[values] == pytest.approx(metrics, rel=0.0, abs=allowed)
 
 
-@pytest.mark.parametrize("name", ["whole model", "pipeline", "decentralized"])
-def test_workers_that_come_and_go_change_nothing(name: str, tmp_path: Path) -> None:
+# Of five workers in pipelines of two, one waits; then all that have a stage but one leave.
+@pytest.mark.parametrize(
+    ("name", "versions"),
+    [
+        ("whole model", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
+        ("pipeline", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
+        ("decentralized", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
+        ("pipelines side by side", [(0, (0, 1, 2, 3)), (3, (0, 1, 2, 3, 4)), (5, (2, 4)), (7, (2, 4, 5, 6))]),
+    ],
+)
+def test_workers_that_come_and_go_change_nothing(name: str, versions: Versions, tmp_path: Path) -> None:
     row = ROWS[name]()
     assert isinstance(row.asked, TrainSettings)
     settings = with_graph(row.asked) if row.asked.pipeline is not None else row.asked
-    run_elastic(settings, tmp_path / "elastic", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))])
+    run_elastic(settings, tmp_path / "elastic", versions)
     _, weights = train_here(row.alone({}), tmp_path / "alone")
     assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.adapt.changes import BatchSizeChange, ChangeRequest, WorkersChange
-from plait.comm.store import StoreServer
+from plait.comm.handshake import Address
+from plait.comm.store import StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
 from plait.launch.membership import Membership, Memberships
 from plait.launch.messages import BreakReport, JobMessage, WorkerRequest
@@ -25,11 +28,10 @@ from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.change import apply
 from plait.training.change.members import join_members
-from plait.training.choose_engine import engine_of_sync, make_job_loop
+from plait.training.choose_engine import engine_of_stages, engine_of_sync, make_job_loop
 from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-from plait.training.stages.run_stages import pipeline_engine
 from plait.workloads import data
 from support.changes import StepTable
 from support.meeting import SECRET
@@ -46,11 +48,15 @@ def membership(version: int, members: tuple[int, ...], lost: tuple[int, ...] = (
 class ScriptedAgent:
     """In the place of the link to an agent: it keeps what the worker says.
 
-    `after_loss` are versions, of which it publishes the next once the worker reports the loss of another one.
+    `after_loss` are versions, of which it publishes the next once the worker reports the loss of another one;
+    with the address of a `store`, also once another worker does.
     """
 
-    def __init__(self, worker: int, *after_loss: Membership) -> None:
+    def __init__(self, worker: int, *after_loss: Membership, store: str = "") -> None:
         self.memberships = Memberships(worker)
+        self._store = StoreClient(Address(store), SECRET, worker) if store else None
+        if self._store is not None:
+            threading.Thread(target=self._await_loss, args=[self._store], daemon=True).start()
         # Nobody is lost while others leave.
         self.memberships.dismiss()
         self.stop_requested = False
@@ -62,6 +68,14 @@ class ScriptedAgent:
         if isinstance(message, BreakReport):
             later = [each for each in self._after_loss if each.version > message.version]
             self.memberships.put(later[0])
+            if self._store is not None:
+                self._store.set("test/lost", "")
+
+    def _await_loss(self, store: StoreClient) -> None:
+        """Publish the first version after a loss that any worker has reported."""
+        with contextlib.suppress(PeerError, OSError):
+            store.wait(["test/lost"], 60.0)
+            self.memberships.put(self._after_loss[0])
 
 
 class Announcements:
@@ -119,7 +133,7 @@ def train_elastic(
     torch.set_num_threads(1)
     dist.destroy_process_group()
     MortalNet.is_victim = rank == victim
-    agent = ScriptedAgent(rank, *([] if after_loss is None else [after_loss]))
+    agent = ScriptedAgent(rank) if after_loss is None else ScriptedAgent(rank, after_loss, store=store)
     worker = elastic_worker(rank, versions, store, agent)
     join_members(worker, settings)
     parts = components.build(settings, torch.device("cpu"))
@@ -131,7 +145,7 @@ def train_elastic(
         result = loop.train(resume=False)
     elif settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
-        result = RunLoop(run, pipeline_engine(run), [table]).train(resume=False)
+        result = RunLoop(run, engine_of_stages(run), [table]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
         if is_half_told:

@@ -18,13 +18,15 @@ from torch import nn
 from plait.comm.collectives import all_gather_values
 from plait.launch.worker_process import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import DataSettings, ModelSettings, SlowSettings, SyncSettings, TrainSettings
 from plait.training import components
-from plait.training.engines.pipeline_replica import PipelineReplica, ReplicaWork
+from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
+from plait.training.engines.replica_layout import replica_layouts
 from plait_bench.harness import Found, Row, in_world
 from plait_bench.sleeping import Sleeping
 from plait_bench.sync.speed import partial_reduce_claims
@@ -118,7 +120,10 @@ def _together(
     channels, pipeline = open_pipeline(worker, settings, parts, found.traced, pipeline_layout, hosts)
 
     def update() -> None:
-        work = ReplicaWork([1] * MICROBATCHES, (0,), _contents())
+        microbatches = [Microbatch(0, i, 0, [0]) for i in range(pipeline_layout.microbatches)]
+        work = MicrobatchSource(
+            pipeline_layout, worker.rank, microbatches, seed=0, fetch=lambda local: _contents()
+        )
         pipeline.run(one_batch(pipeline_layout, worker.rank, MICROBATCHES), work)
 
     update()
@@ -147,23 +152,28 @@ def _side_by_side(
     """Batches a second of this worker's pipeline at its own pace; `alone` it never averages."""
     parts = components.build(settings, torch.device("cpu"))
     hosts = [worker.host] * worker.world_size
-    replica = PipelineReplica(worker, settings, parts, pipeline_layout, hosts, prefix)
+    found, pipeline_layout = prepare_pipeline(settings, parts, pipeline_layout, verify=False)
+    replicas = replica_layouts(pipeline_layout)
+    own = next(each for each in replicas if worker.rank in each.workers)
+    channels, pipeline = open_pipeline(worker, settings, parts, found.traced, own, hosts)
+    replica = PipelineReplica(worker, settings, parts.scaler, replicas, pipeline, channels, prefix)
     if alone:
         replica.averaging.after_update = lambda: None  # type: ignore[method-assign]
     dist.barrier()
     rate = _rate(replica, seconds)
     replica.averaging.synchronize()
     dist.barrier()
-    replica.close()
+    replica.averaging.close()
+    channels.close()
     return rate
 
 
 def _rate(replica: PipelineReplica, seconds: float) -> float:
     """Batches for `seconds`, after a first that is not counted; how many a second, on the first worker."""
-    replica.update(-1, 0, MICROBATCHES, 1.0, _contents())
+    replica.update(-1, 0, [1] * MICROBATCHES, 1.0, _contents())
     started, updates = time.monotonic(), 0
     while replica.lockstep.from_first(lambda: time.monotonic() - started < seconds):
-        replica.update(updates, 0, MICROBATCHES, 1.0, _contents())
+        replica.update(updates, 0, [1] * MICROBATCHES, 1.0, _contents())
         updates += 1
     return updates / (time.monotonic() - started) if replica.lockstep.is_first else 0.0
 

@@ -97,8 +97,8 @@ class MicrobatchSource:
         *,
         seed: int,
         fetch: Callable[[list[Microbatch]], Iterator[Any]],
-        set_lr: Callable[[int, int], None],
-        stop_before: Callable[[int], bool],
+        set_lr: Callable[[int, int], None] = lambda step, index: None,
+        stop_before: Callable[[int], bool] = lambda step: False,
         weights_losses: bool = True,
     ) -> None:
         self._pipeline_layout = pipeline_layout

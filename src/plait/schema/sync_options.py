@@ -118,6 +118,8 @@ KINDS: Mapping[str, type[Options]] = {
 FAULT_TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
 # Syncs under which all workers take the same steps together; under the others, workers may differ.
 LOCKSTEP = ("pair-sync", "sma", "local-sgd")
+# Syncs whose workers need a process group.
+COLLECTIVE = ("sma", "local-sgd", "hetpipe")
 
 
 def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:

@@ -18,13 +18,12 @@ from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.batch_streams import BatchStream
-from plait.training.checks.pipeline import check_pipeline
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, Observers
-from plait.training.engines.member import MakeMember, MemberInit, WholeModel
+from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState, WholeModel
 from plait.training.engines.whole_model import WholeModelEngine
-from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
@@ -57,7 +56,7 @@ def make_loop(worker: Worker, settings: TrainSettings, components: Components, f
     check_unchanged(settings, components.train_set.dataset, elastic=worker.memberships.can_change)
     run = Run(worker, settings, components, folder)
     if settings.in_stages:
-        return _with_stages(run)
+        return RunLoop(run, engine_of_stages(run), make_sources(run))
     is_alone = worker.world_size == 1 and not worker.memberships.can_change
     make_engine = partial(whole_model_engine if is_alone else engine_of_sync, run)
     return RunLoop(run, make_engine(), make_sources(run), None if is_alone else make_engine)
@@ -76,14 +75,13 @@ def engine_of_sync(run: Run) -> Engine:
     return decentralized_engine(run, make_member)
 
 
-def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngine:
+def decentralized_engine(
+    run: Run, make_member: MakeMember, state: MemberState | None = None
+) -> DecentralizedEngine:
     """The engine of a run whose members each train at the speed of their device."""
 
     def on_step(step: int, epoch: int, losses: Tensor, samples: int) -> None:
         run.metrics.step(step, epoch, losses[0], run.lr(step - 1), samples)
-
-    def on_components(components: Components) -> None:
-        run.components = components
 
     return DecentralizedEngine(
         run.worker,
@@ -92,7 +90,8 @@ def decentralized_engine(run: Run, make_member: MakeMember) -> DecentralizedEngi
         make_member,
         run.name_of_opening,
         lambda trial, source: run.order(),
-        Observers(on_step, run.record, on_components, run.audits),
+        Observers(on_step, run.record, run.audits),
+        state=state,
     )
 
 
@@ -147,18 +146,19 @@ def make_sources(run: Run) -> list[ChangeSource]:
     return [Replanning(run, source)]
 
 
-def _with_stages(run: Run) -> RunLoop:
-    """The loop of a worker that holds stages of the model."""
+def engine_of_stages(run: Run) -> Engine:
+    """The engine of a run whose workers hold stages of the model, by its sync."""
     # Slow to import, with all that tracing needs.
-    from plait.training.engines.pipeline_replicas import PipelineMember
-    from plait.training.stages.run_stages import pipeline_engine
+    from plait.training.engines.pipeline_replicas import join_pipelines
+    from plait.training.stages.run_stages import pipeline_engine, replica_stages
 
     if run.settings.sync.kind == "all-reduce":
-        return RunLoop(run, pipeline_engine(run), make_sources(run))
-    layout = check_pipeline(run.settings, run.worker.world_size)
+        return pipeline_engine(run)
+    stages = replica_stages(run)
+    if is_monitored(run.settings) and wants_norms(run.settings):
+        run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
-    def make_member(init: MemberInit) -> PipelineMember:
-        monitor = share_monitor(run, run.components)
-        return PipelineMember(run.worker, init, layout, run.folder, run.metrics, run.record, monitor)
+    def make_member(init: MemberInit) -> Member:
+        return join_pipelines(run.worker, init, stages, run.record, share_monitor(run, stages.components))
 
-    return RunLoop(run, decentralized_engine(run, make_member), make_sources(run))
+    return decentralized_engine(run, make_member, stages)

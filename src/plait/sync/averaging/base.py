@@ -81,6 +81,22 @@ class AllOrNone:
         return {}
 
 
+class NoAveraging(AllOrNone):
+    """The averaging of a worker that has nothing to average, and nobody to average with."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def after_update(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class FullAverage:
     """Full averages: the mean over all workers, which all of them wait for.
 

@@ -18,10 +18,17 @@ Move = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class LayerState:
-    """The parameters and buffers that a worker holds, by name, and the optimizer's state for them."""
+    """The parameters and buffers that a worker holds, by name, and what is kept for them.
+
+    That is the optimizer's state, and `sync`, that of a sync that averages.
+    """
 
     model: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
+    sync: Tensors = field(default_factory=dict)
+
+    def __or__(self, other: LayerState) -> LayerState:
+        return LayerState(self.model | other.model, self.optimizer | other.optimizer, self.sync | other.sync)
 
 
 def layer_state(
@@ -63,15 +70,16 @@ def find_moves(held: Sequence[Collection[str]], needed: Mapping[str, Collection[
 def receive_layers(moves: Sequence[Move], held: LayerState, rank: int) -> LayerState:
     """Execute the moves, sending from `held`; returns what this worker received. All workers call it.
 
-    The optimizer state of a parameter moves with it.
+    What is kept for a parameter moves with it.
     """
     pairs = sorted({(source, target) for _, source, target in moves})
     outgoing = {target: {name for name, *pair in moves if pair == [rank, target]} for _, target in pairs}
-    model = exchange_named({t: _chosen(held.model, names) for t, names in outgoing.items()}, pairs)
-    optimizer = exchange_named(
-        {t: _chosen(held.optimizer, names, of_state=True) for t, names in outgoing.items()}, pairs
-    )
-    return LayerState(model, optimizer)
+
+    def exchange(tensors: Tensors, of_state: bool) -> Tensors:
+        chosen = {target: _chosen(tensors, names, of_state) for target, names in outgoing.items()}
+        return exchange_named(chosen, pairs)
+
+    return LayerState(exchange(held.model, False), exchange(held.optimizer, True), exchange(held.sync, True))
 
 
 def merge_into(components: Components, layers: LayerState) -> None:
@@ -85,7 +93,7 @@ def merge_into(components: Components, layers: LayerState) -> None:
         named_state.load_optimizer_state(components.optimizer, components.names, state)
 
 
-def _chosen(tensors: Tensors, names: Collection[str], of_state: bool = False) -> Tensors:
+def _chosen(tensors: Tensors, names: Collection[str], of_state: bool) -> Tensors:
     return {
         path: t for path, t in tensors.items() if (path.rpartition("/")[0] if of_state else path) in names
     }

@@ -32,16 +32,12 @@ class WorkerLeft(Exception):
     """This worker left the run in a planned change."""
 
 
-class CannotGoOn(PeerError):
-    """This worker needs data that only lost workers had: it ends, and the others continue without it."""
-
-
 def loss_of(worker: Worker, failure: RuntimeError) -> PeerError | None:
     """The loss of another worker that `failure` reports, if the run can continue without it; else None.
 
     Once a loss is known, any error of the process group counts as a consequence of it.
     """
-    if not worker.memberships.can_change or isinstance(failure, CannotGoOn):
+    if not worker.memberships.can_change:
         return None
     known = worker.memberships.loss() if worker.rank >= 0 else None
     if known is not None and (isinstance(failure, PeerError) or not isinstance(failure, PlaitError)):

@@ -29,12 +29,11 @@ from plait.training.audit.record import AuditRecord
 from plait.training.audit.replica_audit import ADVICE
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import order_of, with_replacements
-from plait.training.change.layers import LayerState, merge_into
-from plait.training.change.members import ProgressMark, loss_of, most_advanced
+from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.components import Components, TrialInit, with_fresh_model
+from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.engines.member import MakeMember, Member, MemberInit
+from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState, WholeModelState
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue, sample_count
@@ -54,13 +53,12 @@ class Observers:
     """Who is told what decentralized training does; by default, nobody.
 
     `on_step` is told of this worker's steps: the number of the step, its epoch, the trials' losses, and the
-    samples of all workers since the step before. `on_event` is told of what else is worth recording,
-    `on_components` of the components of a model that was built again. `audits` has what audits found.
+    samples of all workers since the step before. `on_event` is told of what else is worth recording. `audits`
+    has what audits found.
     """
 
     on_step: Callable[[int, int, Tensor, int], None] = _ignore
     on_event: Callable[[Event], None] = _ignore
-    on_components: Callable[[Components], None] = _ignore
     audits: AuditRecord | None = None
 
 
@@ -89,7 +87,8 @@ class DecentralizedEngine:
     Where the workers or the trials change, it is closed and opened again with a member that `make_member`
     makes. Its name is that of `next_name`: the same on all members, and used once. `order` gives a trial's
     batches to come, by their samples. In a sweep, `group` are the workers that train the trials, and `held`
-    is what their sync kept of each before.
+    is what their sync kept of each before. Where members hold stages, `state` has them from one member to the
+    next; else that are the `components`.
     """
 
     def __init__(
@@ -103,10 +102,11 @@ class DecentralizedEngine:
         observers: Observers = NOBODY,
         group: WorkerGroup | None = None,
         held: Sequence[EngineState] = (EngineState({}, {}),),
+        state: MemberState | None = None,
     ) -> None:
         self._worker = worker
         self.trials = trials
-        self.components = components
+        self._state = state or WholeModelState(components)
         self._make_member = make_member
         self._next_name = next_name
         self._order = order
@@ -137,16 +137,17 @@ class DecentralizedEngine:
         # The keys in the store of the interval before.
         self._used_keys: list[str] = []
 
+    @property
+    def components(self) -> AnyComponents:
+        return self._state.components
+
     def load(self, state: Checkpoint) -> None:
-        self.components.load(state)
+        self._state.load(state)
         self._held = [EngineState({}, {}, sync=state.sync)]
 
     def open(self) -> None:
-        name, held = self._next_name(), self._held[0]
+        name = self._next_name()
         self._group = self._fixed_group or group_of_world(self._worker)
-        if held.model:
-            # A model that was cut into stages cannot be cut once more.
-            merge_into(self._build_again(), LayerState(held.model, held.optimizer))
         init = MemberInit(self.trials, self.components, self._group, name, self._held)
         self._opened = member = self._make_member(init)
         self._prefix, self._intervals, self._is_settled = f"{PREFIX}/{name}", 0, False
@@ -154,13 +155,6 @@ class DecentralizedEngine:
         sync, places = self._settings.sync, len(member.workers)
         # Places whose workers serve the others take no work; the others share it.
         self._idle = _dedicated(options_among(sync.kind, sync.options, places), places)
-
-    def _build_again(self, keep_scale: bool = True) -> Components:
-        """Have the model and the optimizer as the job makes them."""
-        assert isinstance(self.components, Components)
-        self.components = fresh = with_fresh_model(self.components, self._settings, keep_scale)
-        self._observers.on_components(fresh)
-        return fresh
 
     @property
     def _settings(self) -> TrainSettings:
@@ -226,17 +220,30 @@ class DecentralizedEngine:
         """Work until none is left, and come to the same state; what each worker reports then."""
         self._losses = torch.zeros(len(self.trials), dtype=torch.float64)
         self._counted, self._asks_stop, self._is_settled, self._has_averaged = 0, False, False, False
-        self._work(queue)
-        self._synchronize()
-        while self._member.from_first(queue.is_work_left):
-            self._work(queue)
-            self._synchronize()
+        if self._is_waiting:
+            queue.await_end(self._worker.memberships.raise_loss)
+        else:
+            self._work_until_none_is_left(queue)
         first, settings, audits = self.trials[0].step, self._settings, self._observers.audits
         steps = range(first, first + len(batches)) if audits is not None else ()
         audited = any(is_audited(settings, step) for step in steps)
         reports = self._exchange_reports(audited)
         self._is_settled = True
         return reports
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether this worker has no place among the members."""
+        return self._member.place >= len(self._member.workers)
+
+    def _work_until_none_is_left(self, queue: WorkQueue) -> None:
+        self._work(queue)
+        self._synchronize()
+        while self._member.from_first(queue.is_work_left):
+            self._work(queue)
+            self._synchronize()
+        if self._group.is_first and self._group.size > len(self._member.workers):
+            queue.end()
 
     def _queue(self, batches: Sequence[Sequence[GlobalBatch]]) -> WorkQueue:
         settings, member, places = self._settings, self._member, len(self._member.workers)
@@ -377,17 +384,15 @@ class DecentralizedEngine:
         """Mean loss and metric over the test split, of which each member takes a share."""
         member, components = self._member, self.components
         sums = member.sums_over(slots, member.place, len(member.workers))
-        own = sums if member.is_first else torch.zeros_like(sums)
-        total = self._group.total(own, components.device)
+        total = self._group.total(sums, components.device)
         return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
 
     def state(self, slot: int = 0) -> EngineState | None:
-        state = self._member.state(slot) if self._member.place == 0 else None
-        return state if self._member.is_first else None
+        return self._member.state(slot)
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse trials that cannot join the present ones, before anything changes."""
-        self.components.check_entering(entering)
+        self._state.check_entering(entering)
 
     def change_trials(
         self, leaving: Sequence[int], entering: Sequence[TrialInit], trials: list[Trial]
@@ -397,7 +402,7 @@ class DecentralizedEngine:
         self.close()
         joining = [EngineState({}, {}, sync=dict(entry.sync)) for entry in entering]
         self._held = with_replacements(self._held, leaving, joining)
-        self.components = self.components.change(leaving, entering)
+        self._state.change(leaving, entering)
         self.trials = trials
         self.open()
 
@@ -407,20 +412,18 @@ class DecentralizedEngine:
             raise cannot_apply(change, f"sync {self._settings.sync.kind}")
 
     def synchronize(self, staying: Sequence[int] = ()) -> None:
-        """Take the mean of all, unless they hold the same: some may have left an interval in its middle."""
-        if not self._is_settled:
+        """Take the mean of all, unless they hold the same: some may have left an interval in its middle.
+
+        Layers that only workers outside `staying` hold go to those in it.
+        """
+        if not self._is_settled and not self._is_waiting:
             self._synchronize()
-            self._is_settled = True
+        self._is_settled = True
+        self._member.leave_to(staying)
 
     def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
-        if self._settings.pipeline is None:
-            return most_advanced(marks), replace(self.components.state(), sync=self._held[0].sync)
-        if len(set(marks)) == 1:
-            return 0, EngineState({}, {})
-        # What a worker holds are stages: only those of a whole pipeline at one step make a state.
-        self._build_again(keep_scale=False)
-        self._held = [EngineState({}, {})]
-        return None
+        source = self._state.find_source(marks)
+        return source and (source[0], replace(source[1], sync=self._held[0].sync))
 
     def close(self) -> None:
         member, self._opened = self._opened, None

@@ -15,7 +15,9 @@ from plait.launch.worker_process import Worker
 from plait.pipeline.named_state import Tensors
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import Averaging
-from plait.training.checkpoint import EngineState
+from plait.training.change.members import ProgressMark, most_advanced
+from plait.training.checkpoint import Checkpoint, EngineState
+from plait.training.components import TrialInit
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_of
 from plait.training.engines.train_step import AnyComponents, TrainStep
 from plait.training.engines.whole_model import StepAudit
@@ -43,7 +45,8 @@ class Member(Protocol):
     """Takes shares of batches, updates alone and averages with others: a worker, or a pipeline of workers.
 
     It is linked with the other members when it is made. Members are numbered by their places; `workers` are
-    the workers that this one averages with, including itself, by place.
+    the workers that this one averages with, including itself, by place. A worker whose place is none of
+    these takes no work.
     """
 
     place: int
@@ -74,10 +77,13 @@ class Member(Protocol):
         """Give all members the same state; PeerError if one is lost."""
 
     def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
-        """The sums of loss and metric of trials over a share of the test split, on the first worker."""
+        """This worker's part of the sums of loss and metric of trials over a share of the test split."""
 
-    def state(self, slot: int) -> EngineState:
-        """The whole state of a trial, on the first worker; called by the member that writes checkpoints."""
+    def state(self, slot: int) -> EngineState | None:
+        """The whole state of a trial, on the worker that writes checkpoints; all workers call it."""
+
+    def leave_to(self, staying: Sequence[int]) -> None:
+        """Send the ranks in `staying` the layers that only leaving ranks hold."""
 
     def held_state(self) -> list[EngineState]:
         """The state, for each trial, that this worker's next member needs besides the components."""
@@ -88,6 +94,40 @@ class Member(Protocol):
 
 # Makes this worker's member of those there are now.
 MakeMember = Callable[[MemberInit], Member]
+
+
+class MemberState(Protocol):
+    """What this worker's members train, from one to the next; see `Engine` for its methods."""
+
+    @property
+    def components(self) -> AnyComponents: ...
+
+    def load(self, state: Checkpoint) -> None: ...
+
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None: ...
+
+    def check_entering(self, entering: Sequence[TrialInit]) -> None: ...
+
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None: ...
+
+
+class WholeModelState:
+    """The components of members that each hold the whole model."""
+
+    def __init__(self, components: AnyComponents) -> None:
+        self.components = components
+
+    def load(self, state: Checkpoint) -> None:
+        self.components.load(state)
+
+    def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
+        return most_advanced(marks), self.components.state()
+
+    def check_entering(self, entering: Sequence[TrialInit]) -> None:
+        self.components.check_entering(entering)
+
+    def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
+        self.components = self.components.change(leaving, entering)
 
 
 class ShareAudit(StepAudit, Protocol):
@@ -189,8 +229,13 @@ class WholeModel:
         settings = [trial.settings for trial in self._trials]
         return self._components.sums(slots, settings, (share, shares))
 
-    def state(self, slot: int) -> EngineState:
+    def state(self, slot: int) -> EngineState | None:
+        if self.place != 0:
+            return None
         return replace(self._components.state(slot), sync=self._sync_state(slot))
+
+    def leave_to(self, staying: Sequence[int]) -> None:
+        """Nothing: each worker holds the whole model."""
 
     def held_state(self) -> list[EngineState]:
         """What the sync keeps besides the state of workers."""

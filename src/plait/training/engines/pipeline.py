@@ -174,7 +174,7 @@ class PipelineEngine:
             if batch is None:
                 return
             self._begin(batch, sums)
-            work = self._work(batch.microbatches, self.stages.contents)
+            work = self._work(batch.microbatches)
             local = layout.local(len(batch.microbatches), layout.pipeline_of(rank))
             ops = one_batch(layout, rank, local)
             if self._monitor is not None:
@@ -197,7 +197,7 @@ class PipelineEngine:
         for batch in batches:
             self._begin(batch, sums)
         together = [microbatch for batch in self._begun for microbatch in batch.microbatches]
-        work = self._work(together, self.stages.contents, sums.stop_before)
+        work = self._work(together, sums.stop_before)
         # If this worker has losses, they are those of its last stage.
         stage = max(layout.stages_of(rank))
         self._pipe.run(sums.watch(stream(layout, rank, work), stage, work, self._pipe.losses), work)
@@ -205,17 +205,14 @@ class PipelineEngine:
         self.done = work.end - first
 
     def _work(
-        self,
-        microbatches: list[Microbatch],
-        fetch: Callable[[list[Microbatch]], Iterator[Any]],
-        stop_before: Callable[[int], bool] = lambda step: False,
+        self, microbatches: list[Microbatch], stop_before: Callable[[int], bool] = lambda step: False
     ) -> MicrobatchSource:
         return MicrobatchSource(
             self.stages.layout,
             self._worker.rank,
             microbatches,
             seed=self.settings.seed,
-            fetch=fetch,
+            fetch=self.stages.contents,
             set_lr=self._set_lr,
             stop_before=stop_before,
             weights_losses=not self.stages.components.weights_losses,
@@ -241,27 +238,9 @@ class PipelineEngine:
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, sent through the pipeline."""
-        layout, components = self.stages.layout, self.stages.components
-        settings, tests = self.trials[slots[0]].settings, components.of_trial(slots[0]).test_set
-        assert tests is not None
+        components = self.stages.components
         self._pipe.average_buffers()
-        size = settings.evaluate.batch_size or settings.data.batch_size
-        each = max(1, size // layout.microbatches)
-        microbatches = [
-            Microbatch(0, i, 0, batch.samples)
-            for i, batch in enumerate(in_order(tests.count(settings.seed), each))
-        ]
-        work = self._work(microbatches, lambda local: load_microbatches(tests, settings, components, local))
-        sums = torch.zeros(len(slots), 4, dtype=torch.float64)
-
-        def measure(output: Any, target: Any, microbatch: int) -> None:
-            count = len(work.microbatch(microbatch).samples)
-            for row, slot in zip(sums, slots):
-                row.add_(components.sums_of(slot, output, target, count))
-
-        local = layout.local(len(microbatches), layout.pipeline_of(self._worker.rank))
-        with evaluated_weights(self._pipe.optimizer):
-            self._pipe.evaluate(local, work, measure)
+        sums = evaluation_sums(self.stages, self._pipe, self.trials, slots)
         total = self._group.total(sums, components.device)
         return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
 
@@ -323,7 +302,7 @@ class PipelineEngine:
 
     def synchronize(self, staying: Sequence[int]) -> None:
         self._pipe.average_buffers()
-        self.stages.leave_to(staying, self._pipe)
+        self.stages.leave_to(staying)
 
     def close(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
@@ -343,3 +322,36 @@ class PipelineEngine:
         event = operations_event(self.trials[0].step if step is None else step, self._pipe.timings)
         self._pipe.timings.clear()
         self._on_operations(event)
+
+
+def evaluation_sums(
+    stages: TrialStages, pipeline: Pipeline, trials: Sequence[Trial], slots: Sequence[int]
+) -> Tensor:
+    """This worker's part of the sums of loss and metric over the test split, for each trial in `slots`.
+
+    The pipelines of `stages.layout` take microbatches of the test split in turn; all their workers call it
+    together. A worker of the last stage has the sums.
+    """
+    layout, components = stages.layout, stages.components
+    settings, tests = trials[slots[0]].settings, components.of_trial(slots[0]).test_set
+    assert tests is not None
+    size = settings.evaluate.batch_size or settings.data.batch_size
+    samples = in_order(tests.count(settings.seed), max(1, size // layout.microbatches))
+    microbatches = [Microbatch(0, i, 0, batch.samples) for i, batch in enumerate(samples)]
+    work = MicrobatchSource(
+        layout,
+        pipeline.rank,
+        microbatches,
+        seed=settings.seed,
+        fetch=lambda local: load_microbatches(tests, settings, components, local),
+    )
+    sums = torch.zeros(len(slots), 4, dtype=torch.float64)
+
+    def measure(output: Any, target: Any, microbatch: int) -> None:
+        count = len(work.microbatch(microbatch).samples)
+        for row, slot in zip(sums, slots):
+            row.add_(components.sums_of(slot, output, target, count))
+
+    with evaluated_weights(pipeline.optimizer):
+        pipeline.evaluate(layout.local(len(microbatches), layout.pipeline_of(pipeline.rank)), work, measure)
+    return sums

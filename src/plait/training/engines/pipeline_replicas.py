@@ -2,68 +2,90 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.core.errors import LostPeer
 from plait.core.events import Event
+from plait.core.splits import split
 from plait.data import loader
-from plait.data.sampler import share
-from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
-from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.named_state import tied_aliases
+from plait.pipeline.executor import Pipeline
+from plait.pipeline.microbatches import microbatch_count
 from plait.pipeline.op_timings import operations_event
-from plait.training.change.members import CannotGoOn
+from plait.schema.sync_options import COLLECTIVE
+from plait.sync.averaging.base import Averaging, NoAveraging
 from plait.training.checkpoint import EngineState
-from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX
-from plait.training.engines.member import MemberInit
+from plait.training.engines.member import Member, MemberInit
+from plait.training.engines.pipeline import evaluation_sums
 from plait.training.engines.pipeline_replica import PipelineReplica
-from plait.training.engines.pipeline_setup import report_verification, with_gathered
-from plait.training.engines.replica_layout import among
-from plait.training.evaluate import in_order
-from plait.training.metrics import MetricsLogger
-from plait.training.monitoring.asked import wants_norms
+from plait.training.engines.replica_layout import in_order
 from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.stages.replica_stages import ReplicaStages
+
+
+def join_pipelines(
+    worker: Worker,
+    init: MemberInit,
+    stages: ReplicaStages,
+    on_event: Callable[[Event], None],
+    monitor: ShareMonitor | None,
+) -> Member:
+    """This worker's member: its pipeline, or, where none has a place for it, a worker that waits.
+
+    `on_event` is told of when operations began and ended.
+    """
+    kind = init.trials[0].settings.sync.kind
+    pipeline = stages.open_replica(with_groups=kind in COLLECTIVE)
+    if pipeline is None:
+        return WaitingWorker(worker, init, stages)
+    try:
+        return PipelineMember(worker, init, stages, pipeline, on_event, monitor)
+    except BaseException:
+        # What it holds may be needed by those that are left.
+        with contextlib.suppress(RuntimeError):
+            stages.close(pipeline)
+        raise
 
 
 class PipelineMember:
-    """A member of decentralized training that is a pipeline of workers, of which this is one.
-
-    `layout` is that of all pipelines. `on_event` is told of when operations began and ended.
-    """
+    """A member of decentralized training that is a pipeline of workers, of which this is one."""
 
     def __init__(
         self,
         worker: Worker,
         init: MemberInit,
-        layout: PipelineLayout,
-        folder: RunDir,
-        recorder: MetricsLogger,
+        stages: ReplicaStages,
+        pipeline: Pipeline,
         on_event: Callable[[Event], None],
         monitor: ShareMonitor | None,
     ) -> None:
-        (trial,), components = init.trials, init.components
-        assert isinstance(components, Components)
-        layout = among(layout, worker.memberships.current.members)
-        if worker.rank not in layout.workers:
-            raise CannotGoOn("another worker of this one's pipeline is lost", LostPeer.GONE)
-        self._trial, self._components, self._on_event = trial, components, on_event
-        self._replica = PipelineReplica(
-            worker, trial.settings, components, layout, worker.hosts, f"{PREFIX}/{init.name}", folder
+        (trial,) = init.trials
+        self._trial, self._stages, self._group, self._on_event = trial, stages, init.group, on_event
+        self._pipeline, self._replicas = pipeline, len(stages.replicas)
+        self._replica = replica = PipelineReplica(
+            worker,
+            trial.settings,
+            stages.components.scaler,
+            stages.replicas,
+            pipeline,
+            stages.channels,
+            f"{PREFIX}/{init.name}",
+            trial.step,
+            stages.group,
         )
-        self.place, self.averaging = self._replica.number, self._replica.averaging
-        self.workers = tuple(worker.memberships.current.members[rank] for rank in self._replica.peers)
-        self._tied = tied_aliases(components.model)
-        report_verification(recorder, self._replica.checked)
+        self.place, self.averaging = replica.number, replica.averaging
+        self.workers = tuple(worker.memberships.current.members[rank] for rank in replica.peers)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = monitor
-        if monitor is not None and wants_norms(trial.settings):
-            recorder.warn("monitor: pipelines side by side have no noise scale and no variance")
+        for path, tensor in replica.sync_state().items():
+            if path in stages.sync:
+                tensor.copy_(stages.sync[path])
 
     @property
     def is_first(self) -> bool:
@@ -76,47 +98,87 @@ class PipelineMember:
         self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
     ) -> Tensor:
         (step,), (batch,), (factor,) = steps, batches, factors
-        if not batch.count:
-            return torch.zeros(1, dtype=torch.float64)
-        replica, contents = self._replica, iter(())
-        if self.is_first:
-            microbatches = loader.cut(batch.content, batch.count, replica.microbatch_count(batch.count))
-            contents = self._on_device(content for content, _ in microbatches)
-        loss = replica.update(step, share, batch.count, factor, contents)
+        usual = math.ceil(self._trial.batch.size / self._replicas)
+        most = self._replica.pipeline_layout.microbatches
+        sizes = [len(rows) for rows in split(batch.count, microbatch_count(batch.count, usual, most))]
+        contents = self._contents(batch, len(sizes)) if self.is_first else iter(())
+        loss = self._replica.update(step, share, sizes if batch.count else (), factor, contents)
         return torch.tensor([loss], dtype=torch.float64)
 
-    def _on_device(self, contents: Iterator[Any]) -> Iterator[Any]:
-        device, dtype = self._components.device, self._components.dtype
-        return (loader.to_device(content, device, dtype) for content in contents)
+    def _contents(self, batch: loader.Batch, microbatches: int) -> Iterator[Any]:
+        components = self._stages.components
+        for content, _ in loader.cut(batch.content, batch.count, microbatches):
+            yield loader.to_device(content, components.device, components.dtype)
 
     def weight_sums(self) -> list[float]:
         return []
 
     def synchronize(self) -> None:
-        pipeline = self._replica.pipeline
-        self._on_event(operations_event(self._trial.step, pipeline.timings))
-        pipeline.timings.clear()
+        self._on_event(operations_event(self._trial.step, self._pipeline.timings))
+        self._pipeline.timings.clear()
         self.averaging.synchronize()
 
-    def sums_over(self, slots: Sequence[int], share_: int, shares: int) -> Tensor:
-        settings, tests = self._trial.settings, self._components.test_set
-        assert tests is not None
-        size = settings.evaluate.batch_size or settings.data.batch_size
-        batches = [b for b in in_order(tests.count(settings.seed), size) if share(b.samples, share_, shares)]
-        counts = [len(share(batch.samples, share_, shares)) for batch in batches]
-        own = iter(batches) if self.is_first else iter(())
-        loaders, pin = settings.data.loaders, self._components.device.type == "cuda"
-        found = loader.load(
-            tests, own, seed=settings.seed, rank=share_, world_size=shares, loaders=loaders, pin=pin
-        )
-        return self._replica.evaluate(counts, self._on_device(batch.content for batch in found)).unsqueeze(0)
+    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+        return evaluation_sums(self._stages, self._pipeline, [self._trial], slots)
 
-    def state(self, slot: int) -> EngineState:
-        return with_gathered(self._components.state(), self._replica.gather_state(), self._tied)
+    def state(self, slot: int) -> EngineState | None:
+        # All pipelines hold the same.
+        local = (self._pipeline.state(), self._replica.sync_state()) if self.place == 0 else (({}, {}), {})
+        return self._stages.gather(*local, self._group)
+
+    def leave_to(self, staying: Sequence[int]) -> None:
+        self._stages.sync = self._replica.sync_state()
+        self._stages.leave_to(staying)
 
     def held_state(self) -> list[EngineState]:
-        """The stages of this worker: what has trained of its model and optimizer."""
-        return [EngineState(*self._replica.pipeline.state())]
+        return [EngineState({}, {})]
 
     def close(self) -> None:
-        self._replica.close()
+        self._stages.sync = self._replica.sync_state()
+        try:
+            self.averaging.close()
+        finally:
+            self._stages.close(self._pipeline)
+
+
+class WaitingWorker:
+    """A worker that no pipeline has a place for: it takes no work, and waits until there is one."""
+
+    is_first = False
+
+    def __init__(self, worker: Worker, init: MemberInit, stages: ReplicaStages) -> None:
+        self._stages, self._group = stages, init.group
+        self.averaging: Averaging = NoAveraging()
+        self.monitor: ShareMonitor | None = None
+        firsts = [in_order(replica)[0] for replica in stages.replicas]
+        self.workers = tuple(worker.memberships.current.members[rank] for rank in firsts)
+        self.place = len(self.workers)
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        raise AssertionError
+
+    def update(
+        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
+    ) -> Tensor:
+        raise AssertionError
+
+    def weight_sums(self) -> list[float]:
+        return []
+
+    def synchronize(self) -> None:
+        return
+
+    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+        return torch.zeros(len(slots), 4, dtype=torch.float64)
+
+    def state(self, slot: int) -> EngineState | None:
+        return self._stages.gather(({}, {}), {}, self._group)
+
+    def leave_to(self, staying: Sequence[int]) -> None:
+        self._stages.leave_to(staying)
+
+    def held_state(self) -> list[EngineState]:
+        return [EngineState({}, {})]
+
+    def close(self) -> None:
+        self._stages.close_alone()

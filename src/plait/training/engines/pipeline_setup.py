@@ -330,24 +330,20 @@ def gathered_state(
     components: Components, pipeline: pipelines.Pipeline, group: WorkerGroup, tied: Mapping[str, str]
 ) -> EngineState | None:
     """The state of the whole model on the first worker of the group; all its workers call it together."""
-    model, optimizer = map(group.gather, pipeline.state())
+    return gathered(components, pipeline.state(), group, tied)
+
+
+def gathered(
+    components: Components, local: State, group: WorkerGroup, tied: Mapping[str, str]
+) -> EngineState | None:
+    """As `gathered_state`, of what each worker has as `local`."""
+    model, optimizer = map(group.gather, local)
     if not group.is_first:
         return None
-    known = EngineState(
-        model_state(components.model),
-        {},
-        unsaved=tuple(unsaved_state(pipeline.optimizer)),
-        loss_scale=components.scaler.state_dict(),
-    )
-    return with_gathered(known, (model, optimizer), tied)
-
-
-def with_gathered(state: EngineState, gathered: State, tied: Mapping[str, str]) -> EngineState:
-    """`state` with the model's and the optimizer's state as gathered from all stages."""
-    model, optimizer = gathered
-    whole = {**state.model, **model}
+    whole = {**model_state(components.model), **model}
     whole |= {name: whole[first] for name, first in tied.items()}
-    return replace(state, model=whole, optimizer=optimizer)
+    unsaved = tuple(unsaved_state(components.optimizer))
+    return EngineState(whole, optimizer, unsaved=unsaved, loss_scale=components.scaler.state_dict())
 
 
 def report_verification(recorder: MetricsLogger, verified: VerifiedStages) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plait.core.errors import JobError
+from plait.core.errors import JobError, PlaitError
 from plait.pipeline.layout import PipelineLayout
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import TrainSettings
-from plait.schema.sync_options import FAULT_TOLERANT, read_options
+from plait.schema.sync_options import read_options
 
 
 def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ...]:
@@ -27,25 +27,47 @@ def replica_layouts(pipeline_layout: PipelineLayout) -> tuple[PipelineLayout, ..
         raise _unlike(counts)
     each = max(1, pipeline_layout.microbatches // counts[0])
     replicas = [Layout(tuple((workers[i],) for workers in holders)) for i in range(counts[0])]
-    for layout in replicas:
-        if min(layout.workers) != layout.worker(0, 0):
-            raise JobError(
-                f"parallel.plan: found a pipeline of workers {layout.workers} whose first stage is on worker "
-                f"{layout.worker(0, 0)}; expected the lowest of them there"
-            )
     return tuple(replace(pipeline_layout, layouts=(layout,), microbatches=each) for layout in replicas)
 
 
-def among(pipeline_layout: PipelineLayout, members: Sequence[int]) -> PipelineLayout:
-    """The layout of the replicas whose workers are all in `members`, with their ranks there."""
+def workers_of_replica(pipeline_layout: PipelineLayout) -> int:
+    """How many workers one pipeline replica has."""
+    return len(replica_layouts(pipeline_layout)[0].workers)
+
+
+def in_order(replica: PipelineLayout) -> tuple[int, ...]:
+    """The workers of a replica by position, in the order of their first stages."""
+    return tuple(dict.fromkeys(worker for (worker,) in replica.layout.stages))
+
+
+def among(pipeline_layout: PipelineLayout, positions: Sequence[int | None]) -> PipelineLayout:
+    """The replicas of a plan's layout for other workers, each a pipeline; workers left over have no stage.
+
+    `positions` has, for each rank, the position whose stages the worker holds already, if any: as many as
+    possible keep theirs. Rank 0, which keeps the record, is the first worker of the first replica.
+    """
     replicas = replica_layouts(pipeline_layout)
-    layouts = [
-        Layout(tuple(tuple(members.index(w) for w in workers) for workers in each.layout.stages))
-        for each in replicas
-        if set(each.workers) <= set(members)
-    ]
-    microbatches = len(layouts) * replicas[0].microbatches
-    return replace(pipeline_layout, layouts=tuple(layouts), microbatches=microbatches)
+    workers = in_order(replicas[0])
+    count = len(positions) // len(workers)
+    if count == 0:
+        raise PlaitError(
+            f"a pipeline of the plan needs {len(workers)} workers, and {len(positions)} are left; go on with "
+            f"--resume and more workers"
+        )
+    if len(positions) == len(pipeline_layout.workers) and all(each is None for each in positions):
+        return replace(pipeline_layout, layouts=tuple(each.layout for each in replicas))
+    chosen: list[list[int]] = [[0], *([] for _ in workers[1:])]
+    for rank, position in enumerate(positions):
+        if rank > 0 and position is not None and len(chosen[position]) < count:
+            chosen[position].append(rank)
+    taken = {rank for ranks in chosen for rank in ranks}
+    free = (rank for rank in range(len(positions)) if rank not in taken)
+    for ranks in chosen:
+        ranks += [next(free) for _ in range(count - len(ranks))]
+        ranks.sort()
+    by_stage = [workers.index(worker) for (worker,) in replicas[0].layout.stages]
+    layouts = [Layout(tuple((chosen[position][i],) for position in by_stage)) for i in range(count)]
+    return replace(pipeline_layout, layouts=tuple(layouts))
 
 
 def _unlike(counts: Sequence[int]) -> JobError:
@@ -62,11 +84,6 @@ def _stages(pipeline_layout: PipelineLayout) -> range:
 def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> None:
     """Refuse settings that replicas which average weights do not support."""
     kind = settings.sync.kind
-    if kind not in FAULT_TOLERANT:
-        raise JobError(
-            f"parallel.sync: found {kind!r} with a pipeline; pipelines agree by all-reduce or, side by side, "
-            f"by {', '.join(FAULT_TOLERANT)}"
-        )
     if not pipeline_layout.schedule.synchronous:
         raise JobError(
             f"parallel.schedule: found {pipeline_layout.schedule.value} with sync {kind}; pipelines side by "
@@ -80,4 +97,10 @@ def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> 
     replicas = replica_layouts(pipeline_layout)
     if len(replicas) < 2:
         raise _unlike([1] * len(pipeline_layout.stages))
+    first = replicas[0].layout
+    if first.worker(0, 0) != 0:
+        raise JobError(
+            f"parallel.plan: found a pipeline of workers {first.workers} whose first stage is on worker "
+            f"{first.worker(0, 0)}; expected worker 0, which keeps the record, there"
+        )
     read_options(kind, settings.sync.options, len(replicas))

@@ -8,6 +8,7 @@ other workers may steal a claim until it is begun. So a lost worker costs at mos
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from plait.data.sampler import GlobalBatch, share
 STOPPED = 1 << 40
 # A worker judges its speed by its last WINDOW steps, and is slow at SLOW times the usual time of one.
 WINDOW = 4
+# How often a worker that takes no work looks whether the interval has ended.
+LOOK_S = 0.05
 SLOW = 1.5
 
 
@@ -170,6 +173,16 @@ class WorkQueue:
         else:
             self._limit(self._store.add(self._key, STOPPED) % STOPPED)
 
+    def end(self) -> None:
+        """Let workers that only wait for the end of the interval know of it."""
+        self._store.set(f"{self._key}/ended", "")
+
+    def await_end(self, check: Callable[[], None]) -> None:
+        """Wait until another worker has called `end`; an exception of `check` ends the wait."""
+        while not self._store.check([f"{self._key}/ended"]):
+            check()
+            time.sleep(LOOK_S)
+
     def without_samples(self, number: int) -> tuple[WorkItem, list[Batch]]:
         """A claim without data, for workers of a pipeline other than the first, which reads the data."""
         item = self._claim(number)
@@ -188,7 +201,7 @@ class WorkQueue:
 
     def store_keys(self) -> list[str]:
         """The keys in the store, to delete when no worker reads them any more."""
-        names = ["/begun", "/limit", "/stop", *(f"/left/{i + 1}" for i in range(self._asked))]
+        names = ["/begun", "/limit", "/stop", "/ended", *(f"/left/{i + 1}" for i in range(self._asked))]
         names += [f"/{kind}/{place}" for kind in ("held", "step") for place in range(self._places)]
         return [self._key, *(f"{self._key}{name}" for name in names)]
 

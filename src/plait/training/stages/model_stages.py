@@ -18,8 +18,10 @@ from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by
 from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases
+from plait.profiler.traced import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.change.layers import (
@@ -38,7 +40,8 @@ from plait.training.checks.pipeline import check_pipeline
 from plait.training.components import Components, with_fresh_model
 from plait.training.engine import IntervalResult
 from plait.training.engines.pipeline_setup import (
-    gathered_state,
+    State,
+    gathered,
     open_pipeline,
     prepare_together,
     report_verification,
@@ -87,6 +90,8 @@ class ModelStages(TrialStages):
         self._on_late_step = on_late_step
         elastic = worker.memberships.can_change
         self.layout = check_pipeline(self._settings, None if elastic else worker.world_size)
+        # What the sync keeps for this worker's parameters, if it averages.
+        self.sync: Tensors = {}
         # After the pipeline was closed: what this worker holds, and the names that each worker holds.
         self._held: LayerState | None = None
         self._held_by: list[list[str]] = []
@@ -117,6 +122,7 @@ class ModelStages(TrialStages):
             # Without tensors: the layers are received from other workers when the pipeline opens.
             if state.model:
                 self.components.load(state)
+            self.sync = dict(state.sync)
         elif state.stored is not None:
             # Tensors are read one by one once it is known which rank holds them.
             self._stored = state.stored
@@ -124,17 +130,33 @@ class ModelStages(TrialStages):
 
     def open(self) -> Pipeline:
         """Cut the model, with its present state, into stages."""
+        pipeline = self._open(self._distribute(), self.layout)
+        if self._worker.memberships.can_change and self._can_lose_replicas():
+            self._commit = StepCommit(pipeline)
+        return pipeline
+
+    def _arrange(self) -> PipelineLayout:
+        """The layout of the stages on the present workers, of which each has one."""
+        if self._worker.memberships.can_change:
+            self._trials[0].settings = replan_together(self._worker, self._settings)
+        return check_pipeline(self._settings, self._worker.world_size)
+
+    def _summed(self) -> PipelineLayout:
+        """The part of the layout in which gradients are summed: all of it."""
+        return self.layout
+
+    def _distribute(self) -> TracedModel:
+        """Lay the stages over the present workers and give each its layers; the model, traced."""
         worker, self._commit = self._worker, None
         if self._held is not None:
             self._build_again()
             merge_into(self.components, self._held)
-        if worker.memberships.can_change:
-            self._trials[0].settings = replan_together(worker, self._settings)
-        self.layout = check_pipeline(self._settings, worker.world_size)
+        self.layout = self._arrange()
         components = self.components
-        verified, self.layout = prepare_together(
-            worker, self._settings, components, self.layout, self._folder
+        verified, prepared = prepare_together(
+            worker, self._settings, components, self._summed(), self._folder
         )
+        self.layout = replace(self.layout, stages=prepared.stages)
         report_verification(self._recorder, verified)
         self.names = stages_by_name(verified.traced, self.layout)
         holders = names_by_stage(verified.traced, self.layout)
@@ -147,15 +169,22 @@ class ModelStages(TrialStages):
             self._receive_missing_layers(needed)
         self._holders = {name: tuple(ranks) for name, ranks in needed.items()}
         self._local_names = {name for name, ranks in needed.items() if worker.rank in ranks}
-        self._channels, pipeline = open_pipeline(
-            worker, self._settings, components, verified.traced, self.layout, worker.hosts
+        return verified.traced
+
+    def _open(self, traced: TracedModel, layout: PipelineLayout) -> Pipeline:
+        """This worker's part of the pipelines of `layout`."""
+        worker, components = self._worker, self.components
+        self.channels, pipeline = open_pipeline(
+            worker, self._settings, components, traced, layout, worker.hosts
         )
-        if worker.memberships.can_change:
-            self._commit = StepCommit(pipeline) if self._can_lose_replicas() else None
-        self._held, self._held_by, self._is_whole = None, [], True
-        self._held_for_leavers = LayerState()
+        self._forget_held()
         self.components = replace(components, optimizer=pipeline.optimizer, base_lrs=pipeline.base_lrs)
         return pipeline
+
+    def _forget_held(self) -> None:
+        """All workers have the layers that they need."""
+        self._held, self._held_by, self._is_whole = None, [], True
+        self._held_for_leavers = LayerState()
 
     def _build_again(self, keep_scale: bool = True) -> None:
         """Build a new, untrained model and optimizer."""
@@ -164,8 +193,8 @@ class ModelStages(TrialStages):
 
     def _local_layers(self, optimizer: torch.optim.Optimizer) -> LayerState:
         """The layers of this worker, and those that it keeps for leavers."""
-        local, kept = layer_state(self.components, self._local_names, optimizer), self._held_for_leavers
-        return LayerState(local.model | kept.model, local.optimizer | kept.optimizer)
+        local = layer_state(self.components, self._local_names, optimizer)
+        return replace(local, sync=self.sync) | self._held_for_leavers
 
     def _can_lose_replicas(self) -> bool:
         """Whether another worker may hold the layers of a lost one, after the same step."""
@@ -179,22 +208,27 @@ class ModelStages(TrialStages):
         if not self._held_by:
             self._held_by = all_gather_values(sorted(self._held.model))
         moves = find_moves(self._held_by, needed)
-        merge_into(self.components, receive_layers(moves, self._held, self._worker.rank))
+        received = receive_layers(moves, self._held, self._worker.rank)
+        merge_into(self.components, received)
+        self.sync = self._held.sync | received.sync
         moved = {name for name, *_ in moves} | self._handed_over
         self._recorder.record(LayersMoved(self._trials[0].step, tuple(sorted(moved))))
         self._handed_over = set()
 
     def close(self, pipeline: Pipeline) -> None:
-        self._held = self._local_layers(pipeline.optimizer)
+        self._close(pipeline.close)
+
+    def _close(self, close_pipeline: Callable[[], None]) -> None:
+        self._held = self._local_layers(self.components.optimizer)
         was_lost = self._worker.memberships.loss() is not None
         try:
-            pipeline.close()
+            close_pipeline()
         except RuntimeError:
             if self._is_whole and not was_lost:
                 raise
         finally:
             with contextlib.suppress(*([RuntimeError] if was_lost or not self._is_whole else [])):
-                self._channels.close()
+                self.channels.close()
 
     def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
         (trial,), layout, rank = trials, self.layout, self._worker.rank
@@ -241,9 +275,13 @@ class ModelStages(TrialStages):
         return result
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
+        return self._gather(pipeline.state(), group)
+
+    def _gather(self, local: State, group: WorkerGroup) -> EngineState | None:
+        """The state of the whole model on the first worker, of what each worker has as `local`."""
         if self.components.local_tensors is not None:
-            return self._write_in_turn(*pipeline.state())
-        return gathered_state(self.components, pipeline, group, self._tied)
+            return self._write_in_turn(*local)
+        return gathered(self.components, local, group, self._tied)
 
     def _write_in_turn(self, model: Tensors, optimizer: Tensors) -> EngineState | None:
         """Rank 0 writes tensors as they arrive, so that no worker holds the whole model."""
@@ -277,7 +315,8 @@ class ModelStages(TrialStages):
         rank = self._worker.rank
         if self._held is None and marks[rank] != NO_STATE:
             # It has not trained yet: it has the initial state.
-            self._held = layer_state(self.components, None, self.components.optimizer)
+            initial = layer_state(self.components, None, self.components.optimizer)
+            self._held = replace(initial, sync=self.sync)
         marks = self._finish_step(marks)
         self._held = self._held if self._held is not None and self._is_whole else LayerState()
         self._held_by = all_gather_values(sorted(self._held.model))
@@ -289,8 +328,8 @@ class ModelStages(TrialStages):
             self._held = self._held if is_current[rank] else LayerState()
         else:
             self._build_again(keep_scale=False)
-            self._held, self._held_by, self._is_whole = None, [], True
-            self._held_for_leavers, self._commit = LayerState(), None
+            self._forget_held()
+            self.sync, self._commit = {}, None
         # Layers are exchanged when the pipeline opens.
         return None if source is None else (source, EngineState({}, {}))
 
@@ -313,12 +352,11 @@ class ModelStages(TrialStages):
             self._held = self._local_layers(commit.optimizer)
         return [last if is_behind else mark for is_behind, mark in zip(behind, marks)]
 
-    def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
+    def leave_to(self, staying: Sequence[int]) -> None:
         if not staying:
             return
         only = {name: ranks for name, ranks in self._holders.items() if not set(ranks) & set(staying)}
         moves = [(name, ranks[0], staying[i % len(staying)]) for i, (name, ranks) in enumerate(only.items())]
-        self._held_for_leavers = receive_layers(
-            moves, self._local_layers(pipeline.optimizer), self._worker.rank
-        )
+        local = self._local_layers(self.components.optimizer)
+        self._held_for_leavers = receive_layers(moves, local, self._worker.rank)
         self._handed_over = set(only)

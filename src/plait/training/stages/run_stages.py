@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor
 
 from plait.core.events import Event
@@ -15,19 +17,42 @@ from plait.training.monitoring.asked import is_monitored
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.run import Run
 from plait.training.stages.model_stages import ModelStages
+from plait.training.stages.replica_stages import ReplicaStages
 from plait.training.stages.trial_stages import StepBatch
 from plait.training.trial import UNKNOWN_STEPS
 
+Stages = TypeVar("Stages", bound=ModelStages)
 
-def pipeline_engine(run: Run) -> PipelineEngine:
-    """The engine that trains the run's trial in stages, with callbacks that update the run."""
-    worker, trials, metrics = run.worker, run.trials, run.metrics
+
+def _stages_of(run: Run, kind: type[Stages]) -> Stages:
+    """The stages of the run's trial, with callbacks that update the run."""
 
     def on_components(components: Components) -> None:
         run.components = components
 
     def on_late_step(position: Position) -> None:
         run.trial.advance(1, position)
+
+    return kind(
+        run.worker,
+        run.trials,
+        run.components,
+        run.folder,
+        run.metrics,
+        run.order,
+        on_components,
+        on_late_step,
+    )
+
+
+def replica_stages(run: Run) -> ReplicaStages:
+    """The stages of the run's trial where pipelines average side by side."""
+    return _stages_of(run, ReplicaStages)
+
+
+def pipeline_engine(run: Run) -> PipelineEngine:
+    """The engine that trains the run's trial in stages, with callbacks that update the run."""
+    worker, trials, metrics = run.worker, run.trials, run.metrics
 
     def on_step(done: int, losses: Tensor, batch: StepBatch, ended: float) -> None:
         step = run.trial.step + done
@@ -59,9 +84,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
             return None
         return StageMonitor(worker, trials, pipeline, run.noise, run.signals.add, metrics.warn)
 
-    stages = ModelStages(
-        worker, trials, run.components, run.folder, metrics, run.order, on_components, on_late_step
-    )
+    stages = _stages_of(run, ModelStages)
     return PipelineEngine(
         worker, trials, stages, on_step, on_operations, on_opened, begin_audit, make_monitor
     )

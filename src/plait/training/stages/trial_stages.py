@@ -94,7 +94,7 @@ class TrialStages(ABC):
         """See `Engine.find_source`."""
         return most_advanced(marks), EngineState({}, {})
 
-    def leave_to(self, staying: Sequence[int], pipeline: Pipeline) -> None:
+    def leave_to(self, staying: Sequence[int]) -> None:
         """Send the ranks in `staying` the layers that only leaving ranks hold."""
         return
 
