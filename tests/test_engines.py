@@ -17,11 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from plait.planner.schedules.in_flight import Schedule
+from plait.schema.plans.plan import Layout
 from plait.schema.results import RunResult
 from plait.schema.settings import (
     UNVERIFIED,
     DataSettings,
     EvaluateSettings,
+    ModelSettings,
     OptimizerSettings,
     SyncSettings,
     TrainSettings,
@@ -31,7 +33,7 @@ from plait.sweeping.trial_settings import with_values
 from support.averaging import job_store
 from support.elastic import Versions, run_elastic
 from support.elastic_sweep import Change, run_elastic_sweep
-from support.plans import planned, with_graph
+from support.plans import placed, planned, with_graph
 from support.sweeping import sweep_of, sweep_rank
 from support.syncs import settings_of
 from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
@@ -53,6 +55,12 @@ RATES = "optimizer.lr=0.01,0.03,0.05"
 
 def in_stages(*replicas: int) -> TrainSettings:
     return planned(replicas, Schedule.FLUSH, MICROBATCHES, **COMMON)
+
+
+def several_stages() -> TrainSettings:
+    """Three stages, two on the first worker, one with replicas; a weight is tied between them."""
+    model, layout = ModelSettings("support.sweeping:Halves", {"tied": True}), Layout(((0, 2), (1,), (0,)))
+    return placed(layout, Schedule.ZERO_BUBBLE, MICROBATCHES, **COMMON, model=model)
 
 
 def averaged() -> TrainSettings:
@@ -87,7 +95,7 @@ ROWS: dict[str, Callable[[], Row]] = {
     "fused, whole model": lambda: Row(2, replace(sweep_of(RATES, job=JOB), replicas=2)),
     "fused, decentralized": lambda: Row(2, replace(sweep_of(RATES, job=averaged()), replicas=2)),
     "fused, pipeline": lambda: Row(2, sweep_of(RATES, job=in_stages(1, 1))),
-    "fused, pipeline with replicas": lambda: Row(3, sweep_of(RATES, job=in_stages(2, 1))),
+    "fused, pipeline with replicas": lambda: Row(3, sweep_of(RATES, job=several_stages())),
     "fused, pipelines": lambda: Row(4, replace(sweep_of(RATES, job=in_stages(1, 1)), replicas=2)),
     "one by one, pipeline": lambda: Row(2, sweep_of(RATES, job=in_stages(1, 1), width=1)),
 }

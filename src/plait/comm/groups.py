@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -129,6 +130,37 @@ def new_group(
     return _make_proven(
         rendezvous, ranks, lambda _: dist.new_group(list(ranks), timeout=deadline, backend=backend)
     )
+
+
+def new_group_of_members(rendezvous: Rendezvous, ranks: Sequence[int]) -> Any:
+    """A process group of these ranks, which call it in one order; other ranks do not."""
+    deadline = timedelta(seconds=rendezvous.timeout_s)
+
+    def make(attempt: int) -> Any:
+        with _named_by_members(attempt):
+            return dist.new_group(list(ranks), timeout=deadline, use_local_synchronization=True)
+
+    return _make_proven(rendezvous, ranks, make)
+
+
+@contextlib.contextmanager
+def _named_by_members(attempt: int) -> Iterator[None]:
+    """Have torch name a group by its ranks and how many groups of these there were.
+
+    Torch itself counts all groups of a rank, which may be more on one member than on another.
+    """
+    before = distributed_c10d._hash_ranks_to_str
+
+    def name_of(ranks: Sequence[int]) -> str:
+        name = f"plait/{','.join(map(str, ranks))}/{attempt}"
+        taken = set(distributed_c10d._world.pg_names.values())
+        return next(f"{name}/{i}" for i in itertools.count() if f"{name}/{i}" not in taken)
+
+    distributed_c10d._hash_ranks_to_str = name_of
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = before
 
 
 def _make_proven(rendezvous: Rendezvous, ranks: Sequence[int], make: Callable[[int], Any]) -> Any:

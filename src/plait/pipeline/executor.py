@@ -26,7 +26,13 @@ from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
-from plait.pipeline.gradient_sync import find_stages, first_held, make_gradient_reducers, replica_groups
+from plait.pipeline.gradient_sync import (
+    GroupOf,
+    find_stages,
+    first_held,
+    make_gradient_reducers,
+    replica_groups,
+)
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
@@ -88,7 +94,7 @@ class PipelineParts:
     # The process group of all workers of the pipelines, and those of replicas; by default the world, and new
     # groups, which all workers of the world make together.
     everyone: dist.ProcessGroup | None = None
-    group_of: Callable[[Sequence[int]], dist.ProcessGroup] | None = None
+    group_of: GroupOf | None = None
 
 
 @dataclass(frozen=True)

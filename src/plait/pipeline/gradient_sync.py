@@ -20,8 +20,9 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import Members
 
 Holders = dict[str, tuple[int, ...]]
-# The process group of some workers of a pipeline, which all its workers ask for in one order.
-GroupOf = Callable[[Sequence[int]], dist.ProcessGroup]
+# The process group of some workers of a pipeline, which all its workers ask for in one order; where it is not
+# needed, it may be None on workers outside of it.
+GroupOf = Callable[[Sequence[int]], dist.ProcessGroup | None]
 
 
 def first_held(
@@ -31,7 +32,7 @@ def first_held(
     return {name for name, stages in stages_of.items() if pipeline_layout.holders(*stages)[0] == rank}
 
 
-def replica_groups(pipeline_layout: PipelineLayout, group_of: GroupOf) -> dict[int, dist.ProcessGroup]:
+def replica_groups(pipeline_layout: PipelineLayout, group_of: GroupOf) -> dict[int, dist.ProcessGroup | None]:
     """The process group of each stage with several workers; all workers call it together."""
     return {
         stage: group_of(pipeline_layout.holders(stage))

@@ -106,7 +106,7 @@ class StageRunner:
 
     def __post_init__(self) -> None:
         stage = self.stage
-        self._memory = ModuleMemory(stage.module, stage.written, stage.keeping)
+        self._memory = ModuleMemory(stage.state or stage.module, stage.written, stage.keeping)
 
     def forward(self, flight: InFlight) -> None:
         """Compute the outputs, and the loss in the last stage."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,42 +17,65 @@ from plait.profiler.source import Source, indent, write_source
 from plait.profiler.traced import Boundary, Layer, TracedModel
 
 
-class LayersModule(nn.Module):
-    """Some layers of a model: takes their input values, returns a tuple of their output values.
+@dataclass(frozen=True)
+class LayersCode:
+    """The compiled code of some layers, for training and for evaluation mode.
 
-    Its parameters, buffers and modules are the original objects, under their original names. In evaluation
-    mode it computes `evaluation`, if given; a text instead is the reason why it cannot.
+    `values` are the inputs that are numbers or text. `no_evaluation` is why there is none for evaluation.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        attributes: Iterable[tuple[str, Any, bool]],
-        name: str,
-        evaluation: Source | str | None = None,
-    ) -> None:
+    train: Any
+    values: frozenset[int]
+    evaluate: Any
+    evaluated_values: frozenset[int]
+    no_evaluation: str | None = None
+
+    def run(self, module: nn.Module, inputs: Iterable[Any]) -> tuple[Tensor, ...]:
+        """The output values of the layers, with the tensors and in the mode of `module`."""
+        if not module.training and self.no_evaluation is not None:
+            raise TraceError(f"the model cannot be evaluated in stages: {self.no_evaluation}")
+        compute, values = (
+            (self.train, self.values) if module.training else (self.evaluate, self.evaluated_values)
+        )
+        if values:
+            inputs = (read_value(each) if i in values else each for i, each in enumerate(inputs))
+        result: tuple[Tensor, ...] = compute(module, *inputs)
+        return result
+
+
+class ModelSlice(nn.Module):
+    """Parameters, buffers and modules of a model: the original objects, under their original names."""
+
+    def __init__(self, attributes: Sequence[tuple[str, Any, bool]]) -> None:
         super().__init__()
-        attributes = list(attributes)
         numbered = {path.rpartition(".")[0] for path in _paths(attributes) if _is_number(path)}
         for path, item, persistent in attributes:
             _attach(self, path, item, persistent, numbered)
-        self._compute = self._evaluate = _compile(source, name)
-        self._values = self._evaluated_values = source.values
-        self._no_evaluation = evaluation if isinstance(evaluation, str) else None
-        if isinstance(evaluation, Source):
-            self._evaluate = _compile(evaluation, f"{name}, evaluation")
-            self._evaluated_values = evaluation.values
+
+
+class LayersModule(ModelSlice):
+    """Some layers of a model: takes their input values, returns a tuple of their output values."""
+
+    def __init__(self, code: LayersCode, attributes: Sequence[tuple[str, Any, bool]]) -> None:
+        super().__init__(attributes)
+        self._code = code
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if not self.training and self._no_evaluation is not None:
-            raise TraceError(f"the model cannot be evaluated in stages: {self._no_evaluation}")
-        compute = self._compute if self.training else self._evaluate
-        values = self._values if self.training else self._evaluated_values
-        given: Iterable[Any] = inputs
-        if values:
-            given = (read_value(each) if i in values else each for i, each in enumerate(inputs))
-        result: tuple[Tensor, ...] = compute(self, *given)
-        return result
+        return self._code.run(self, inputs)
+
+
+class StagesModule(ModelSlice):
+    """Several stages of a model as one module, in which a tensor that they share is one.
+
+    Its first argument is the number of the stage that computes.
+    """
+
+    def __init__(self, codes: Mapping[int, LayersCode], attributes: Sequence[tuple[str, Any, bool]]) -> None:
+        super().__init__(attributes)
+        self.codes = codes
+
+    def forward(self, stage: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.codes[stage].run(self, inputs)
 
 
 def build(
@@ -60,15 +83,50 @@ def build(
 ) -> LayersModule:
     """`layers` as one module over the model's parameters; see `write_source` for `own_inputs`."""
     attributes = all_attributes(traced, layers)
-    modules = [path for path, item, _ in attributes if isinstance(item, nn.Module)]
-    source = write_source(traced, layers, boundary, own_inputs, modules=modules)
-    name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
-    evaluation: Source | str | None = traced.no_evaluation
-    if traced.evaluation is not None:
-        evaluation, _ = write_evaluation(traced, layers, source, own_inputs, modules)
-    module = LayersModule(source, attributes, name, evaluation)
+    module = LayersModule(_code_of(traced, layers, boundary, own_inputs, _modules(attributes)), attributes)
     module.training = traced.model.training  # submodules keep their modes
     return module
+
+
+def build_stages(
+    traced: TracedModel,
+    stages: Mapping[int, tuple[Layer, ...]],
+    codes: Mapping[int, LayersCode] | None = None,
+) -> StagesModule:
+    """Several stages as one module over the model's parameters, by their numbers.
+
+    `codes` are those of the same stages of another model.
+    """
+    attributes = all_attributes(traced, [layer for layers in stages.values() for layer in layers])
+    if codes is None:
+        modules = _modules(attributes)
+        codes = {
+            number: _code_of(traced, layers, traced.boundary(layers), True, modules)
+            for number, layers in stages.items()
+        }
+    module = StagesModule(codes, attributes)
+    module.training = traced.model.training
+    return module
+
+
+def _modules(attributes: Iterable[tuple[str, Any, bool]]) -> list[str]:
+    return [path for path, item, _ in attributes if isinstance(item, nn.Module)]
+
+
+def _code_of(
+    traced: TracedModel,
+    layers: tuple[Layer, ...],
+    boundary: Boundary,
+    own_inputs: bool,
+    modules: Collection[str],
+) -> LayersCode:
+    source = write_source(traced, layers, boundary, own_inputs, modules=modules)
+    name = layers[0].id if len(layers) == 1 else f"{layers[0].id} to {layers[-1].id}"
+    train = _compile(source, name)
+    if traced.evaluation is None:
+        return LayersCode(train, source.values, train, source.values, traced.no_evaluation)
+    evaluation, _ = write_evaluation(traced, layers, source, own_inputs, modules)
+    return LayersCode(train, source.values, _compile(evaluation, f"{name}, evaluation"), evaluation.values)
 
 
 def write_evaluation(
@@ -119,7 +177,7 @@ def attributes_of(traced: TracedModel, layers: Iterable[Layer]) -> Iterator[tupl
             yield path, getattr(holder, name), name not in holder._non_persistent_buffers_set
 
 
-def _paths(attributes: list[tuple[str, Any, bool]]) -> Iterator[str]:
+def _paths(attributes: Iterable[tuple[str, Any, bool]]) -> Iterator[str]:
     """The paths of all modules, containers included."""
     for path, item, _ in attributes:
         parts = path.split(".")

@@ -77,17 +77,8 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
 
 
 def _link_stages(worker: Worker, settings: SweepSettings, device: torch.device) -> StageLinks:
-    """What connects the workers of this worker's group; all workers of the sweep call it together.
-
-    It serves all arrays of the group, since groups make their arrays at different times.
-    """
+    """What connects the workers of this worker's group, for all of its arrays."""
     from plait.training.engines.pipeline_setup import link  # slow to import, with all that tracing needs
 
-    size, replicas = settings.workers_per_array, {}
-    for first in range(0, worker.world_size, size):
-        layout = layout_from(first, settings)
-        for holders in sorted({layout.holders(stage) for stage in range(len(layout.stages))}):
-            if len(holders) > 1:
-                replicas[holders] = new_group(worker.rendezvous, holders)
-    layout = layout_from(worker.rank - worker.rank % size, settings)
-    return StageLinks(link(worker, layout, device), replicas, worker.rank in layout.holders(0))
+    layout = layout_from(worker.rank - worker.rank % settings.workers_per_array, settings)
+    return StageLinks(link(worker, layout, device), worker.rendezvous, worker.rank in layout.holders(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from plait.comm.channels import Channels
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
+from plait.comm.groups import new_group_of_members
+from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.launch.worker_process import Worker, as_loss
 from plait.sync.allreduce.sums import Members, whole_world
@@ -22,18 +24,22 @@ from plait.training.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class StageLinks:
-    """What connects workers that hold stages: channels, and a process group for each set of replicas.
+    """What connects workers that hold stages: channels, and process groups of those that sum gradients.
 
     `loads` says whether this worker holds the first stage, which reads the data.
     """
 
     channels: Channels
-    replicas: Mapping[tuple[int, ...], dist.ProcessGroup]
+    rendezvous: Rendezvous
     loads: bool
+    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
-    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The process group of the replicas with these ranks."""
-        return self.replicas[tuple(ranks)]
+    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The process group of these ranks, which ask for their groups in one order; None for others."""
+        members = tuple(ranks)
+        if self.rendezvous.rank in members and members not in self._groups:
+            self._groups[members] = new_group_of_members(self.rendezvous, members)
+        return self._groups.get(members)
 
 
 class WorkerGroup:

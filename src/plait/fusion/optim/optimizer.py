@@ -100,7 +100,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.made = [0] * fused.trials
         self.active: Tensor | None = None
         # Sums squared norms, for clipping, over the workers that hold other stages of the same trials.
+        # `counted` are the parameters that this worker adds to them (None: all).
         self.sum_squares: Callable[[Tensor], Tensor] | None = None
+        self.counted: Sequence[Tensor] | None = None
         # Which trials skip steps that are not told: those whose gradients overflowed on such workers.
         self.skip: Tensor | None = None
         self._finished: list[int] = []
@@ -245,7 +247,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip = _either(self.skip if skip is None else skip, self._overflowed(gradients))
         moving = self.active if skip is None else ~skip if self.active is None else self.active & ~skip
         if self.clip_norm is not None:
-            clip_gradients(gradients, self.clip_norm, self.sum_squares)
+            counted = None
+            if self.counted is not None:
+                counted = [p.grad for p in self.counted if p.grad is not None]
+            clip_gradients(gradients, self.clip_norm, self.sum_squares, counted)
         for group in self.groups:
             self._step_group(group, moving, skip)
         if gradients:

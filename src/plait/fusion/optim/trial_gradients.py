@@ -18,13 +18,17 @@ _modules: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def clip_gradients(
-    gradients: Sequence[Tensor], limit: Tensor, sum_squares: Callable[[Tensor], Tensor] | None = None
+    gradients: Sequence[Tensor],
+    limit: Tensor,
+    sum_squares: Callable[[Tensor], Tensor] | None = None,
+    counted: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Scale each trial's gradients, in place, to a norm of at most its `limit`; returns the norms before.
 
-    `sum_squares` adds the squared norms of gradients on other workers.
+    `sum_squares` adds the squared norms of gradients on other workers to those of `counted` here (None: all).
     """
-    each = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients]
+    counted = gradients if counted is None else counted
+    each = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in counted]
     norms = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else torch.zeros_like(limit)
     if sum_squares is not None:
         norms = sum_squares(norms.square()).sqrt()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from plait.core.errors import InputError
 from plait.pipeline.layout import PipelineLayout
 from plait.profiler.build import LayersModule, build
@@ -24,11 +26,12 @@ class StageModule:
     input named like an argument of the model's forward is that argument. Inputs are never written to.
     Parameters are the model's objects under their original names; `first_names` maps each to its first name
     in the model, which is equal for tied parameters in all stages. In evaluation mode the module takes
-    `evaluation_inputs` and returns `evaluation_outputs`.
+    `evaluation_inputs` and returns `evaluation_outputs`. `state` is the module whose state a forward changes
+    (None: `module`), under the same names.
     """
 
     layers: tuple[str, ...]
-    module: LayersModule
+    module: nn.Module
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     first_names: dict[str, str]
@@ -37,6 +40,7 @@ class StageModule:
     # Frozen parameters that forward writes, and modules that keep Python state between two forwards.
     written: frozenset[str] = frozenset()
     keeping: tuple[str, ...] = ()
+    state: nn.Module | None = None
 
 
 def cut(traced: TracedModel, layer_ids: Iterable[str]) -> StageModule:

@@ -13,8 +13,6 @@ from plait.schema.plans.plan import Layout
 from plait.sweeping.settings import SweepSettings
 from plait.training.checks.pipeline import check_pipeline
 
-SCHEDULES = (Schedule.FLUSH, Schedule.GPIPE, Schedule.NONE)
-
 
 def layout_from(first: int, settings: SweepSettings) -> PipelineLayout:
     """The layout of a group whose first worker has rank `first`: each replica of the plan is a pipeline."""
@@ -41,11 +39,7 @@ def check_stages_of(settings: SweepSettings) -> None:
     check_in_stages(settings)
     plan = settings.train.stages.plan
     check_schedule(plan.schedule)
-    if check_pipeline(settings.train, None).shared:
-        raise JobError(
-            "parallel.plan: found a worker with several stages, expected one stage for each worker of an "
-            "array; use --plan model-parallel"
-        )
+    check_pipeline(settings.train, None)
     pipelines = settings.replicas * plan.pipelines
     if plan.microbatches < pipelines:
         raise InputError(
@@ -78,8 +72,9 @@ def _values(settings: SweepSettings, key: str, default: Any) -> Sequence[Any]:
 
 def check_schedule(schedule: Schedule) -> None:
     """Refuse a schedule under which trials could not join and leave."""
-    if schedule not in SCHEDULES:
+    if not schedule.synchronous:
+        drains = ", ".join(each.value for each in Schedule if each.synchronous)
         raise JobError(
-            f"parallel.schedule: found {schedule.value}, expected flush, gpipe or none: trials join and "
-            f"leave between two steps, when nothing is in flight; use --set parallel.schedule=flush"
+            f"parallel.schedule: found {schedule.value}, expected one that drains ({drains}): trials join "
+            f"and leave between two steps, when nothing is in flight; use --set parallel.schedule=flush"
         )

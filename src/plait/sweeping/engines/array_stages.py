@@ -1,4 +1,4 @@
-"""The stages of the trials of an array: each worker of a group holds one stage of all of them.
+"""The stages of the trials of an array: each worker of a group holds some stages of all of them.
 
 Trials are fused, or a single one is as in a run. The schedule drains before each update, so a trial computes
 the same as on one worker with the same number of microbatches, whichever replica of a stage takes which.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,15 @@ from plait.core.errors import InputError, JobError
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import FusionReport
 from plait.launch.worker_process import Worker
-from plait.pipeline.cutting.cut import cut
+from plait.pipeline.cutting.cut import StageModule, cut
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
+from plait.pipeline.gradient_sync import find_holders
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors, model_state, tied_aliases
+from plait.profiler.build import ModelSlice, all_attributes, build_stages
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.traced_constants import check_values, plain_values
-from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stage
+from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stages
 from plait.training.batch_streams import BatchStream, next_batches, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import Components, TrialInit
@@ -35,15 +37,16 @@ from plait.training.engines.pipeline_setup import gathered_state, open_pipeline
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import Round, rounds_of
 from plait.training.optimizers.build import build_optimizer
+from plait.training.stages.local_tensors import names_by_stage
 from plait.training.stages.trial_stages import StepBatch, TrialStages
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 
 
 class ArrayStages(TrialStages):
-    """The stage of an array's only trial that this worker holds; all workers of its group make one together.
+    """The stages of an array's only trial that this worker holds; its group's workers make them together.
 
-    It is a slice of the model, as in a run. The batches of a trial come from `feed`. The workers of a group
+    They are slices of the model, as in a run. The batches of a trial come from `feed`. The workers of a group
     do not change while it trains, and no step is undone.
     """
 
@@ -98,7 +101,7 @@ class ArrayStages(TrialStages):
 
 
 class FusedStages(ArrayStages):
-    """The stage of fused trials that this worker holds.
+    """The stages of fused trials that this worker holds, as one fused module and one optimizer.
 
     Models are cut by `stages`, then fused as `verdict` says.
     """
@@ -115,48 +118,41 @@ class FusedStages(ArrayStages):
         verdict: FusionReport | None = None,
     ) -> None:
         super().__init__(worker, entries, feed, workers, stages)
-        (self._number,) = self.layout.stages_of(workers.rank)
-        self._layers, self._values = self.layout.stages[self._number], stages.values
-        stage = cut(stages.traced, self._layers)
-        self._first_names = stage.first_names
+        traced, layout = stages.traced, self.layout
+        self._values = stages.values
+        cuts = {number: cut(traced, layout.stages[number]) for number in layout.stages_of(workers.rank)}
+        self._layers = {number: traced.select(each.layers) for number, each in cuts.items()}
+        self._codes = build_stages(traced, self._layers).codes
+        self._first_names = {n: first for each in cuts.values() for n, first in each.first_names.items()}
+        self._holders = {**names_by_stage(traced, layout), **find_holders(traced, layout)}
         # From now on the array holds the weights of the models.
-        self._traced = replace(stages.traced, model=nn.Module())
+        self._cuts = {number: replace(each, module=nn.Module()) for number, each in cuts.items()}
+        self._traced = replace(traced, model=nn.Module())
         self._rest = [self._held_by_none(entry) for entry in entries]
-        staged = [self._stage_of(entry) for entry in entries]
-        kept = of_stage(verdict or FusionReport(), staged[0].components.model)
+        staged = [self._stages_of(entry) for entry in entries]
+        kept = of_stages(verdict or FusionReport(), staged[0].components.model)
+        names = set(self._first_names.values())
+        is_shared = any(len(ranks) > 1 for name, ranks in self._holders.items() if name in names)
         # The workers of a stage draw from one stream, each the numbers of its microbatches.
-        self.components = FusedComponents(staged, self._number, kept, is_shared=self._is_replicated)
-        self.components.optimizer.sum_squares = self._sum_squares
-        self._stage = FusedStage(self.components.fused)
-        # As the pipeline holds it: its module is that of all trials.
-        names = {f"{_INSIDE}.{name}": first for name, first in stage.first_names.items()}
-        written = frozenset(f"{_INSIDE}.{name}" for name in stage.written)
-        keeping = tuple(f"{_INSIDE}.{path}" for path in stage.keeping)
-        module = cast("Any", self._stage)
-        self._cut = replace(stage, module=module, first_names=names, written=written, keeping=keeping)
+        self.components = FusedComponents(staged, verdict=kept, is_shared=is_shared)
+        self._step = StepOfStages(self.components.fused)
 
-    @property
-    def _is_replicated(self) -> bool:
-        return len(self.layout.holders(self._number)) > 1
+    def _is_first_holder(self, name: str) -> bool:
+        """Whether this worker is the first of those that hold a tensor, by its first name."""
+        own = self.layout.holders(min(self._layers))
+        return self._holders.get(name, own)[0] == self._workers.rank
 
-    @property
-    def _is_first_holder(self) -> bool:
-        return self.layout.holders(self._number)[0] == self._workers.rank
-
-    def _sum_squares(self, squares: Tensor) -> Tensor:
-        """The sums over all stages, of which each counts once."""
-        local = squares if self._is_first_holder else torch.zeros_like(squares)
-        return self._workers.total(local, squares.device)
-
-    def _stage_of(self, entry: TrialInit) -> TrialInit:
-        """The part of a trial in this worker's stage."""
+    def _stages_of(self, entry: TrialInit) -> TrialInit:
+        """The part of a trial in this worker's stages."""
         check_values(self._traced, self._values, plain_values(entry.components.model))
-        module = cut(replace(self._traced, model=entry.components.model), self._layers).module
+        traced = replace(self._traced, model=entry.components.model)
+        module = build_stages(traced, self._layers, self._codes)
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
+            stages = ", ".join(f"{n} ({each[0].id} to {each[-1].id})" for n, each in self._layers.items())
             raise JobError(
-                f"parallel.plan: stage {self._number} ({self._layers[0]} to {self._layers[-1]}) has no "
-                f"parameter to train; use a plan with fewer stages"
+                f"parallel.plan: worker {self._workers.rank} has no parameter to train: it holds stage "
+                f"{stages}; use a plan with fewer stages"
             )
         optimizer = build_optimizer(entry.settings.optimizer, parameters, entry.components.names)
         known = entry.components.optimizer.state
@@ -173,12 +169,12 @@ class FusedStages(ArrayStages):
         components, links = self.components, self._workers.links
         first, layout = components.of_trial(0), self.layout
         assert links is not None
-        own = layout.pipeline_of(self._workers.rank)
+        own, stages = layout.pipeline_of(self._workers.rank), self._fused_stages()
         kind = StageKind(
-            lambda traced, layers: self._cut,
+            lambda traced, layers: stages[tuple(layers)],
             stacked_inputs,
             components.trials,
-            lambda microbatch: self._stage.begin(microbatch * layout.pipelines + own),
+            lambda microbatch: self._step.begin(microbatch * layout.pipelines + own),
         )
         parts = PipelineParts(
             self._loss,
@@ -191,11 +187,33 @@ class FusedStages(ArrayStages):
             everyone=self._workers.sums,
             group_of=links.group_of,
         )
-        return Pipeline(self._workers.rank, layout, self._traced, links.channels, parts)
+        pipeline = Pipeline(self._workers.rank, layout, self._traced, links.channels, parts)
+        counted = [p for name, p in pipeline.parameters.items() if self._is_first_holder(name)]
+        components.optimizer.counted, components.optimizer.sum_squares = counted, self._sum_squares
+        return pipeline
+
+    def _sum_squares(self, squares: Tensor) -> Tensor:
+        """The sums over all stages, in which each parameter counts once."""
+        return self._workers.total(squares.double(), squares.device)
+
+    def _fused_stages(self) -> dict[tuple[str, ...], StageModule]:
+        """The stages of this worker by their layers, with the tensors of all trials."""
+        whole = self.components.fused.module
+        # Constants of the code are buffers of the fused module.
+        evaluation = self._traced.evaluation and replace(self._traced.evaluation, constants={})
+        traced = replace(self._traced, model=whole, constants={}, evaluation=evaluation)
+        return {
+            self.layout.stages[number]: replace(
+                self._cuts[number],
+                module=FusedStage(self._step, number, all_attributes(traced, layers)),
+                state=whole,
+            )
+            for number, layers in self._layers.items()
+        }
 
     def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
         for batch in super().steps(trials, count):
-            self._stage.begin_step(self._rounds)
+            self._step.begin_step(self._rounds)
             yield batch
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
@@ -206,15 +224,20 @@ class FusedStages(ArrayStages):
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         """The loss of each trial, times the microbatch's share of its batch."""
-        with self._stage.padded():
-            losses = self.components.losses_of(output, target, self._stage.counts)
-        return self.components.weighted(losses, self._stage.weights)
+        with self._step.padded():
+            losses = self.components.losses_of(output, target, self._step.counts)
+        return self.components.weighted(losses, self._step.weights)
 
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
         local = self.components.state(slot)
-        named = {self._aliases.get(name, name): value for name, value in local.model.items()}
-        held = (named, self._by_first_names(local.optimizer)) if self._is_first_holder else ({}, {})
-        model, optimizer = map(group.gather, held)
+        model = {self._aliases.get(name, name): value for name, value in local.model.items()}
+        model = {name: value for name, value in model.items() if self._is_first_holder(name)}
+        optimizer = {}
+        for path, value in local.optimizer.items():
+            name, _, what = path.rpartition("/")
+            if self._is_first_holder(first := self._first_names[name]):
+                optimizer[f"{first}/{what}"] = value
+        model, optimizer = map(group.gather, (model, optimizer))
         if not group.is_first:
             return None
         model = {**self._rest[slot], **model}
@@ -222,32 +245,29 @@ class FusedStages(ArrayStages):
         model |= {name: model[first] for name, first in self._aliases.items()}
         return EngineState(model, optimizer, loss_scale=local.loss_scale, age=local.age)
 
-    def _by_first_names(self, state: Tensors) -> Tensors:
-        paths = {path: path.rpartition("/") for path in state}
-        return {f"{self._first_names[paths[p][0]]}/{paths[p][2]}": value for p, value in state.items()}
-
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse trials whose traced code differs from that of the present ones, before anything changes."""
-        self.components.check_entering([self._stage_of(entry) for entry in entering])
+        self.components.check_entering([self._stages_of(entry) for entry in entering])
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         self._rest = with_replacements(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
-        self.components.change(leaving, [self._stage_of(entry) for entry in entering])
+        self.components.change(leaving, [self._stages_of(entry) for entry in entering])
 
 
-# Where a fused stage holds the module of all trials.
-_INSIDE = "fused.module"
+# Draws of a trial's random numbers that each stage may make in a forward; a stage begins where the one before
+# it ends at the latest.
+DRAWS_OF_STAGE = 1 << 20
 
 
-class FusedStage(nn.Module):
-    """A fused stage that knows the current microbatch: how many rows each trial has in it.
+class StepOfStages:
+    """A step of fused trials on a worker: how many rows each trial has in the current microbatch.
 
-    The random numbers of a microbatch depend on its index in the step, not on which worker computes it.
+    The random numbers of a microbatch depend on its index in the step and on the stage, not on which worker
+    computes it.
     """
 
     def __init__(self, fused: FusedModule) -> None:
-        super().__init__()
-        self.fused = fused
+        self._fused = fused
         self._rounds: Sequence[Round] = ()
         self._index = 0
         # The forwards of each trial before the step, and in it.
@@ -257,9 +277,9 @@ class FusedStage(nn.Module):
         """Expect microbatches of a step."""
         self._rounds = rounds
         forwards = [sum(weight > 0.0 for weight in weights) for weights in zip(*(w for _, w in rounds))]
-        self._ages = self.fused.ages.clone()
+        self._ages = self._fused.ages.clone()
         self._forwards = torch.tensor(forwards, device=self._ages.device)
-        self.fused.ages.add_(self._forwards)
+        self._fused.ages.add_(self._forwards)
 
     def begin(self, index: int) -> None:
         """Expect the microbatch `index` of the step."""
@@ -277,22 +297,45 @@ class FusedStage(nn.Module):
 
     def padded(self) -> AbstractContextManager[None]:
         """A context in which padded rows are excluded from losses and norms."""
-        return self.fused.padded(self.counts) if len(set(self.counts)) > 1 else nullcontext()
+        return self._fused.padded(self.counts) if len(set(self.counts)) > 1 else nullcontext()
 
-    def forward(self, *inputs: Tensor) -> Any:
-        if not self.training:
-            return self.fused(*inputs)
-        fused, ages = self.fused, self.fused.ages.clone()
+    def train(self, stage: int, inputs: Sequence[Tensor]) -> Any:
+        """The output values of a stage for the current microbatch."""
+        fused, ages = self._fused, self._fused.ages.clone()
         fused.ages.copy_(self._ages + self._forwards.clamp(max=self._index))
         without = [slot for slot, weight in enumerate(self.weights) if weight == 0.0]
         if without:
             fused.freeze(without)
         with self.padded():
-            outputs = fused(*inputs)
+            outputs = self._run(stage, inputs, training=True)
         if without:
             fused.freeze([])
         fused.ages.copy_(ages)
         return outputs
+
+    def evaluate(self, stage: int, inputs: Sequence[Tensor]) -> Any:
+        """The output values of a stage in evaluation mode."""
+        return self._run(stage, inputs, training=False)
+
+    def _run(self, stage: int, inputs: Sequence[Tensor], training: bool) -> Any:
+        fused = self._fused
+        # The modules of a stage are in its mode.
+        fused.training = fused.module.training = training
+        fused.draws_before = stage * DRAWS_OF_STAGE
+        return fused(stage, *inputs)
+
+
+class FusedStage(ModelSlice):
+    """The tensors of one stage of fused trials, by the names of a single model."""
+
+    def __init__(self, step: StepOfStages, number: int, attributes: Sequence[tuple[str, Any, bool]]) -> None:
+        super().__init__(attributes)
+        self._step = step
+        self._number = number
+
+    def forward(self, *inputs: Tensor) -> Any:
+        run = self._step.train if self.training else self._step.evaluate
+        return run(self._number, inputs)
 
 
 class StageLossScales:

@@ -13,11 +13,11 @@ from plait.core.errors import InputError, JobError
 from plait.data.loader import Batch
 from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import FusionReport
-from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
+from plait.pipeline.cutting.cut import cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
-from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.verify_stages import VerifiedStages
+from plait.profiler.build import build_stages
 from plait.profiler.failures import TraceError
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.traced_constants import Values, check_values, plain_values
@@ -59,7 +59,6 @@ def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify:
         raise
     except InputError as failure:
         raise JobError(f"parallel.plan: {failure}") from None
-    check_untied(checked.traced, layout, "which arrays in stages cannot sum")
     return StagesOfTrials(checked, layout, values)
 
 
@@ -70,8 +69,8 @@ def verify_stages(
     return verify_candidate(StagedCandidate(entries, stages, first_batches(entries, (0, 1))), known)
 
 
-def of_stage(verdict: FusionReport, module: nn.Module) -> FusionReport:
-    """What of a verdict concerns one stage."""
+def of_stages(verdict: FusionReport, module: nn.Module) -> FusionReport:
+    """What of a verdict concerns the stages in `module`."""
     names = {path for path, _ in module.named_modules()}
     return replace(verdict, unfused={name: why for name, why in verdict.unfused.items() if name in names})
 
@@ -94,42 +93,44 @@ class StagedCandidate(ArrayCandidate):
         self._evaluated, evaluated = evaluation_stages(self._traced, stages.layout.stages)
         self._routes = find_routes(self._traced, stages.layout.stages)
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
-        self._cut: list[StageModule] = []
+        self._cuts = [cut(self._traced, layers) for layers in stages.layout.stages]
 
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> list[FusedModule]:
         for entry in self._entries:
             check_values(self._traced, self._stages.values, plain_values(entry.components.model))
-        fused, self._cut = [], []
-        for layers in self._stages.layout.stages:
-            stages = [cut(replace(self._traced, model=self.models[t]), layers) for t in trials]
-            kept = of_stage(FusionReport(unfused), stages[0].module).unfused
-            seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-            fused.append(fuse([stage.module for stage in stages], seeds, steps, kept, verify=False))
-            self._cut.append(stages[0])
-        return fused
+        layers = {number: self._traced.select(each.layers) for number, each in enumerate(self._cuts)}
+        codes = build_stages(self._traced, layers).codes
+        models = [
+            build_stages(replace(self._traced, model=self.models[trial]), layers, codes) for trial in trials
+        ]
+        kept = of_stages(FusionReport(unfused), models[0]).unfused
+        seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
+        return [fuse(models, seeds, steps, kept, verify=False)]
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+        (whole,) = fused
         contents, counts = self._contents(trials, batch)
         inputs, target = stacked(self._entries[0].components, contents, max(counts))
-        training = fused[0].training
-        traced = self._traced if training else self._evaluated
+        traced = self._traced if whole.training else self._evaluated
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         values = dict(zip(traced.inputs, tensors, strict=True))
-        draws: int | tuple[int, ...] = 0
-        for number, one in enumerate(fused):
-            one.draws_before = draws
-            values |= self._run(number, one, values, counts)
-            draws, one.draws_before = one.draws, 0
+        ages = whole.ages.clone()
+        for number in range(len(self._cuts)):
+            # All stages are one forward of the trials.
+            whole.ages.copy_(ages)
+            values |= self._run(number, whole, values, counts)
+            whole.draws_before = whole.draws
+        whole.draws_before = 0
         outputs = traced.rebuild_output([values[name] for name in traced.outputs])
-        with padded_rows(fused[-1], counts), self._entries[0].components.autocast():
-            losses = self._losses(fused[-1], trials, outputs, target, counts)
+        with padded_rows(whole, counts), self._entries[0].components.autocast():
+            losses = self._losses(whole, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
     def _run(
         self, number: int, fused: FusedModule, values: Mapping[str, Tensor], counts: Sequence[int]
     ) -> dict[str, Tensor]:
         """The values that one stage gives."""
-        stage = self._cut[number]
+        stage = self._cuts[number]
         inputs = stage.inputs if fused.training else stage.evaluation_inputs
         given = stage.outputs if fused.training else stage.evaluation_outputs
         routes = self._routes if fused.training else self._evaluated_routes
@@ -138,7 +139,7 @@ class StagedCandidate(ArrayCandidate):
             if route.target == number:
                 received |= {name: _received(values[name], name, route) for name in route.names}
         with padded_rows(fused, counts), self._entries[0].components.autocast():
-            outcome = fused(*(received[value.name] for value in inputs))
+            outcome = fused(number, *(received[value.name] for value in inputs))
         return {value.name: tensor for value, tensor in zip(given, outcome, strict=True)}
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
