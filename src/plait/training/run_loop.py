@@ -78,6 +78,8 @@ class RunLoop(Loop):
         run.metrics.on_loss = self.divergence.check_loss
         # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
+        # The step after which sources were last asked.
+        self._asked_at = -1
         self._checkpoints = RunCheckpoints(run, self._sources)
         self._members = RunMembers(run, run.worker.memberships)
 
@@ -131,6 +133,8 @@ class RunLoop(Loop):
             try:
                 self.engine.close()
                 members.enter(find())
+                # In a planned change, the old members have already asked after this step.
+                self._asked_at = -1 if was_lost else self.run.trial.step
                 self._agree_on_state()
                 self._reopen(was_lost)
                 members.report_joined()
@@ -322,12 +326,14 @@ class RunLoop(Loop):
             "stopped": self._stopped,
             "moved": self.run.trial.moved,
             "changes": self._changes,
+            "asked_at": self._asked_at,
             "settings": encode(self.run.settings),
         }
 
     def _take_position(self, position: Mapping[str, Any]) -> None:
         self.run.trial.until, self._until_data_ends = position["until"], position["until_data_ends"]
         self._stopped, self._changes = position["stopped"], tuple(position["changes"])
+        self._asked_at = position["asked_at"]
         # The settings with all changes applied so far.
         before, self.run.settings = self.run.settings, decode(TrainSettings, position["settings"])
         if self.run.settings.sync != before.sync and self._make_engine is not None:
@@ -364,6 +370,9 @@ class RunLoop(Loop):
 
     def _requests(self, step: int) -> Iterator[ChangeRequest]:
         """The changes that are requested after `step` steps."""
+        if self._asked_at == step:
+            return
+        self._asked_at = step
         due = [(source, step) for source in self._sources if is_due(source, step)]
         for answer in find_requests(partial(ask_rank_0, self.run.worker), due):
             if isinstance(answer, JobError):
