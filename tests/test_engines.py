@@ -25,6 +25,7 @@ from plait.schema.settings import (
     EvaluateSettings,
     ModelSettings,
     OptimizerSettings,
+    PolicySettings,
     SyncSettings,
     TrainSettings,
 )
@@ -41,8 +42,11 @@ from support.world import run_ranks
 
 STEPS = 9
 MICROBATCHES = 3
+# Batches become smaller, and the learning rate larger, in the middle.
+TABLE = PolicySettings("steps", {"changes": {5: {"batch_size": 42, "lr_factor": 1.5}}})
 COMMON: dict[str, Any] = {
     "steps": STEPS,
+    "adapt": (TABLE,),
     "data": DataSettings("digits", 60),
     "evaluate": EvaluateSettings(every_steps=4),
     "verify": UNVERIFIED,

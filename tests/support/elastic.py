@@ -25,10 +25,9 @@ from plait.launch.messages import BreakReport, JobMessage, WorkerRequest
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
-from plait.training import components
-from plait.training.change import apply
+from plait.training import components, run_loop
 from plait.training.change.members import join_members
-from plait.training.choose_engine import engine_of_stages, engine_of_sync, make_job_loop
+from plait.training.choose_engine import engine_of_stages, engine_of_sync, make_job_loop, make_sources
 from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
@@ -145,15 +144,16 @@ def train_elastic(
         result = loop.train(resume=False)
     elif settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.
-        result = RunLoop(run, engine_of_stages(run), [table]).train(resume=False)
+        result = RunLoop(run, engine_of_stages(run), [table, *make_sources(run)]).train(resume=False)
     else:
         requests = StepTable({3: WorkersChange(4)})
         if is_half_told:
             requests = StepTable({3: BatchSizeChange(30)} if rank == 0 else {3: None})
         if is_half_told:
-            apply.ask_rank_0 = half_told(rank)
+            run_loop.ask_rank_0 = half_told(rank)
         make_engine = partial(engine_of_sync, run)
-        result = RunLoop(run, make_engine(), [table, requests], make_engine).train(resume=False)
+        sources = [table, requests, *make_sources(run)]
+        result = RunLoop(run, make_engine(), sources, make_engine).train(resume=False)
     return {
         "result": result,
         "weights": {name: value.tolist() for name, value in run.components.model.state_dict().items()},
@@ -180,12 +180,13 @@ def half_told(number: int) -> Callable[[Worker, Callable[[], Any]], Any]:
     """As `ask_rank_0`, but the first worker dies before all others know what it has decided."""
 
     def ask_and_die(worker: Worker, ask: Callable[[], Any]) -> Any:
-        answer = ask_rank_0(worker, ask)
-        if answer["requests"] and number == 0:
+        answers = ask_rank_0(worker, ask)
+        is_asked = any(answer["requests"] for answer in answers)
+        if is_asked and number == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if answer["requests"] and number == 2:
+        if is_asked and number == 2:
             raise PeerError("worker 0 is lost", LostPeer.GONE, 0)
-        return answer
+        return answers
 
     return ask_and_die
 

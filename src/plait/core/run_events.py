@@ -189,6 +189,14 @@ class TrialCopied(Event):
 
 
 @dataclass(frozen=True)
+class TrialGoals(Event):
+    """The steps of a trial's goals ahead, counted anew for its batch size; the last is its end."""
+
+    trial: int
+    goals: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TrialEnded(Event):
     """A trial ended: `state` is finished, early-stop, dropped, diverged or failed; `why` it failed."""
 
@@ -273,13 +281,17 @@ class SyncChosen(Event):
 
 @dataclass(frozen=True)
 class Changed(Event):
-    """A running job was changed after `step` steps: the new values, who asked for it, and why."""
+    """A running job was changed after `step` steps: the new values, who asked for it, and why.
+
+    In a sweep `trial` is the trial that was changed.
+    """
 
     step: int
     kind_of_change: str
     change: dict[str, Any]
     by: str
     why: str
+    trial: int | None = None
 
 
 @dataclass(frozen=True)

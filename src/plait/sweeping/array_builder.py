@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
-from plait.data.requirements import streams_of
+from plait.data.requirements import check_unchanged, streams_of
 from plait.fusion.verify import FusionReport, log_report
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
@@ -43,6 +43,8 @@ from plait.training.engines.member import ShareAudit, WholeModel
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
+from plait.training.fused.trial_norms import TrialNorms
+from plait.training.monitoring.asked import wants_norms
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
 
@@ -52,8 +54,8 @@ if TYPE_CHECKING:
 
 # What trains an array.
 ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
-# Called after each step with the trials' losses.
-OnLosses = Callable[[Tensor], None]
+# Called after each step: how many of the interval are done, and the trials' losses.
+OnLosses = Callable[[int, Tensor], None]
 
 log = logging.getLogger(__name__)
 
@@ -190,8 +192,10 @@ class ArrayBuilder:
         worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
 
         def on_step(done: int, losses: Tensor, *_: Any) -> None:
-            on_losses(losses)
+            on_losses(done, losses)
 
+        first = entries[0]
+        check_unchanged(first.settings, first.components.train_set.dataset, elastic=False)
         engine: ArrayTrainer
         if self.is_pipelined:
             # Imported here, since it is slow.
@@ -243,7 +247,7 @@ class ArrayBuilder:
             components,
             lambda init: WholeModel(self._worker, init, audit),
             next_name,
-            lambda trial, source: sample_order(source, trial.settings, trial.position),
+            lambda trial, source: sample_order(source, trial),
             group=self.workers,
             held=[EngineState({}, {}, sync=dict(entry.sync)) for entry in entries],
         )
@@ -255,8 +259,15 @@ class ArrayBuilder:
         check_replicated(entries[0], not workers.is_alone)
         if self.averages:
             check_no_rows(entries[0].components, entries[0].settings)
+        is_measured = wants_norms(entries[0].settings)
+        if is_measured and entries[0].settings.accumulate == 1:
+            self.warn_once(
+                "monitor: trials that take each batch as a whole have no part of it to compare with, so "
+                "there is no noise scale and no variance; use accumulate: 2 or more"
+            )
         if self.width(group) == 1:
-            return entries[0].components
+            norms = TrialNorms([entries[0].noise]) if is_measured else None
+            return replace(entries[0].components, norms=norms)
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)

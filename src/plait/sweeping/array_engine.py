@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.data.loader import Batch
 from plait.fusion.errors import FusionError
 from plait.launch.worker_process import as_loss
@@ -34,6 +34,7 @@ from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
+from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE
 
@@ -168,6 +169,8 @@ class ArrayEngine:
         # Summed losses since the last `collect_losses`.
         self._losses: Tensor | None = None
         self._losses_of = 0
+        # When the last step ended.
+        self._since = 0.0
         self._audits = TrialAudits(builder)
 
     @property
@@ -186,6 +189,7 @@ class ArrayEngine:
 
     def train(self, steps: int) -> IntervalResult:
         """Take steps with every trial; if one fails, `done` is the number of completed steps."""
+        self._since = time.perf_counter()
         try:
             with self._one_trials_failure(), self._builder.fused_work(self.group):
                 result = self._trainer.train(steps)
@@ -199,7 +203,8 @@ class ArrayEngine:
         if self._builder.averages:
             self._audits.report()
         if result.losses:
-            self._add_losses(torch.tensor(result.losses, dtype=torch.float64), result.steps)
+            losses = torch.tensor(result.losses, dtype=torch.float64)
+            self._add_losses(result.steps, losses, result.steps)
         return result
 
     @property
@@ -207,10 +212,21 @@ class ArrayEngine:
         """Steps done in the current or last interval."""
         return self._trainer.done
 
-    def _add_losses(self, losses: Tensor, steps: int = 1) -> None:
+    def _add_losses(self, done: int, losses: Tensor, steps: int = 1) -> None:
+        """Add the sums of the trials' losses in `steps` steps, the last of `done` in the interval."""
         # Summed on the device, without synchronization.
         self._losses = losses if self._losses is None else self._losses + losses
         self._losses_of += steps
+        if steps and any(trial.sources for trial in self.trials):
+            self._add_signals(done, losses / steps, steps)
+
+    def _add_signals(self, done: int, losses: Tensor, steps: int) -> None:
+        """Add what the policies of each trial see of the last `steps` steps, which had these mean losses."""
+        now, workers = time.perf_counter(), self._builder.workers.size
+        step_s, self._since = (now - self._since) / steps, now
+        for trial, loss in zip(self.trials, losses.tolist()):
+            step, samples = trial.step + done, trial.batch.size
+            trial.signals.add(step_signals(trial, trial.noise, workers, step, loss, samples, step_s))
 
     @property
     def _trainer(self) -> ArrayTrainer:
@@ -323,10 +339,6 @@ class ArrayEngine:
             tuple(each for number, each in enumerate(joining) if number not in apart),
             apart=tuple(joining[number] for number in apart),
         )
-
-    def noise(self, slot: int) -> GradientAverages | None:
-        """The gradient noise averages of a trial; None if not measured."""
-        return None if self._fused is None else self._fused.noise(slot)
 
     def apply(self, change: TrialsChange) -> None:
         """Remove and add trials; an array without trials is closed.

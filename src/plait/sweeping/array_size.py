@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from plait.core.codec import decode, encode
 from plait.core.errors import PlaitError
 from plait.data.loader import Batch
-from plait.data.sampler import Position
 from plait.fusion.errors import FusionError
 from plait.fusion.trials.memory_need import MemoryNeed, measure_need
 from plait.fusion.verify import FusionReport
@@ -30,6 +29,7 @@ from plait.training.components import DataPair, TrialInit
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.trial import Trial
 
 # Memory of a process on a CPU, in addition to its tensors.
 CPU_OVERHEAD_BYTES = 400 * 10**6
@@ -73,7 +73,7 @@ def choose_width(fresh: FreshProcesses, asked: ArrayRequest, sets: DataPair) -> 
         return 1, ""
     # The last worker's share is the largest.
     share = (asked.replicas - 1, asked.replicas)
-    batch = open_stream(sets[0], asked.settings, Position(), share).next()
+    batch = open_stream(sets[0], Trial(asked.settings), share).next()
     argument = {"asked": encode(asked), "batch": batch}
     try:
         answer = fresh.call(f"{__name__}:measure", argument, on_gpu=asked.device.startswith("cuda"))

@@ -126,6 +126,7 @@ class Coordinator:
             "report": self._on_report,
             "stop": self._on_stop,
             "back": self._on_back,
+            "goals": self._on_goals,
         }
 
     def _begin(self) -> None:
@@ -327,8 +328,15 @@ class Coordinator:
         self._log.record(event)
         return {}
 
-    def _on_note(self, losses: list[Any], metrics: list[Any], signals: list[Any]) -> Answer:
-        """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals)."""
+    def _on_note(
+        self, losses: list[Any], metrics: list[Any], signals: list[Any], changes: list[Any]
+    ) -> Answer:
+        """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals).
+
+        `changes` are `changed` events as plain values.
+        """
+        for values in changes:
+            self._log.record(run_events.Changed(*values))
         for trial, step, loss in losses:
             event = run_events.TrialStep(trial, step, loss)
             self._progress.count(event)
@@ -376,6 +384,12 @@ class Coordinator:
         if self._assignments.has(worker, trial):
             self.scheduler.give_back(trial)
             self._assignments.release(trial)
+        return {}
+
+    def _on_goals(self, worker: int, trial: int, goals: list[int]) -> Answer:
+        """Set the steps of a trial's goals ahead."""
+        if self._assignments.has(worker, trial):
+            self.scheduler.count_goals(trial, goals)
         return {}
 
     def _remove_ended(self) -> None:
@@ -477,8 +491,8 @@ def _assignment(trial: ScheduledTrial) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "values": dict(trial.values),
-        "steps": trial.steps,
-        "until": trial.goal,
+        "drawn": trial.drawn[trial.rung :],
+        "goals": trial.goals[trial.rung :],
         "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
     }
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plait.adapt.changes import SavedSource
+from plait.adapt.history import SignalHistory
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.codec import encode
 from plait.core.files import write_atomic
 from plait.launch.run_dir import RunDir
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
+from plait.training.components import present_steps
 from plait.training.trial import Trial
 
 # How many points a learning curve has at most; fewer where workers average weights, since they synchronize
@@ -33,9 +37,20 @@ def failure_file(folder: RunDir, trial: int) -> Path:
 
 @dataclass(kw_only=True)
 class RunningTrial(Trial):
-    """A trial while it trains in an array. It reports when it has made `until` of its `steps`."""
+    """A trial while it trains in an array. It reports when it has made `until` of its `steps`.
 
-    steps: int
+    `drawn` are the steps of its goals ahead at the batch size of the job, `goals` with its batch size; the
+    last is its end.
+    """
+
+    drawn: Sequence[int]
+    goals: Sequence[int] = ()
+    # Its policies, and what they have seen.
+    sources: Sequence[SavedSource] = ()
+    signals: SignalHistory = field(default_factory=SignalHistory)
+    # The step after which policies were last asked.
+    asked_at: int = -1
+    noise: GradientAverages = field(default_factory=GradientAverages)
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
     # The points of its learning curve at most, unless the job says after how many steps there is one.
@@ -45,13 +60,32 @@ class RunningTrial(Trial):
     train_loss: float | None = None
 
     @property
+    def steps(self) -> int:
+        """The steps after which it ends."""
+        return self.goals[-1]
+
+    def count_goals(self, samples: int | None) -> None:
+        """Count the steps to its goals with its present batch size; an epoch has `samples`."""
+        total = present_steps(self, samples) if self.batch.is_changed else self.drawn[-1]
+        goals, step = [], self.step
+        for drawn in self.drawn[:-1]:
+            step = min(total, max(step + 1, self.batch.step_at(drawn)))
+            goals.append(step)
+        self.goals = [*goals, total]
+        self.until = self.goals[0]
+
+    def reach(self, until: int) -> None:
+        """Go on from a goal to the next one."""
+        self.drawn, self.goals, self.until = self.drawn[1:], self.goals[1:], until
+
+    @property
     def is_loss_due(self) -> bool:
         """Whether the learning curve gets a point; fixed steps, so that a resumed trial has the same."""
         return self.is_time(self._loss_every)
 
     @property
     def _loss_every(self) -> int:
-        return self.settings.log_every_steps or max(1, self.steps // self.points)
+        return self.settings.log_every_steps or max(1, self.drawn[-1] // self.points)
 
     @property
     def periods(self) -> tuple[int | None, ...]:
@@ -87,6 +121,9 @@ class RunningTrial(Trial):
         super().load(step, progress)
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
         self.train_loss = progress["train_loss"]
+        for source, values in zip(self.sources, progress.get("policies", ())):
+            source.load(values)
+        self.noise.load(progress.get("gradient_noise", ()))
 
     def saved(self, state: EngineState) -> dict[str, Any]:
         """What a checkpoint stores besides tensors: as for a single run, and the unreported loss."""
@@ -97,6 +134,8 @@ class RunningTrial(Trial):
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,
             "train_loss": self.train_loss,
+            "gradient_noise": self.noise.state(),
+            "policies": [source.state() for source in self.sources],
         }
 
 

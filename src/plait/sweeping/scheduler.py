@@ -36,8 +36,10 @@ class ScheduledTrial:
     number: int
     values: Mapping[str, Any]
     settings: TrainSettings
-    steps: int
     group: str
+    # The steps after which it is compared with others, as drawn; the last is its end.
+    drawn: list[int]
+    # The same with the batch sizes that it has had.
     goals: list[int]
     state: str = "waiting"
     step: int = 0
@@ -59,6 +61,16 @@ class ScheduledTrial:
         return self.state in ENDED
 
     @property
+    def steps(self) -> int:
+        """The steps after which it ends."""
+        return self.goals[-1]
+
+    @property
+    def rung(self) -> int:
+        """The rung of its next goal."""
+        return min(len(self.reached), self.last)
+
+    @property
     def last(self) -> int:
         """The rung of its last goal, where it ends."""
         return len(self.goals) - 1
@@ -66,7 +78,7 @@ class ScheduledTrial:
     @property
     def goal(self) -> int:
         """The next step at which it is compared."""
-        return self.goals[min(len(self.reached), len(self.goals) - 1)]
+        return self.goals[self.rung]
 
     @property
     def result(self) -> float:
@@ -250,6 +262,12 @@ class TrialScheduler:
         if trial.state == "running":
             trial.state = "waiting"
 
+    def count_goals(self, number: int, goals: Sequence[int]) -> None:
+        """Set the steps of a trial's goals ahead, which a change of its batch size has moved."""
+        event = run_events.TrialGoals(number, tuple(goals))
+        self._record(event)
+        self._replay(event)
+
     def split(self, numbers: Sequence[int]) -> None:
         """Move trials that cannot share an array with the others of their group to a new group."""
         for number in numbers:
@@ -310,7 +328,7 @@ class TrialScheduler:
     def _add(self, drawn: run_events.TrialDrawn) -> None:
         settings, goals = with_values(self.settings.train, drawn.values), self.search.goals(drawn.steps)
         self.trials.append(
-            ScheduledTrial(drawn.trial, drawn.values, settings, drawn.steps, drawn.group, goals)
+            ScheduledTrial(drawn.trial, drawn.values, settings, drawn.group, goals, list(goals))
         )
 
     def _record_results(self, reports: Sequence[Report]) -> set[int]:
@@ -429,7 +447,11 @@ class TrialScheduler:
             case run_events.TrialCopied():
                 trial = self.trials[event.trial]
                 trial.step = event.step
-                self._change(trial, event.values, _rung_of(trial, event.step))
+                # All that go on have reached it.
+                self._change(trial, event.values, len(trial.reached) - 1)
+            case run_events.TrialGoals():
+                trial = self.trials[event.trial]
+                trial.goals[-len(event.goals) :] = event.goals
             case _:
                 pass
 

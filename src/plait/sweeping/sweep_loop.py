@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from plait.core.codec import finite
-from plait.core.errors import PeerError
+from plait.adapt.changes import BatchSizeChange, ChangeRequest
+from plait.adapt.history import SignalHistory
+from plait.adapt.policy_source import PolicySource
+from plait.core.codec import encode, finite
+from plait.core.errors import JobError, PeerError
 from plait.core.files import write_atomic
-from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
@@ -26,7 +28,7 @@ from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, JoiningTrial, TrialsChange
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
-from plait.sweeping.fusable import NotFusedError, TooWideError, TrialsFailedError, why_failed
+from plait.sweeping.fusable import NotFusedError, TooWideError, TrialsFailedError, short, why_failed
 from plait.sweeping.group_client import GroupClient
 from plait.sweeping.running_trial import (
     AVERAGED_POINTS,
@@ -40,12 +42,13 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.training import checkpoint as checkpoints
 from plait.training.batch_streams import BatchStream, find_stream, open_stream
+from plait.training.change.apply import asked_every, find_requests, is_due, policies_of
 from plait.training.change.members import loss_of
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
-from plait.training.engine import IntervalResult
+from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.loop import Loop
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.trial import Due, EarlyStopping, Trial
@@ -165,7 +168,13 @@ class SweepLoop(Loop):
         """Remove ended trials and add others; if there are none to train, wait briefly."""
         if self.trials:
             self._refill()
-            return
+        else:
+            self._look()
+        while self._change_by_policies():
+            self._refill()
+
+    def _look(self) -> None:
+        """Begin an array of waiting trials, if there are any."""
         if self._tried is not None:
             self._builder.forget_width(self._tried)
             self._tried = None
@@ -177,10 +186,55 @@ class SweepLoop(Loop):
             time.sleep(POLL_S)
 
     def steps_until_change(self) -> int | None:
-        """1 while more trials may join; in an elastic sweep, steps until trials are offered again."""
+        """1 while more trials may join; else until trials are offered again, or policies are asked."""
         if self.engine.free and self._may_get_more:
             return 1
-        return max(1, int(OFFER_S / max(self._step_s, 1e-6))) if self._members.can_change else None
+        asked = ((trial.step, source) for trial in self.trials for source in trial.sources)
+        steps = [due - step for step, source in asked if (due := source.next_due(step)) is not None]
+        if self._members.can_change:
+            steps.append(max(1, int(OFFER_S / max(self._step_s, 1e-6))))
+        return min(steps, default=None)
+
+    def _change_by_policies(self) -> bool:
+        """Ask the policies of all trials, and apply what they request; whether a trial failed by it."""
+        asked = [
+            (slot, source)
+            for slot, trial in enumerate(self.trials)
+            if trial.asked_at != trial.step and not trial.has_reached and not trial.stops_early
+            for source in trial.sources
+            if is_due(source, trial.step)
+        ]
+        due = [(source, self.trials[slot].step) for slot, source in asked]
+        for (slot, _), answer in zip(asked, find_requests(self._workers.from_first, due)):
+            trial = self.trials[slot]
+            trial.asked_at = trial.step
+            try:
+                if isinstance(answer, JobError):
+                    raise answer
+                for request in answer:
+                    self._apply(request, trial)
+            except JobError as failure:
+                self._report_failed(trial.number, short(str(failure)))
+                self._release(slot)
+        return bool(self._leaving)
+
+    def _apply(self, request: ChangeRequest, trial: RunningTrial) -> None:
+        """Change a trial between two steps, and record it."""
+        change = request.change
+        if not isinstance(change, BatchSizeChange):
+            raise cannot_apply(change, "a trial of a sweep")
+        trial.change_batch(change, self._workers.size)
+        self._count_goals(trial, trial.goals)
+        kind = type(change).__name__
+        changed = (trial.step, kind, encode(change), request.by, request.why, trial.number)
+        self._record([], changes=[changed])
+
+    def _count_goals(self, trial: RunningTrial, known: Sequence[int]) -> None:
+        """Count the steps to a trial's goals, and report them unless they are `known`."""
+        trial.count_goals(self._sets.of(trial.settings)[0].length)
+        if list(trial.goals) != list(known):
+            goals = list(trial.goals)
+            self._coordinator.ask(ask="goals", worker=self._worker.id, trial=trial.number, goals=goals)
 
     def advance(self, steps: int) -> None:
         started = time.perf_counter()
@@ -199,14 +253,13 @@ class SweepLoop(Loop):
 
     def _stream_of(self, trial: Trial) -> BatchStream:
         """The batches of a trial; a stream of another trial at the same position is shared."""
-        shared = find_stream(trial.settings, trial.position, [each.stream for each in self.trials])
+        shared = find_stream(trial, [each.stream for each in self.trials])
         if shared is not None:
             return shared
         pin, workers, in_stages = self._device.type == "cuda", self._workers, self._builder.is_pipelined
         return open_stream(
             self._sets.for_pass(trial.settings),
-            trial.settings,
-            trial.position,
+            trial,
             workers.share,
             pin,
             workers.loads,
@@ -316,24 +369,29 @@ class SweepLoop(Loop):
             if (why := self._workers.any_of(why)) is not None:
                 self._report_failed(number, why, failed)
                 continue
+            self._count_goals(joining.trial, assignment["goals"])
             trials.append(joining)
         return trials
 
     def _prepare(self, assignment: Mapping[str, Any], state: Checkpoint | None) -> JoiningTrial:
         """A trial ready to join, loaded from its checkpoint if it has one."""
         settings = with_values(self._settings.train, assignment["values"])
-        position = Position() if state is None else Position(**state.progress["position"])
         entry = make_entry(settings, state, self._device, self._sets)
+        signals, sources = SignalHistory(), []
+        if settings.adapt:
+            every = asked_every(settings, self._workers.size)
+            sources.append(PolicySource(policies_of(settings), signals, lambda: every))
         trial = RunningTrial(
             number=assignment["trial"],
             settings=settings,
-            steps=assignment["steps"],
-            until=assignment["until"],
-            schedule=build_lr_factor(settings.lr_schedule, assignment["steps"]),
-            position=position,
+            drawn=assignment["drawn"],
+            schedule=build_lr_factor(settings.lr_schedule, assignment["drawn"][-1]),
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
             weights=entry.components.weights,
             points=AVERAGED_POINTS if self._builder.averages else POINTS,
+            sources=sources,
+            signals=signals,
+            noise=entry.noise,
         )
         if state is not None:
             trial.load(state.step, state.progress)
@@ -444,8 +502,9 @@ class SweepLoop(Loop):
         """The gradient noise of the trials in `slots`, if it is measured."""
         signals = []
         for slot in slots:
-            noise, trial = self.engine.noise(slot), self.trials[slot]
-            if noise is not None and noise.steps:
+            trial = self.trials[slot]
+            noise = trial.noise
+            if noise.steps:
                 numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
                 signals.append((trial.number, trial.step, *numbers))
         return signals
@@ -455,9 +514,11 @@ class SweepLoop(Loop):
         losses: list[tuple[int, int, float | None]],
         metrics: Sequence[tuple[int, int, Any]] = (),
         signals: Sequence[tuple[Any, ...]] = (),
+        changes: Sequence[tuple[Any, ...]] = (),
     ) -> None:
-        if losses or metrics:
-            self._coordinator.ask(ask="note", losses=losses, metrics=list(metrics), signals=list(signals))
+        if losses or metrics or changes:
+            noted = {"losses": losses, "metrics": metrics, "signals": signals, "changes": changes}
+            self._coordinator.ask(ask="note", **{name: list(each) for name, each in noted.items()})
 
     def after_evaluation(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
         reached = {}
@@ -503,9 +564,10 @@ class SweepLoop(Loop):
             return
         answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
         for slot, until in zip(reached, answer["until"]):
-            self.trials[slot].until = until
             if until == 0:
                 self._release(slot)
+            else:
+                self.trials[slot].reach(until)
 
     def _end(self, slot: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that diverged or stopped early."""

@@ -31,6 +31,7 @@ _OPEN: Mapping[str, type] = {
 # What belongs to the run as a whole and is the same for all trials.
 _COMMON = (
     "name",
+    "adapt",
     "run_dir",
     "device",
     "tensorboard",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -11,7 +11,9 @@ from plait.data.batches import DataSource
 from plait.data.loader import Batch, load, without_samples
 from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
 from plait.data.streams import StreamOrder, compared, stream_batches
-from plait.schema.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from plait.training.trial import Trial
 
 T = TypeVar("T")
 
@@ -19,7 +21,7 @@ T = TypeVar("T")
 class BatchStream:
     """The batches of a trial from some position on, one at a time; `order` is what their order depends on."""
 
-    def __init__(self, batches: Iterator[Batch], position: Position, order: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, batches: Iterator[Batch], position: Position, order: tuple[int, ...] = ()) -> None:
         self._batches = batches
         self.position = position
         self.order = order
@@ -32,34 +34,34 @@ class BatchStream:
         return batch
 
 
-def order_of(settings: TrainSettings) -> tuple[int, int]:
-    """A key for the order of samples; trials with equal keys read the same batches."""
-    return settings.seed, settings.data.batch_size
+def order_of(trial: Trial) -> tuple[int, ...]:
+    """A key for the order of samples; trials with equal keys at one position read the same batches."""
+    return trial.settings.seed, trial.batch.job_size, trial.batch.size
 
 
 def open_stream(
     train_set: DataSource,
-    settings: TrainSettings,
-    position: Position,
+    trial: Trial,
     share: tuple[int, int] = (0, 1),
     pin: bool = False,
     loads: bool = True,
     in_stages: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> BatchStream:
-    """The batches from `position` on: the first of `share` of as many shares as the second says.
+    """The next batches of a trial: the first of `share` of as many shares as the second says.
 
     Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
     Its other stages know where epochs end from the length of the data: `in_stages` a stream must have it.
     The workers of `group`, who call it together, compare what they read of a stream.
     """
+    settings, position = trial.settings, trial.position
     data = settings.data
     if train_set.is_stream and not in_stages:
-        samples = StreamOrder(position, data.batch_size, data.last_batch == "keep", None, settings.seed)
+        samples = StreamOrder(position, trial.batch.size, data.last_batch == "keep", None, settings.seed)
         stream = stream_batches(train_set, samples, *share, data.loaders, pin)
         stream = stream if group is None else compared(stream, group)
-        return BatchStream(stream, position, order_of(settings))
-    order = sample_order(train_set, settings, position)
+        return BatchStream(stream, position, order_of(trial))
+    order = sample_order(train_set, trial)
     rank, world_size = share
     read: Iterator[Batch] = map(without_samples, order)
     if loads:
@@ -67,16 +69,16 @@ def open_stream(
         read = load(
             train_set, order, seed=settings.seed, rank=rank, world_size=world_size, loaders=loaders, pin=pin
         )
-    return BatchStream(read, position, order_of(settings))
+    return BatchStream(read, position, order_of(trial))
 
 
-def sample_order(train_set: DataSource, settings: TrainSettings, position: Position) -> Iterator[GlobalBatch]:
-    """The batches from `position` on, as sample numbers."""
-    data = settings.data
+def sample_order(train_set: DataSource, trial: Trial) -> Iterator[GlobalBatch]:
+    """The next batches of a trial, as sample numbers."""
+    settings, data = trial.settings, trial.settings.data
     return batches(
-        position,
+        trial.position,
         ENDLESS if train_set.length is None else len(train_set),
-        data.batch_size,
+        trial.batch.size,
         seed=settings.seed,
         shuffle=data.shuffle and not train_set.is_stream,
         keep_last=data.last_batch == "keep",
@@ -84,12 +86,10 @@ def sample_order(train_set: DataSource, settings: TrainSettings, position: Posit
     )
 
 
-def find_stream(
-    settings: TrainSettings, position: Position, used: Sequence[BatchStream | None]
-) -> BatchStream | None:
-    """A stream in `used` that can be shared with a trial at `position`; None if there is none."""
+def find_stream(trial: Trial, used: Sequence[BatchStream | None]) -> BatchStream | None:
+    """A stream in `used` that can be shared with a trial; None if there is none."""
     streams = (stream for stream in used if stream is not None)
-    return next((s for s in streams if s.order == order_of(settings) and s.position == position), None)
+    return next((s for s in streams if s.order == order_of(trial) and s.position == trial.position), None)
 
 
 def next_batches(streams: Sequence[BatchStream]) -> list[Batch]:

@@ -9,7 +9,6 @@ from functools import partial
 from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
-from plait.adapt.policies.registry import make_policy
 from plait.adapt.policy_source import PolicySource
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
@@ -18,6 +17,7 @@ from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.batch_streams import BatchStream
+from plait.training.change.apply import asked_every, policies_of
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, Observers
@@ -28,10 +28,6 @@ from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
-
-# Steps between two requests to policies where workers must stop for them: in pipelines, and in decentralized
-# training.
-APART_STEPS = 25
 
 
 def make_job_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
@@ -129,16 +125,11 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
 
 def make_sources(run: Run) -> list[ChangeSource]:
     """The policies of a job, asked after each step, or less often where workers must come together for it."""
-
-    def every_steps() -> int:
-        settings = run.settings
-        at_once = not settings.in_stages and settings.sync.kind == "all-reduce"
-        return 1 if at_once or run.worker.world_size == 1 else APART_STEPS
-
-    policies = [(each.kind, make_policy(each.kind, each.options)) for each in run.settings.adapt]
-    if not policies:
+    if not run.settings.adapt:
         return []
-    source = PolicySource(policies, run.signals, every_steps)
+    source = PolicySource(
+        policies_of(run.settings), run.signals, lambda: asked_every(run.settings, run.worker.world_size)
+    )
     if not run.settings.in_stages or run.settings.stages.graph is None:
         return [source]
     from plait.training.change.replanning import Replanning  # imports the planner

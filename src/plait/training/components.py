@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
+from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
@@ -38,11 +40,12 @@ from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import sums_of, sums_over_share
 from plait.training.fused.rounds import Round, TrialMicrobatch
+from plait.training.fused.trial_norms import TrialNorms
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.training.process import choose_device
-from plait.training.trial import UNKNOWN_STEPS
+from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 from plait.workloads.metrics import Metric, find_metric, find_modes, unknown_mode
@@ -83,6 +86,8 @@ class Components:
     local_tensors: LocalTensors | None = None
     # Warnings for the user when the run begins.
     warnings: tuple[str, ...] = ()
+    # Measures gradient norms, as for fused trials; in a run, the engine's monitor does.
+    norms: TrialNorms | None = None
 
     # One trial without a trials axis: nothing is shared with other trials, and Python state may change.
     trials = 1
@@ -208,10 +213,19 @@ class Components:
         return contextlib.nullcontext()
 
     def measure_part(self, weights: Sequence[float]) -> None:
-        """Monitors measure the gradients of one trial."""
+        """Measure gradient norms after a round that is not the last, if `norms` does."""
+        if self.norms is not None:
+            self.norms.after_microbatch(self._trial_gradients(), weights)
 
     def measure_whole(self, batches: Sequence[Batch]) -> None:
-        """Monitors measure the gradients of one trial."""
+        """Measure gradient norms of the whole batch, if `norms` does."""
+        if self.norms is not None:
+            scale = torch.tensor([self.scaler.get_scale()])
+            self.norms.before_update(self._trial_gradients(), [batch.total for batch in batches], scale)
+
+    def _trial_gradients(self) -> list[Tensor]:
+        """The gradients, each with a trials axis."""
+        return [gradient.unsqueeze(0) for gradient in gradients(self.model.parameters())]
 
     def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the one trial over a share of the test split; see `evaluate.sums_of`."""
@@ -244,6 +258,8 @@ class TrialInit:
     age: int = 0
     # The state of the sync of the workers that trained it; see `EngineState`.
     sync: Mapping[str, Tensor] = field(default_factory=dict)
+    # Its gradient noise, updated where it is measured.
+    noise: GradientAverages = field(default_factory=GradientAverages)
 
 
 def check(settings: TrainSettings) -> None:
@@ -581,6 +597,13 @@ def total_steps(settings: TrainSettings, samples: int | None, step: int, positio
     whole_epochs = settings.epochs - position.epoch - 1
     rest = steps_per_epoch(samples - position.sample, size, keep)
     return step + max(0, whole_epochs * per_epoch + rest)
+
+
+def present_steps(trial: Trial, samples: int | None) -> int:
+    """How many steps a trial has in all, from its present position with its present batch size."""
+    settings = trial.settings
+    data = replace(settings.data, batch_size=trial.batch.size)
+    return total_steps(replace(settings, data=data), samples, trial.step, trial.position)
 
 
 def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -13,12 +13,13 @@ from plait.adapt.history import SignalHistory
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.events import Event, EventLog
 from plait.data import loader
-from plait.data.sampler import ENDLESS, GlobalBatch, batches
+from plait.data.sampler import GlobalBatch
 from plait.data.streams import StreamOrder, compared, has_state, stream_batches
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
+from plait.training.batch_streams import sample_order
 from plait.training.components import Components
 from plait.training.metrics import MetricsLogger
 from plait.training.trial import EarlyStopping, Trial
@@ -121,16 +122,7 @@ class Run:
 
     def order(self) -> Iterator[GlobalBatch]:
         """The next batches, as sample numbers."""
-        data, source = self.settings.data, self.components.train_set
-        return batches(
-            self.trial.position,
-            ENDLESS if source.length is None else len(source),
-            self.batch_size,
-            seed=self.settings.seed,
-            shuffle=data.shuffle and not source.is_stream,
-            keep_last=data.last_batch == "keep",
-            own_order=source.own_order(self.settings.seed, data.batch_size),
-        )
+        return sample_order(self.components.train_set, self.trial)
 
     def load(
         self,

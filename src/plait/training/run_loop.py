@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from plait.adapt.changes import (
     BatchSizeChange,
+    ChangeRequest,
     ChangeSource,
     SavedSource,
 )
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
+from plait.core.errors import JobError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
 from plait.launch.membership import Membership
@@ -22,7 +23,7 @@ from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
-from plait.training.change.apply import apply_change, find_requests
+from plait.training.change.apply import apply_change, find_requests, is_due
 from plait.training.change.members import NO_STATE, ProgressMark, RunMembers, WorkerLeft, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.divergence import DivergenceCheck
@@ -30,8 +31,8 @@ from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.replicas import check_kept
 from plait.training.checks.same_data import check_data, look_again
 from plait.training.checks.stateful_loss import check_loss
-from plait.training.components import emulated, total_steps
-from plait.training.engine import Engine, IntervalResult
+from plait.training.components import emulated, present_steps, total_steps
+from plait.training.engine import Engine, IntervalResult, ask_rank_0
 from plait.training.engines.whole_model import warm_up
 from plait.training.loop import Loop, freeze_garbage_collector
 from plait.training.optimizers.lr_schedule import build_lr_factor
@@ -77,6 +78,8 @@ class RunLoop(Loop):
         run.metrics.on_loss = self.divergence.check_loss
         # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
+        # The step after which sources were last asked.
+        self._asked_at = -1
         self._checkpoints = RunCheckpoints(run, self._sources)
         self._members = RunMembers(run, run.worker.memberships)
 
@@ -130,6 +133,8 @@ class RunLoop(Loop):
             try:
                 self.engine.close()
                 members.enter(find())
+                # In a planned change, the old members have already asked after this step.
+                self._asked_at = -1 if was_lost else self.run.trial.step
                 self._agree_on_state()
                 self._reopen(was_lost)
                 members.report_joined()
@@ -321,12 +326,14 @@ class RunLoop(Loop):
             "stopped": self._stopped,
             "moved": self.run.trial.moved,
             "changes": self._changes,
+            "asked_at": self._asked_at,
             "settings": encode(self.run.settings),
         }
 
     def _take_position(self, position: Mapping[str, Any]) -> None:
         self.run.trial.until, self._until_data_ends = position["until"], position["until_data_ends"]
         self._stopped, self._changes = position["stopped"], tuple(position["changes"])
+        self._asked_at = position["asked_at"]
         # The settings with all changes applied so far.
         before, self.run.settings = self.run.settings, decode(TrainSettings, position["settings"])
         if self.run.settings.sync != before.sync and self._make_engine is not None:
@@ -334,15 +341,12 @@ class RunLoop(Loop):
 
     def _total_steps(self) -> int:
         """The total steps of the run, from its present position with the present batch size."""
-        run = self.run
-        data = replace(run.settings.data, batch_size=run.batch_size)
-        settings = replace(run.settings, data=data)
-        return total_steps(settings, run.components.train_set.length, run.trial.step, run.trial.position)
+        return present_steps(self.run.trial, self.run.components.train_set.length)
 
     def _schedule_steps(self, steps: int) -> int:
         """The length of the learning rate schedule in a run of `steps` steps."""
         run = self.run
-        if run.trial.batch.since == 0 or run.settings.epochs is None:
+        if not run.trial.batch.is_changed or run.settings.epochs is None:
             return steps
         # A schedule that follows the samples is computed for the batch size of the job file.
         return total_steps(run.settings, run.components.train_set.length, 0, Position())
@@ -351,7 +355,7 @@ class RunLoop(Loop):
         if self.run.trial.moved:
             return
         step = self.run.trial.step
-        for request in find_requests(self.run.worker, self._sources, step):
+        for request in self._requests(step):
             self.engine = apply_change(request, self.run, self.engine, self._members, self._make_engine)
             if isinstance(request.change, BatchSizeChange) and not self._until_data_ends:
                 self.run.trial.until = self.run.total_steps = self._total_steps()
@@ -363,6 +367,17 @@ class RunLoop(Loop):
             membership = self._members.agree()
             self.engine.synchronize(self._members.staying(membership))
             self._go_on_among(lambda: membership)
+
+    def _requests(self, step: int) -> Iterator[ChangeRequest]:
+        """The changes that are requested after `step` steps."""
+        if self._asked_at == step:
+            return
+        self._asked_at = step
+        due = [(source, step) for source in self._sources if is_due(source, step)]
+        for answer in find_requests(partial(ask_rank_0, self.run.worker), due):
+            if isinstance(answer, JobError):
+                raise answer
+            yield from answer
 
     def steps_until_change(self) -> int | None:
         step = self.run.trial.step

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from plait.adapt.changes import BatchSizeChange
 from plait.core.codec import decode
-from plait.core.errors import ArtefactError, CheckpointError
+from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.data.sampler import Position
 from plait.schema.settings import EarlyStopSettings, Mode, TrainSettings
 from plait.training.batch_streams import BatchStream
@@ -71,7 +72,7 @@ class Trial:
     """
 
     settings: TrainSettings
-    early_stopping: EarlyStopping
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     number: int = 0
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -96,6 +97,17 @@ class Trial:
         self.step, self.position, self.best, self.moved = 0, Position(), None, False
         self.early_stopping = EarlyStopping(self.early_stopping.rule, self.early_stopping.modes)
         self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
+
+    def change_batch(self, change: BatchSizeChange, workers: int) -> None:
+        """Use another batch size over `workers` from the next step on; the order of samples is unchanged."""
+        if change.batch_size < workers or not math.isfinite(change.lr_factor) or change.lr_factor <= 0:
+            raise JobError(
+                f"adapt: found {change} for {workers} workers; expected at least one sample a worker, and a "
+                f"factor above 0 on the learning rate"
+            )
+        self.batch = self.batch.changed(change, self.step, by_samples=self.settings.epochs is not None)
+        # Prefetched batches have the old size.
+        self.stream = None
 
     def lr_factor(self, step: int) -> float:
         """The factor on the learning rate at a step: the schedule's times that of the batch size."""

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from plait.data.calling import forward
 from plait.data.loader import Batch, to_device
-from plait.data.sampler import Position, mix
+from plait.data.sampler import mix
 from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, FusionReport, verify_fused
+from plait.schema.settings import TrainSettings
 from plait.training.batch_streams import next_batches, open_stream
 from plait.training.components import AUTOCAST, Components, TrialInit
 from plait.training.fused.fused_components import fused_loss, losses_alone, losses_of, together
 from plait.training.fused.rounds import rounds_of
+from plait.training.trial import Trial
 from plait.verification import same_random_numbers
 
 
@@ -45,17 +47,34 @@ def verify_candidate(candidate: ArrayCandidate, known: FusionReport | None) -> F
 
 
 def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[list[Batch]]:
-    """Two batches of each trial; trials that read the same data in one order have the same."""
+    """Two batches of each trial; trials that read the same data in one order have the same.
+
+    Where policies may change the batch size of single trials, the second batches have unlike sizes.
+    """
     streams: dict[tuple[int, int], list[Batch]] = {}
     with same_random_numbers(0):
         for entry in entries:
-            settings = replace(entry.settings, data=replace(entry.settings.data, loaders=0))
-            key = (settings.seed, settings.data.batch_size)
-            if key not in streams:
-                stream = open_stream(entry.components.train_set, settings, Position(), share)
-                streams[key] = next_batches([stream]) + next_batches([stream])
-    keys = [(entry.settings.seed, entry.settings.data.batch_size) for entry in entries]
-    return [[streams[key][number] for key in keys] for number in range(2)]
+            for settings in map(_read_here, (entry.settings, _halved(entry.settings, share[1]))):
+                if (key := _order_of(settings)) not in streams:
+                    stream = open_stream(entry.components.train_set, Trial(settings), share)
+                    streams[key] = next_batches([stream]) + next_batches([stream])
+    first = [entry.settings for entry in entries]
+    second = [_halved(each, share[1]) if slot % 2 else each for slot, each in enumerate(first)]
+    return [[streams[_order_of(each)][step] for each in row] for step, row in enumerate((first, second))]
+
+
+def _order_of(settings: TrainSettings) -> tuple[int, int]:
+    return settings.seed, settings.data.batch_size
+
+
+def _read_here(settings: TrainSettings) -> TrainSettings:
+    return replace(settings, data=replace(settings.data, loaders=0))
+
+
+def _halved(settings: TrainSettings, least: int) -> TrainSettings:
+    """The settings with half the batch size, if it may change."""
+    size = max(settings.data.batch_size // 2, least) if settings.adapt else settings.data.batch_size
+    return replace(settings, data=replace(settings.data, batch_size=size))
 
 
 class ArrayCandidate(Candidate):

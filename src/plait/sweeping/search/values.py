@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.adapt.policies.registry import make_policy
+from plait.adapt.policies.step_table import StepBased
 from plait.core.errors import InputError
-from plait.schema.settings import SearchSettings
+from plait.schema.settings import SearchSettings, TrainSettings
 from plait.schema.sync_options import read_options
 from plait.sweeping.engines.array_plans import check_stages_of
 from plait.sweeping.search.pruning import rungs
@@ -17,6 +19,16 @@ from plait.sweeping.settings import SweepSettings
 
 # Population-based training changes these between two steps; anything else a trial keeps to its end.
 _CHANGEABLE = ("optimizer.", "loss_args.", "clip_norm")
+
+
+# Policies, and changes of a table, that would change more than the trial that asks for them; and why.
+_OF_ALL_TRIALS = {
+    "plan": "the stages of an array are those of all its trials",
+    "sync": "the workers of an array train all its trials with one sync",
+    "topology": "the workers of an array sum the gradients of all its trials with torch's all-reduce",
+    "workers": "each trial has its policies, and the workers are the sweep's; with parallel.elastic, plait "
+    "resize changes them",
+}
 
 
 @dataclass(frozen=True)
@@ -78,12 +90,7 @@ def check(settings: SweepSettings) -> None:
     if not over:
         raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
     check_keys(over)
-    if settings.train.adapt:
-        kinds = ", ".join(policy.kind for policy in settings.train.adapt)
-        raise InputError(
-            f"adapt: found {kinds}, but the trials of a sweep keep their settings; leave it out (with "
-            f"parallel.elastic, plait resize changes the workers of a sweep)"
-        )
+    _check_policies(settings.train)
     if search.trials is not None and search.trials < 1:
         raise InputError(f"--trials: found {search.trials}, expected 1 or more")
     if settings.width is not None and settings.width < 1:
@@ -107,6 +114,28 @@ def check(settings: SweepSettings) -> None:
         raise InputError(f"--search {search.kind}: say how many trials to draw with --trials N")
     if search.kind == "pbt":
         _check_population(over, search)
+
+
+def _check_policies(train: TrainSettings) -> None:
+    """Refuse policies that change more than one trial: each trial has its own."""
+    for number, policy in enumerate(train.adapt):
+        made = make_policy(policy.kind, policy.options)
+        found = {f"adapt[{number}].kind": policy.kind}
+        if isinstance(made, StepBased):
+            found = {
+                f"adapt[{number}].changes.{step}": key
+                for step, entry in made.changes.items()
+                for key in entry
+                if key in _OF_ALL_TRIALS
+            }
+        for key, kind in found.items():
+            if kind in _OF_ALL_TRIALS:
+                raise InputError(f"{key}: found {kind}, but {_OF_ALL_TRIALS[kind]}; leave it out")
+        if policy.kind == "batch-size" and train.in_stages:
+            raise InputError(
+                f"adapt[{number}].kind: found batch-size, but arrays in stages have no noise scale to decide "
+                f"by; use kind: steps or a function of your own, or sweep without a plan"
+            )
 
 
 def _check_replicas(settings: SweepSettings) -> None:

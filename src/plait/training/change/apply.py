@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,45 +14,70 @@ from plait.adapt.changes import (
     SyncChange,
     WorkersChange,
 )
+from plait.adapt.policies.policy import Policy
+from plait.adapt.policies.registry import make_policy
 from plait.core.errors import JobError
-from plait.launch.worker_process import Worker
-from plait.schema.settings import SyncSettings
+from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import read_options
 from plait.training.change.members import RunMembers
-from plait.training.engine import Engine, ask_rank_0
+from plait.training.engine import Engine
 from plait.training.run import Run
 
+# Steps between two requests to policies where workers must stop for them: in pipelines, and in decentralized
+# training.
+APART_STEPS = 25
 
-def find_requests(worker: Worker, sources: Sequence[ChangeSource], step: int) -> list[ChangeRequest]:
-    """The changes that sources request after `step`: rank 0 asks them and broadcasts the answer."""
-    due = [source for source in sources if source.next_due(step - 1) == step]
-    if not due:
-        return []
+
+def policies_of(settings: TrainSettings) -> list[tuple[str, Policy]]:
+    """The policies of a job, by their names in it."""
+    return [(each.kind, make_policy(each.kind, each.options)) for each in settings.adapt]
+
+
+def asked_every(settings: TrainSettings, workers: int) -> int:
+    """Steps between two requests to policies: several where workers must come together for it."""
+    at_once = not settings.in_stages and settings.sync.kind == "all-reduce"
+    return 1 if at_once or workers == 1 else APART_STEPS
+
+
+def is_due(source: ChangeSource, step: int) -> bool:
+    """Whether to ask a source for changes after `step` steps."""
+    return source.next_due(step - 1) == step
+
+
+def find_requests(
+    from_first: Callable[[Callable[[], Any]], Any], due: Sequence[tuple[ChangeSource, int]]
+) -> list[list[ChangeRequest] | JobError]:
+    """The changes that each source requests after its step, or the error of a source that fails.
+
+    The first worker asks them; `from_first` gives all workers what it finds.
+    """
     local: Any = None
 
     def ask() -> Any:
         nonlocal local
-        local = _ask(due, step)
+        local = [_ask(source, step) for source, step in due]
         return local
 
-    answer = ask_rank_0(worker, ask)
-    if answer["failed"] is not None:
-        raise JobError(answer["failed"])
-    if answer != local:
-        for source, state in zip(due, answer["states"]):
-            if isinstance(source, SavedSource):
-                source.load(state)
-    return [ChangeRequest.from_values(values) for values in answer["requests"]]
+    answers = from_first(ask) if due else []
+    for (source, _), answer in zip(due, answers):
+        if answers != local and isinstance(source, SavedSource) and answer["failed"] is None:
+            source.load(answer["state"])
+    return [
+        [ChangeRequest.from_values(values) for values in answer["requests"]]
+        if answer["failed"] is None
+        else JobError(answer["failed"])
+        for answer in answers
+    ]
 
 
-def _ask(sources: Sequence[ChangeSource], step: int) -> dict[str, Any]:
-    """The requests of sources and their states, or the error message, as plain values for all workers."""
+def _ask(source: ChangeSource, step: int) -> dict[str, Any]:
+    """The requests of a source and its state, or the error message, as plain values for all workers."""
     try:
-        requests = [request.as_values() for source in sources for request in source.due(step)]
+        requests = [request.as_values() for request in source.due(step)]
     except JobError as failure:
         return {"failed": str(failure)}
-    states = [source.state() if isinstance(source, SavedSource) else None for source in sources]
-    return {"failed": None, "requests": requests, "states": states}
+    state = source.state() if isinstance(source, SavedSource) else None
+    return {"failed": None, "requests": requests, "state": state}
 
 
 def apply_change(
@@ -75,7 +99,8 @@ def apply_change(
         _ask_for_workers(change, f"{request.by}: {request.why}", members)
         return engine
     if isinstance(change, BatchSizeChange):
-        _change_batch(change, run)
+        run.trial.change_batch(change, run.worker.world_size)
+        run.metrics.batch_size = run.batch_size
     engine.apply(change)
     return engine
 
@@ -104,17 +129,3 @@ def _change_sync(change: SyncChange, run: Run, engine: Engine, make_engine: Call
     engine = make_engine()
     engine.open()
     return engine
-
-
-def _change_batch(change: BatchSizeChange, run: Run) -> None:
-    """Use another batch size from the next step on; the order of samples is unchanged."""
-    workers = run.worker.world_size
-    if change.batch_size < workers or not math.isfinite(change.lr_factor) or change.lr_factor <= 0:
-        raise JobError(
-            f"adapt: found {change} for {workers} workers; expected at least one sample a worker, and a "
-            f"factor above 0 on the learning rate"
-        )
-    run.trial.batch = run.trial.batch.changed(
-        change, run.trial.step, by_samples=run.settings.epochs is not None
-    )
-    run.metrics.batch_size = run.batch_size

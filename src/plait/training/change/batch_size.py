@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from plait.adapt.changes import BatchSizeChange
@@ -28,6 +29,14 @@ class BatchSize:
         if self.pace == 1.0 and self.schedule_step == self.since:
             return step
         return round(self.schedule_step + (step - self.since) * self.pace)
+
+    def step_at(self, scheduled: int) -> int:
+        """The first step of training after which the schedule has come to `scheduled`."""
+        return self.since + math.ceil((scheduled - self.schedule_step) / self.pace - 1e-9)
+
+    @property
+    def is_changed(self) -> bool:
+        return self != BatchSize(self.job_size, self.job_size)
 
     def changed(self, change: BatchSizeChange, step: int, by_samples: bool) -> BatchSize:
         """The batch size from step `step` on; `by_samples` if the schedule follows the samples."""

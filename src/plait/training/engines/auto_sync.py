@@ -9,11 +9,11 @@ import torch
 
 from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
-from plait.data.sampler import Position
 from plait.schema.settings import TrainSettings
 from plait.training.batch_streams import open_stream
 from plait.training.components import Components
 from plait.training.engines.train_step import TrainStep
+from plait.training.trial import Trial
 
 STEPS = 10
 # All-reduce is exact; another sync is used only if it is this much faster.
@@ -44,7 +44,7 @@ def choose_sync(settings: TrainSettings, components: Components, share: tuple[in
     """
     step = TrainStep(components, settings, rank=share[0])
     saved = [buffer.clone() for buffer in components.model.buffers()]
-    batch = open_stream(components.train_set, settings, Position(), share).next()
+    batch = open_stream(components.train_set, Trial(settings), share).next()
     assert batch is not None
     # The first step warms up.
     step_s = [step.time_backward(batch) for _ in range(STEPS + 1)][1:]

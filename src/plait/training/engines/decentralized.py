@@ -207,7 +207,7 @@ class DecentralizedEngine:
 
     def _next_batches(self, steps: int) -> list[tuple[GlobalBatch, ...]]:
         """The batches of these steps, of each reader: trials that read the same batches share them."""
-        keys = [(order_of(trial.settings), trial.position) for trial in self.trials]
+        keys = [(order_of(trial), trial.position) for trial in self.trials]
         self._readers = [slot for slot, key in enumerate(keys) if key not in keys[:slot]]
         self._reader_of = [self._readers.index(keys.index(key)) for key in keys]
         orders = [self._order(self.trials[slot], self._source(slot)) for slot in self._readers]

@@ -222,10 +222,7 @@ class WholeModelEngine:
             # Recorded first: if a worker is lost now, the others continue with it.
             self._set_topology(change.topology)
             self._open_step.switch(change.topology)
-        elif isinstance(change, BatchSizeChange):
-            # Prefetched batches have the old size.
-            self._forget_streams()
-        else:
+        elif not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, "data-parallel training")
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:

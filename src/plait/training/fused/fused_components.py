@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.adapt.monitors.gradient_noise import GradientAverages
+from plait.adapt.monitors.squared_norms import gradients
 from plait.data.calling import evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, to_device
 from plait.data.sampler import mix
@@ -91,7 +91,7 @@ class FusedComponents:
             self._load_scale(slot, entry)
         self._loss = self._build_loss()
         monitored = any(wants_norms(entry.settings) for entry in entries)
-        self.norms = TrialNorms(len(entries)) if monitored else None
+        self.norms = TrialNorms([entry.noise for entry in entries]) if monitored else None
 
     @property
     def trials(self) -> int:
@@ -180,7 +180,7 @@ class FusedComponents:
         self._load_scale(slot, entry)
         self._entries[slot] = _without_state(entry)
         if self.norms is not None:
-            self.norms.begin(slot)
+            self.norms.averages[slot] = entry.noise
 
     def _seeds(self, entries: Sequence[TrialInit]) -> list[int]:
         """The seeds of the trials' random streams."""
@@ -301,17 +301,13 @@ class FusedComponents:
     def measure_part(self, weights: Sequence[float]) -> None:
         """Measure gradient norms after a round that is not the last, if the job needs them."""
         if self.norms is not None:
-            self.norms.after_microbatch(self.parameters, weights)
+            self.norms.after_microbatch(gradients(self.parameters), weights)
 
     def measure_whole(self, batches: Sequence[Batch]) -> None:
         """Measure gradient norms of whole batches, if the job needs them."""
         if self.norms is not None:
             scales = self.scales.scales if self.is_scaled else torch.ones(self.trials)
-            self.norms.before_update(self.parameters, [batch.total for batch in batches], scales)
-
-    def noise(self, slot: int) -> GradientAverages | None:
-        """The gradient noise averages of a trial; None if not measured."""
-        return None if self.norms is None else self.norms.averages[slot]
+            self.norms.before_update(gradients(self.parameters), [batch.total for batch in batches], scales)
 
     def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the trials in `slots` over a share of the test split; see `evaluate.sums_of`."""
