@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,15 +29,18 @@ class CpuCounter:
         self._folder = place / f"plait-tests-{os.getpid()}"
         self._folder.mkdir()
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def seconds(self) -> float:
         usage = self._folder / "cpuacct.usage"
-        if usage.exists():
-            return int(usage.read_text()) / 1e9
-        return int((self._folder / "cpu.stat").read_text().split()[1]) / 1e6
+        self._in_nanoseconds = usage.exists()
+        # Kept open: a test may put other functions in the place of those that open and read files.
+        self._counter = os.open(usage if self._in_nanoseconds else self._folder / "cpu.stat", os.O_RDONLY)
+
+    def seconds(self, pread: Callable[[int, int, int], bytes] = os.pread) -> float:
+        words = pread(self._counter, 4096, 0).split()
+        return int(words[0]) / 1e9 if self._in_nanoseconds else int(words[1]) / 1e6
 
     def remove(self) -> None:
         """Leave the cgroup; one in which processes are still ending stays behind."""
+        os.close(self._counter)
         (self._folder.parent / "cgroup.procs").write_text(str(os.getpid()))
         with contextlib.suppress(OSError):
             self._folder.rmdir()

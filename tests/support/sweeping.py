@@ -200,6 +200,21 @@ def sweeps_rank(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -> di
     return {name: sweep_rank(rank, settings, folder / name) for name, settings in sweeps.items()}
 
 
+class SweepsWhenAsked(dict[str, Any]):
+    """What each of `sweeps` came to on `ranks` workers, by name; each runs when it is first asked for.
+
+    So that no process runs those of tests that another one runs, or nobody.
+    """
+
+    def __init__(self, ranks: int, sweeps: dict[str, SweepSettings], folder: Path) -> None:
+        super().__init__()
+        self._ranks, self._sweeps, self._folder = ranks, sweeps, folder
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        self[name] = run_ranks(self._ranks, sweep_rank, self._sweeps[name], self._folder / name)[0]
+        return self[name]
+
+
 def killed_sweep(ranks: int, settings: SweepSettings, folder: Path, *trials: int) -> Path:
     """Where a sweep lies that was killed, and went on, whenever one of `trials` had saved its first state.
 

@@ -25,7 +25,7 @@ from plait.schema.settings import (
 from plait.sweeping.engines import audited_step
 from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
-from support.sweeping import sweep_here, sweep_of, sweep_rank, sweeps_rank
+from support.sweeping import SweepsWhenAsked, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job
 from support.world import run_ranks
 
@@ -159,7 +159,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         name: replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
         for name, job in SUMMED.items()
     }
-    return folder, run_ranks(2, sweeps_rank, sweeps, folder)[0]
+    return folder, SweepsWhenAsked(2, sweeps, folder)
 
 
 @pytest.mark.parametrize("name", SUMMED)
@@ -167,7 +167,7 @@ def test_trials_that_two_workers_train_are_what_they_are_alone(
     name: str, shared: tuple[Path, dict[str, Any]]
 ) -> None:
     folder, results = shared
-    found = audited(folder / name)
+    result, found = results[name], audited(folder / name)
     # Workers that average go on by themselves: the second step of one may be the third of all.
     if name != "partial reduce":
         later = [(0, 2), (1, 8)] if SUMMED[name].steps == 9 else [(0, 2)]
@@ -175,7 +175,7 @@ def test_trials_that_two_workers_train_are_what_they_are_alone(
     assert {event.trial for event in found} == {0, 1, 2}
     assert all(event.differences == () for event in found)
     is_exact = SUMMED[name].precision == "float64"
-    assert results[name]["largest_difference"] < (1e-12 if is_exact else 0.05)
+    assert result["largest_difference"] < (1e-12 if is_exact else 0.05)
 
 
 def sweep_with_a_mistake(rank: int, settings: SweepSettings, folder: Path) -> str:

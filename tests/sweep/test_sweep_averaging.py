@@ -107,7 +107,11 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
     return [result, alone]
 
 
-@pytest.mark.parametrize("name", EQUAL)
+# "an empty share" and "unlike seeds" have the same local SGD, "trials that join" the same outer optimizer.
+FURTHER = dict.fromkeys(("local SGD", "DiLoCo"), pytest.mark.extended)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
     with job_store() as address:
         result, alone = run_ranks(2, sweep_and_trials, EQUAL[name], tmp_path, address)[0]
@@ -153,7 +157,11 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
         return sweep_rank(rank, settings, folder), intervals, samples
 
 
-@pytest.mark.parametrize("name", OWN_PACE)
+# AD-PSGD averages in pairs, too.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.extended if n == "pair averaging" else ()) for n in OWN_PACE],
+)
 def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
     name: str, tmp_path: Path
 ) -> None:

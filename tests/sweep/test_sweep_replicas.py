@@ -32,13 +32,13 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import rounds_of
 from support.sweeping import (
+    SweepsWhenAsked,
     killed_sweep,
     same_table,
     stop_and_go_on,
     sweep_here,
     sweep_of,
     sweep_rank,
-    sweeps_rank,
     trial_alone,
 )
 from support.training import largest_difference, train_rank, unverified_job
@@ -90,7 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """The folder of the sweeps above by groups of two, and what they came to."""
     folder = tmp_path_factory.mktemp("pair")
     sweeps = {name: replace(one, replicas=2) for name, one in {**EQUAL, **OTHERS}.items()}
-    return folder, run_ranks(2, sweeps_rank, sweeps, folder, deadline_s=100)[0]
+    return folder, SweepsWhenAsked(2, sweeps, folder)
 
 
 def best_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -106,7 +106,11 @@ def check_equal(settings: SweepSettings, found: dict[str, Any], folder: Path, ow
         assert largest_difference(best_weights(folder), weights) < 1e-10
 
 
-@pytest.mark.parametrize("name", EQUAL)
+# Like halving, asha leaves trials behind.
+FURTHER = {"asha": pytest.mark.extended}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])
 def test_a_trial_of_two_workers_equals_that_of_one(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

@@ -44,20 +44,18 @@ from plait.training import checkpoint as checkpoints
 from plait.training.worker_group import WorkerGroup
 from support.plans import placed, straight_layout
 from support.sweeping import (
+    SweepsWhenAsked,
     killed_sweep,
     same_table,
     stop_and_go_on,
     sweep_here,
     sweep_of,
     sweep_rank,
-    sweeps_rank,
     trial_alone,
 )
 from support.training import largest_difference, train_rank, unverified_job
 from support.world import run_ranks
 
-# Many sweeps in one world each.
-pytestmark = pytest.mark.timeout(300)
 MICROBATCHES = 3
 STEPS = 10
 # Some of the group's parameters lie in each of the two stages.
@@ -141,7 +139,7 @@ def on_one(settings: SweepSettings) -> SweepSettings:
 
 @functools.cache
 def sweeps() -> dict[str, SweepSettings]:
-    """Sweeps that one world runs one after another. Made when they are needed: they trace their models."""
+    """Sweeps on two workers. Made when they are needed: they trace their models."""
     return {
         "flush": in_stages(
             "data.batch_size=2,64", "clip_norm=null,0.3", "seed=0,1", optimizer=ADAM, model=HALVES
@@ -174,7 +172,7 @@ def sweeps() -> dict[str, SweepSettings]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of the sweeps above, and what they came to on two workers."""
     folder = tmp_path_factory.mktemp("pair")
-    return folder, run_ranks(2, sweeps_rank, sweeps(), folder, deadline_s=240)[0]
+    return folder, SweepsWhenAsked(2, sweeps(), folder)
 
 
 def replicated(*over: str, **options: Any) -> SweepSettings:
@@ -206,7 +204,7 @@ def sweeps_of_three() -> dict[str, SweepSettings]:
 def trio(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of the sweeps above, and what they came to on three workers."""
     folder = tmp_path_factory.mktemp("trio")
-    return folder, run_ranks(3, sweeps_rank, sweeps_of_three(), folder, deadline_s=240)[0]
+    return folder, SweepsWhenAsked(3, sweeps_of_three(), folder)
 
 
 def check_as_on_one(settings: SweepSettings, found: dict[str, Any], folder: Path, tmp_path: Path) -> None:
@@ -244,7 +242,15 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
     check_as_on_one(sweeps()[name], found[name], folder / name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["flush", "several stages", "gpipe", "pbt", "recompute", "not fused"])
+# The others in two stages are above: replicas share the microbatches, whatever the schedule and the search.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flush",
+        "several stages",
+        *(pytest.param(n, marks=pytest.mark.extended) for n in ("gpipe", "pbt", "recompute", "not fused")),
+    ],
+)
 def test_a_trial_in_replicated_stages_equals_that_on_one_worker(
     name: str, trio: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -272,7 +278,8 @@ def test_running_statistics_of_replicas_are_those_of_a_run_with_the_same_plan(
     assert largest_difference(best_of(trio[0] / "norm").model, alone) < 1e-10
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp16 one by one"])
+# One by one they are runs in stages, of which training/test_pipeline_training.py shows it.
+@pytest.mark.parametrize("name", ["fp16", pytest.param("fp16 one by one", marks=pytest.mark.extended)])
 def test_each_trial_in_half_precision_has_one_loss_scale_in_all_stages(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -321,6 +328,8 @@ def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-10)
 
 
+# Two groups of replicas do in test_sweep_replicas.py, too.
+@pytest.mark.extended
 def test_two_groups_of_replicas_take_their_arrays_from_one_queue(tmp_path: Path):
     whole = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", replicas=(1,), width=2)
     settings = replace(whole, replicas=2)

@@ -86,7 +86,7 @@ def test_wrong_stages_run_trial_by_trial_though_a_mend_is_reverted(monkeypatch):
     assert list(verdict.unfused) == [""]
 
 
-@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.extended), (2, 1)])
 def test_a_sweep_in_stages_is_right_though_a_mend_is_reverted(replicas: tuple[int, ...], tmp_path: Path):
     settings = in_stages("seed=0,1,2", replicas=replicas, dropout=0.0)
     found = run_ranks(sum(replicas), wrong_sweep_rank, settings, tmp_path / "all")[0]
