@@ -25,6 +25,14 @@ Holders = dict[str, tuple[int, ...]]
 GroupOf = Callable[[Sequence[int]], dist.ProcessGroup | None]
 
 
+def find_holders(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
+    """The workers that hold each parameter, by the parameter's first name in the model."""
+    return {
+        name: pipeline_layout.holders(*stages)
+        for name, stages in find_stages(traced, pipeline_layout).items()
+    }
+
+
 def first_held(
     rank: int, pipeline_layout: PipelineLayout, stages_of: Mapping[str, Sequence[int]]
 ) -> set[str]:
