@@ -18,7 +18,7 @@ from plait.fusion.dispatch.registry import (
     Function,
     Options,
     Rule,
-    spellings,
+    rule,
     takes_per_trial,
 )
 from plait.fusion.dispatch.tensor import (
@@ -58,7 +58,7 @@ _METADATA = (
     "is_contiguous storage_offset __len__ is_inference is_conj is_neg __hash__"
 )
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
-_RANDOM = (
+RANDOM = (
     "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like bernoulli bernoulli_ multinomial "
     "normal_ uniform_ normal poisson random_"
 )
@@ -73,6 +73,7 @@ def find_rule(function: Function) -> Rule:
     return vmap_rule
 
 
+@rule(*_METADATA.split())
 def metadata(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Metadata of the wrapper: shape, dtype, device."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -154,6 +155,7 @@ def _loop_anyhow(function: Function, args: Arguments, kwargs: Options) -> Any:
             raise failure from None
 
 
+@rule("max_unpool1d", "max_unpool2d", "max_unpool3d")
 def loop_contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Trial by trial on contiguous slices, which some backward functions of torch need."""
     return loop(function, *pytree.tree_map(_trials_outermost, (args, kwargs)))
@@ -351,10 +353,11 @@ def _join(values: tuple[Any, ...], trials: Trials) -> Any:
     return TrialTensor(torch.stack(values), trials)
 
 
+@rule(*_VALUES.split())
 def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Allow Python to read a value if all trials have the same; raise FusionError otherwise."""
     trials = trials_of(args, kwargs)
-    name = getattr(function, "__name__", str(function))
+    name = _name(function)
     if trials.count == 1:
         outcome = function(*one_trial(args, 0), **one_trial(kwargs, 0))
         return pytree.tree_map(
@@ -374,29 +377,21 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
     )
 
 
+@rule(*RANDOM.split())
 def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Raise FusionError for a draw from torch's generator, which all trials share."""
-    name = getattr(function, "__name__", str(function))
+    name = _name(function)
     raise FusionError(
         f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use dropout, "
         f"torch.rand_like or torch.randn_like, which have a stream for each trial"
     )
 
 
+@rule(*_RESHAPING.split())
 def refuse_reshaping(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Raise FusionError, as a trial tensor's shape cannot change in place."""
-    name = getattr(function, "__name__", str(function))
+    name = _name(function)
     raise FusionError(f"{user_line()}\n  changes a shape in place ({name}); use {name.removesuffix('_')}")
-
-
-for _spelling in spellings(_RESHAPING.split()):
-    RULES[_spelling] = refuse_reshaping
-for _spelling in spellings(_VALUES.split()):
-    RULES[_spelling] = refuse_values
-for _spelling in spellings(_RANDOM.split()):
-    RULES[_spelling] = refuse_random
-for _spelling in spellings(_METADATA.split()):
-    RULES[_spelling] = metadata
 
 
 def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
@@ -407,6 +402,7 @@ def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
     return x.stacked[0].stride(*args[1:], **kwargs)
 
 
+@rule("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_")
 def as_strided(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Raw memory access: allowed for a single trial only, as the trials' memory is interleaved."""
     x = args[0]
@@ -428,12 +424,7 @@ def formatted(function: Function, args: Arguments, kwargs: Options) -> str:
 
 RULES[torch.Tensor.stride] = strides
 RULES[torch.Tensor.__format__] = formatted
-for _spelling in spellings(("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_")):
-    RULES[_spelling] = as_strided
-# Rules that compute nothing, or are the last resort.
 # Under vmap the gradient of one is wrong, and that of the other is missing (torch 2.13).
-for _spelling in spellings(("select_scatter", "addr", "addr_")):
-    RULES[_spelling] = loop
-for _spelling in spellings(("max_unpool1d", "max_unpool2d", "max_unpool3d")):
-    RULES[_spelling] = loop_contiguous
+rule("select_scatter", "addr", "addr_")(loop)
+# Rules that compute nothing, or are the last resort.
 _FINAL = frozenset((loop, metadata, refuse_values, refuse_random, refuse_reshaping, as_strided, strides))

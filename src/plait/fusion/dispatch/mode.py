@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import (
+    RANDOM,
     is_in_place,
     one_trial,
     refuse_random,
@@ -19,19 +20,12 @@ from plait.fusion.dispatch.fallback import (
 )
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
-from plait.fusion.rules.dropout import streams_of
-from plait.fusion.rules.shapes import sizes
+from plait.fusion.rules.dropout import NEW, draw_new, streams_of
 from plait.fusion.trials.per_trial import PerTrial
 
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
-_NEW = {torch.rand: "uniform", torch.randn: "normal"}
-_REFUSED_NAMES = (
-    "randint", "randperm", "randint_like", "bernoulli", "bernoulli_", "multinomial", "normal", "normal_",
-    "poisson", "uniform_", "exponential_", "random_", "cauchy_", "log_normal_", "geometric_", "rrelu",
-    "rrelu_",
-)  # fmt: skip
-REFUSED = frozenset(spellings(_REFUSED_NAMES))
+REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
 
 
 class TrialMode(TorchFunctionMode):
@@ -50,8 +44,9 @@ class TrialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
-        if func in _NEW:
-            return self._new(_NEW[func], args, kwargs)
+        if func in NEW:
+            drawn = draw_new(streams_of(self.trials), func, args, kwargs)
+            return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
         if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
             return refuse_random(func, args, kwargs)
         # Calls on trial tensors are checked by `compute`.
@@ -76,13 +71,6 @@ class TrialMode(TorchFunctionMode):
             return x
         expanded: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
         return expanded
-
-    def _new(self, kind: str, args: Arguments, kwargs: Options) -> TrialTensor:
-        shape = sizes(args or (kwargs["size"],))
-        draw = getattr(streams_of(self.trials), kind)
-        drawn: Tensor = draw(shape, kwargs.get("dtype") or torch.get_default_dtype())
-        drawn = drawn.to(kwargs.get("device") or torch.get_default_device())
-        return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
 
 
 def has_per_trial(values: Iterable[Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.rules.shapes import sizes
 from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.trials.rows import MIXED, require_rows_first
 
@@ -135,3 +136,13 @@ def random_like(function: Function, args: Arguments, kwargs: Options) -> Any:
     name = "uniform" if function.__name__ == "rand_like" else "normal"
     numbers = drawn(x, tuple(x.shape), lambda streams, shape: getattr(streams, name)(shape, kind))
     return TrialTensor(numbers, x.trials)
+
+
+NEW = frozenset((torch.rand, torch.randn))
+
+
+def draw_new(streams: Streams, function: Function, args: Arguments, kwargs: Options) -> Tensor:
+    """The numbers of a call of one of `NEW`, of shape (trials, *size)."""
+    draw = streams.uniform if function is torch.rand else streams.normal
+    drawn = draw(sizes(args or (kwargs["size"],)), kwargs.get("dtype") or torch.get_default_dtype())
+    return drawn.to(kwargs.get("device") or torch.get_default_device())

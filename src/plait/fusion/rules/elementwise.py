@@ -18,7 +18,6 @@ from plait.fusion.dispatch.registry import (
     arguments_of,
     getter,
     rule,
-    spellings,
     takes_per_trial,
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
@@ -55,6 +54,7 @@ _SEVERAL = (
 _NUMBERS = frozenset((int, float, bool))
 
 
+@rule(*_UNARY.split())
 def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of one tensor, applied to the stacked tensor."""
     x, others = args[0], args[1:]
@@ -65,6 +65,7 @@ def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 
 @takes_per_trial
+@rule(*_SEVERAL.split())
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of several tensors that broadcast after the trials axis."""
     if "out" in kwargs:
@@ -135,6 +136,7 @@ def align_operand(value: Any, dims: int, like: TrialTensor, scalars: torch.dtype
     return inner.reshape(inner.shape[0], *(1,) * (dims - axes), *inner.shape[1:])
 
 
+@rule("to", "type", "type_as")
 def cast(function: Function, args: Arguments, kwargs: Options) -> Any:
     """`x.to(...)`, `x.type_as(y)`, `x.type()`; if only `y` has trials, only its dtype and device are used."""
     x = args[0]
@@ -157,6 +159,7 @@ def _without_layout(kwargs: Options) -> Options:
     return {k: v for k, v in kwargs.items() if k != "memory_format"}
 
 
+@rule("contiguous")
 def contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A contiguous tensor; in a single model it is usually the tensor itself."""
     x = args[0]
@@ -178,16 +181,7 @@ def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
     alias_links.link(x.stacked, made.stacked, surely or alias_links.is_view_alone(x.stacked))
 
 
-for _spelling in spellings(_UNARY.split()):
-    RULES[_spelling] = unary
-for _spelling in spellings(_SEVERAL.split()):
-    RULES[_spelling] = elementwise
-for _spelling in spellings(("to", "type", "type_as")):
-    RULES[_spelling] = cast
-for _spelling in spellings(("contiguous",)):
-    RULES[_spelling] = contiguous
-
-
+@rule("where")
 def where(function: Function, args: Arguments, kwargs: Options) -> Any:
     """torch.where; with only a condition it returns indices, whose number differs by trial."""
     one_argument = len(args) + len(kwargs) == 1
@@ -206,8 +200,6 @@ def fill(function: Function, args: Arguments, kwargs: Options) -> Any:
     return (elementwise if masks else unary)(function, args, _without_layout(kwargs))
 
 
-for _spelling in spellings(("where",)):
-    RULES[_spelling] = where
 RULES[getter("real")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.real, args[0].trials)
 RULES[getter("imag")] = lambda f, args, kwargs: TrialTensor(args[0].stacked.imag, args[0].trials)
 RULES[getter("_version")] = lambda f, args, kwargs: args[0].stacked._version

@@ -21,13 +21,9 @@ State = tuple[Tensor, ...]
 Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
 
 
-def _product(state_tbc: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return batched_linear(state_tbc, weight, bias)
-
-
 def _lstm_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
     hidden, cell = state
-    gates = from_input + _product(hidden, weight, bias)
+    gates = from_input + batched_linear(hidden, weight, bias)
     enter, forget, new, leave = gates.unflatten(-1, (4, -1)).unbind(-2)
     cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
     return leave.sigmoid() * cell.tanh(), cell
@@ -36,18 +32,20 @@ def _lstm_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | 
 def _gru_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
     (hidden,) = state
     reset, update, new = from_input.unflatten(-1, (3, -1)).unbind(-2)
-    hidden_reset, hidden_update, hidden_new = _product(hidden, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
+    hidden_reset, hidden_update, hidden_new = (
+        batched_linear(hidden, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
+    )
     candidate = (new + (reset + hidden_reset).sigmoid() * hidden_new).tanh()
     # Not lerp, as under autocast the products are in 16 bits and the first state is not.
     return (candidate + (update + hidden_update).sigmoid() * (hidden - candidate),)
 
 
 def _tanh_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    return ((from_input + _product(state[0], weight, bias)).tanh(),)
+    return ((from_input + batched_linear(state[0], weight, bias)).tanh(),)
 
 
 def _relu_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    return ((from_input + _product(state[0], weight, bias)).relu(),)
+    return ((from_input + batched_linear(state[0], weight, bias)).relu(),)
 
 
 _STEPS: dict[str, Step] = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.dispatch.fallback import loop, vmap_rule
-from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, rule, spellings
+from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.dispatch.tensor import TrialTensor, wrap
 
 # Functions whose second argument is one axis, which is required.
@@ -28,6 +28,7 @@ def shift_all(axes: Any) -> Any:
     return shift(axes) if isinstance(axes, int) else tuple(shift(axis) for axis in axes)
 
 
+@rule(*_ALONG.split())
 def along(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function along given axes that keeps or drops them."""
     x, others = args[0], list(args[1:])
@@ -54,6 +55,7 @@ def _are_axes(axes: Any) -> bool:
     return all(isinstance(axis, int) and not isinstance(axis, bool) for axis in several)
 
 
+@rule(*_REDUCE.split())
 def reduce(function: Function, args: Arguments, kwargs: Options) -> Any:
     """sum and similar, over the given axes or over all axes of a trial."""
     x = args[0]
@@ -66,6 +68,7 @@ def reduce(function: Function, args: Arguments, kwargs: Options) -> Any:
     return wrap(function(x.stacked, axes, *args[2:], **rest), x.trials)
 
 
+@rule(*_REDUCE_ONE.split())
 def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
     """max and similar, along one axis or over all axes of a trial."""
     x, name = args[0], function.__name__
@@ -119,11 +122,3 @@ def ordered(function: Function, args: Arguments, kwargs: Options) -> Any:
     if not isinstance(x, TrialTensor) or not _are_axes(dim) or x.dim() == 0 or "stable" in kwargs:
         return loop(function, args, kwargs)
     return wrap(function(x.stacked, dim=shift(dim), **given), x.trials)
-
-
-for _spelling in spellings(_ALONG.split()):
-    RULES[_spelling] = along
-for _spelling in spellings(_REDUCE.split()):
-    RULES[_spelling] = reduce
-for _spelling in spellings(_REDUCE_ONE.split()):
-    RULES[_spelling] = reduce_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,12 @@ Way = Callable[..., Tensor]
 # Keyed by operation, shapes, layout, dtype, device, threads, and whether gradients are needed.
 _CHOSEN: dict[tuple[Any, ...], str] = {}
 
-_REPEATS = 3
+# The most rounds after the first, which warms up; no third one after this many seconds.
+_MOST_ROUNDS = 8
+_ENOUGH_S = 0.2
+# Times have settled if a round brings none below this share of the shortest before.
+_SETTLED = 0.98
+_CLEARLY_FASTER = 0.97
 # Some milliseconds on a GPU.
 _HEAD_START_CYCLES = 5_000_000
 
@@ -22,9 +28,9 @@ _HEAD_START_CYCLES = 5_000_000
 def choose(operation: str, ways: Mapping[str, Way], *operands: Tensor | None) -> Tensor:
     """The result of the fastest of `ways` for these shapes, forward and backward together.
 
-    All ways compute the same function. The first call for a shape measures each on copies of its operands.
-    During the capture of a CUDA graph nothing can be measured, so an unknown shape uses the first way that
-    works.
+    All ways compute the same function. The first call for a shape measures each on copies of its operands;
+    the first way is preferred if another is only a little faster. During the capture of a CUDA graph nothing
+    can be measured, so an unknown shape uses the first way that works.
     """
     key = _key(operation, operands)
     name = _CHOSEN.get(key)
@@ -70,14 +76,31 @@ def _measure(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> st
 
 
 def _fastest(ways: Mapping[str, Way], copies: list[Tensor | None]) -> str:
-    times: dict[str, float] = {}
+    """The name of the fastest way, or of the first that works if none is clearly faster.
+
+    A device that was idle runs faster from run to run, so each round times all ways in turn, until their
+    times no longer fall.
+    """
+    times = dict.fromkeys(ways, math.inf)
     seconds = _gpu_seconds if copies[0] is not None and copies[0].is_cuda else _seconds
-    for name, way in ways.items():
-        try:
-            times[name] = min(seconds(way, copies) for _ in range(_REPEATS))
-        except RuntimeError:  # a way may not support a dtype or device, or need too much memory
-            continue
-    return min(times, key=lambda name: times[name]) if times else next(iter(ways))
+    spent_s = 0.0
+    for number in range(1 + _MOST_ROUNDS):
+        before = dict(times)
+        for name in before:
+            try:
+                taken_s = seconds(ways[name], copies)
+            except RuntimeError:  # a way may not support a dtype or device, or need too much memory
+                del times[name]
+                continue
+            if number:  # the first run may compile kernels
+                times[name] = min(times[name], taken_s)
+                spent_s += taken_s
+        has_settled = all(time_s > _SETTLED * before[name] for name, time_s in times.items())
+        if len(times) < 2 or has_settled or (number > 1 and spent_s > _ENOUGH_S):
+            break
+    default = next(iter(times or ways))
+    best = min(times, key=times.__getitem__, default=default)
+    return best if times and times[best] < _CLEARLY_FASTER * times[default] else default
 
 
 def _copy(x: Tensor) -> Tensor:

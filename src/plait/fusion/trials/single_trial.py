@@ -22,7 +22,7 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
-from plait.fusion.rules.shapes import sizes
+from plait.fusion.rules.dropout import NEW, draw_new
 from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
 
@@ -32,7 +32,6 @@ _DROPOUT_NAMES = (
 )  # fmt: skip
 _DROPOUTS = frozenset(spellings(_DROPOUT_NAMES))
 _LIKE = frozenset((torch.rand_like, torch.randn_like))
-_NEW = {torch.rand: "uniform", torch.randn: "normal"}
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 # Functions that torch implements in Python with random functions inside.
@@ -75,8 +74,9 @@ class SingleTrialMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS or (func in _LIKE and kwargs.get("generator") is None):
             return self._by_rule(func, args, kwargs)
-        if func in _NEW and kwargs.get("generator") is None:
-            return self._new(_NEW[func], args, kwargs)
+        if func in NEW and kwargs.get("generator") is None:
+            drawn = draw_new(self.streams, func, args, kwargs)[0]
+            return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
         if func in _OPENED:
             with self:
                 return body_of(func)(*args, **kwargs)
@@ -95,14 +95,6 @@ class SingleTrialMode(TorchFunctionMode):
             return x
         result: Tensor = outcome.stacked.squeeze(0)
         return result.requires_grad_() if kwargs.get("requires_grad") else result
-
-    def _new(self, kind: str, args: Arguments, kwargs: Options) -> Tensor:
-        shape = sizes(args or (kwargs["size"],))
-        drawn: Tensor = getattr(self.streams, kind)(shape, kwargs.get("dtype") or torch.get_default_dtype())[
-            0
-        ]
-        drawn = drawn.to(kwargs.get("device") or torch.get_default_device())
-        return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
 
     def _drop(self, x: Tensor, p: float) -> Tensor:
         return x * self.streams.keep(tuple(x.shape), float(p), x.dtype)[0]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,20 +131,12 @@ class PerTrialModules:
         return independent_copy(module, memo)
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trials = self.trials
-        assert trials.streams is not None, "an unfused part ran outside of its fused model"
         self.point()
         slices = self._slices_of_tied()
-        singles = [trials.streams.of_trial(number) for number in range(trials.count)]
-        before = trials.is_alone
-        trials.is_alone = True
-        try:
+        with _one_by_one(self.trials) as singles:
             outcomes = self._outcomes(singles, slices, args, kwargs)
-        finally:
-            trials.is_alone = before
-        trials.streams.follow(singles)
         self._keep_written()
-        return _Joiner(trials, type(self.part).__qualname__).join(outcomes)
+        return _Joiner(self.trials, type(self.part).__qualname__).join(outcomes)
 
     def _outcomes(
         self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
@@ -248,22 +241,29 @@ class _Joiner:
         return made
 
 
+@contextmanager
+def _one_by_one(trials: Trials) -> Iterator[list[Streams]]:
+    """Context in which trials run one by one on plain tensors; gives each one's random stream."""
+    assert trials.streams is not None, "trials ran outside of their fused model"
+    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
+    before, trials.is_alone = trials.is_alone, True
+    try:
+        yield singles
+    finally:
+        trials.is_alone = before
+    trials.streams.follow(singles)
+
+
 def apply_alone(
     trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of `function`, such as a custom autograd function, for each trial, on plain tensors."""
-    assert trials.streams is not None
-    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
-    before, trials.is_alone = trials.is_alone, True
     outcomes = []
-    try:
+    with _one_by_one(trials) as singles:
         for number, streams in enumerate(singles):
             trial_args, trial_kwargs = _slice_of((args, kwargs), number, None)
             with SingleTrialMode(streams):
                 outcomes.append(function(*trial_args, **trial_kwargs))
-    finally:
-        trials.is_alone = before
-    trials.streams.follow(singles)
     return _Joiner(trials, getattr(function, "__qualname__", "a function")).join(outcomes)
 
 
