@@ -159,6 +159,7 @@ def engine_of_stages(run: Run) -> Engine:
         run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
     def make_member(init: MemberInit) -> Member:
-        return join_pipelines(run.worker, init, stages, run.record, share_monitor(run, stages.components))
+        monitor = share_monitor(run, stages.components)
+        return join_pipelines(run.worker, init, stages, run.record, run.metrics.warn, monitor)
 
     return decentralized_engine(run, make_member, stages)
