@@ -155,6 +155,8 @@ def engine_of_stages(run: Run) -> Engine:
     if run.settings.sync.kind == "all-reduce":
         return pipeline_engine(run)
     stages = replica_stages(run)
+    if run.settings.verify.audit != "off":
+        run.audits.say("audit: the steps of pipelines side by side are not audited")
     if is_monitored(run.settings) and wants_norms(run.settings):
         run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
