@@ -9,7 +9,8 @@ and whether processes are left. The state of a run lives in its members, so one 
 With `--hosts` the workers are on several hosts, in network namespaces (Linux, root), and links are cut too; a
 job does without the hosts that it has lost. With `--pipelines` the model is cut into a stage a worker,
 planned anew for those that are left; some of its state is then lost with any of them. Under a `--sync` that
-averages, weights depend on who averaged with whom: they are not compared, and the job must come to its end.
+averages, weights depend on who averaged with whom: they are not compared, and the job must come to its end;
+with `--pipelines`, pipelines of two stages average side by side.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ import yaml
 from plait.core.errors import PlaitError
 from plait.launch.control import ask_job
 from plait.launch.run_dir import RunDir
+from plait.planner import Schedule, save_plan
+from plait.schema.job import read_job
 from plait.training.checkpoint import list_checkpoints, load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.hosts import Hosts
+from support.plans import in_stages, straight_layout
 
 MARK = "PLAIT_SOAK"
 HEARTBEAT_S = 2.0
@@ -56,6 +60,8 @@ PIPELINED = {
     "optimizer": {"kind": "sgd", "lr": 0.01, "momentum": 0.9},
     "checkpoint": {"every_steps": 10},
 }
+# The workers of a pipeline where several average.
+STAGES = 2
 # More than anything takes here; a job that is not done by then hangs.
 LONGEST_S = 240.0
 # Every process of a job shows its stacks when asked to.
@@ -99,6 +105,9 @@ class ElasticSoak:
         self._steps = steps
         self._workers = workers
         self._pause_s = pause_s
+        self._is_side_by_side = pipelines and sync != "all-reduce"
+        # A job with fewer workers ends.
+        self._least = STAGES if self._is_side_by_side else 1
         self.peace: Mapping[str, Any] | None = None
 
     def try_once(self, seed: int) -> SoakResult:
@@ -107,7 +116,9 @@ class ElasticSoak:
         run = self._folder / f"run-{seed}"
         started = time.monotonic()
         with (self._folder / f"said-{seed}.txt").open("w+") as said:
-            job = self._start(run, {"workers": min(3, self._workers)} | self._elastic(), mark, said)
+            job = self._start(
+                run, {"workers": min(2 + self._least, self._workers)} | self._elastic(), mark, said
+            )
             try:
                 self._torment(job, RunDir(run), draw, result)
                 status = job.wait(max(1.0, started + LONGEST_S - time.monotonic()))
@@ -125,7 +136,8 @@ class ElasticSoak:
 
     def _elastic(self) -> dict[str, Any]:
         rules = {"elastic": True, "max_workers": self._workers, "heartbeat_s": HEARTBEAT_S}
-        return rules | (PIPELINE if self._pipelines else {}) | {"sync": self._sync}
+        rules |= (PIPELINE if self._pipelines else {}) | {"sync": self._sync, "min_workers": self._least}
+        return rules | ({"plan": str(self._folder / "soak.plan.json")} if self._is_side_by_side else {})
 
     def _start(self, run: Path, parallel: Mapping[str, Any], mark: str, said: Any) -> subprocess.Popen[str]:
         job = {
@@ -151,6 +163,10 @@ class ElasticSoak:
             }
         path = self._folder / f"{run.name}.yaml"
         path.write_text(yaml.safe_dump(job))
+        if self._is_side_by_side:
+            settings, layout = read_job(path).settings(), straight_layout((2,) * STAGES)
+            plan = in_stages(settings, layout, Schedule.FLUSH, PIPELINE["microbatches"]).stages.plan
+            save_plan(plan, self._folder / "soak.plan.json")
         command = [sys.executable, "-m", "plait", "train", str(path), "--run", str(run)]
         (self._folder / "sitecustomize.py").write_text(SHOW_STACKS)
         places = os.pathsep.join([str(self._folder), os.environ.get("PYTHONPATH", "")])
@@ -162,7 +178,7 @@ class ElasticSoak:
     ) -> None:
         """Do things at random moments until the job ends."""
         job_pid, end = psutil.Process(job.pid), time.monotonic() + LONGEST_S
-        faults = _Faults(folder, draw, self._workers, job_pid, self._cut)
+        faults = _Faults(folder, draw, (self._least, self._workers), job_pid, self._cut)
         while job.poll() is None and time.monotonic() < end:
             # To open a pipeline anew takes a while, and under fire without end it would come no further.
             time.sleep(draw.uniform(0.05, 3.0 if self._pipelines else 1.0))
@@ -213,7 +229,7 @@ class _Faults:
         self,
         folder: RunDir,
         draw: random.Random,
-        workers: int,
+        workers: tuple[int, int],
         job: psutil.Process,
         cut: Callable[[str], bool],
     ) -> None:
@@ -221,7 +237,7 @@ class _Faults:
         self._cut: set[str] = set()
         self._folder = folder
         self._draw = draw
-        self._workers = workers
+        self._least, self._workers = workers
         self._job = job
         self._settled: set[int] = set()
         self._hit: set[int] = set()
@@ -251,7 +267,7 @@ class _Faults:
     def _signal(self, now: dict[str, Any], number: signal.Signals) -> bool:
         victim = self._draw.choice(now["members"])
         spared = self._settled & set(now["members"]) - self._hit - {victim}
-        if not spared or victim in self._hit:
+        if len(spared) < self._least or victim in self._hit:
             return False
         self._hit.add(victim)
         os.kill(now["pids"][str(victim)], number)
@@ -304,7 +320,8 @@ class _Faults:
         places = {int(worker): host for worker, host in now["places"].items()}
         host = self._draw.choice(sorted(now["hosts"]))
         there = {worker for worker, place in places.items() if place == host}
-        if host in self._cut or not self._settled & set(now["members"]) - self._hit - there:
+        left = self._settled & set(now["members"]) - self._hit - there
+        if host in self._cut or len(left) < self._least:
             return False
         if not self._cut_link(host):
             return False
@@ -313,14 +330,14 @@ class _Faults:
         return True
 
     def _resize(self, now: dict[str, Any]) -> bool:
-        ask_job(self._folder, {"workers": self._draw.randint(1, self._workers), "why": "soak"})
+        ask_job(self._folder, {"workers": self._draw.randint(self._least, self._workers), "why": "soak"})
         return True
 
     def _leave(self, now: dict[str, Any]) -> bool:
         leaver = self._draw.choice(now["members"])
-        if len(now["members"]) < 2 or not self._settled - self._hit - {leaver}:
+        if len(now["members"]) <= self._least or len(self._settled - self._hit - {leaver}) < self._least:
             return False
-        workers = max(1, len(now["members"]) - self._draw.randint(0, 1))
+        workers = max(self._least, len(now["members"]) - self._draw.randint(0, 1))
         ask_job(self._folder, {"workers": workers, "without": [leaver], "why": "soak"})
         return True
 

@@ -24,8 +24,10 @@ from plait.launch.control import ask_job
 from plait.launch.display import Silent, WorkerState
 from plait.launch.run_dir import RunDir, find_run
 from plait.measure import auto_plan
+from plait.planner import Schedule, save_plan
 from plait.schema.job import make_job
 from plait.training.checkpoint import list_checkpoints, load
+from support import plans
 from support.hosts import Hosts
 from support.training import largest_difference, train_here
 
@@ -158,18 +160,31 @@ class GrowLoseStop(Silent):
         self.lines.append(line)
 
 
-# Each way to average takes workers in and goes on without them in training/test_elastic_averaging.py.
+# Each way to average takes workers in and goes on without them in training/test_elastic_averaging.py. With
+# stages, the third worker waits and then takes the place of the first, whose stage goes back to a checkpoint.
 @pytest.mark.parametrize(
-    "sync",
+    ("sync", "in_stages"),
     [
-        "partial-reduce",
-        pytest.param("ad-psgd", marks=pytest.mark.extended),
-        pytest.param("local-sgd", marks=pytest.mark.extended),
+        ("partial-reduce", False),
+        ("partial-reduce", True),
+        pytest.param("ad-psgd", False, marks=pytest.mark.extended),
+        pytest.param("local-sgd", False, marks=pytest.mark.extended),
     ],
 )
-def test_a_job_that_averages_takes_workers_in_and_replaces_one_that_is_killed(sync: str, tmp_path: Path):
+def test_a_job_that_averages_takes_workers_in_and_replaces_one_that_is_killed(
+    sync: str, in_stages: bool, tmp_path: Path
+):
     display = GrowLoseStop(tmp_path)
-    parallel = {"workers": 2, "max_workers": 3, "sync": sync}
+    parallel: dict[str, Any] = {"workers": 2, "max_workers": 3, "sync": sync}
+    if in_stages:
+        settings = plans.in_stages(
+            make_job(job(tmp_path, {"workers": 2})).settings(),
+            plans.straight_layout((2, 2)),
+            Schedule.FLUSH,
+            microbatches=4,
+        )
+        save_plan(settings.stages.plan, tmp_path / "plan.json")
+        parallel |= {"plan": str(tmp_path / "plan.json"), "min_workers": 2}
     made = plait.train(job(tmp_path, parallel, steps=1_000_000), display=display)
     assert display.seen == [(0, 1), (0, 1, 2), (1, 2), (1, 2, 3)], display.lines
     assert made.reason == "stopped"

@@ -72,7 +72,7 @@ class Launch:
 class RunRequest:
     """The arguments of a run's processes in addition to its settings, whose type depends on the kind of run.
 
-    `run` is the id of the run, and `workers` the number of workers that it starts with.
+    `run` is the id of the run, and `workers` the number of its workers; None if that may change.
     """
 
     folder: Path

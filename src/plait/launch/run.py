@@ -213,7 +213,8 @@ class LaunchedRun:
         in `Launch`.
         """
         path, logs = self._folder.path.absolute(), self._folder.logs.absolute()
-        request = RunRequest(folder=path, resume=self._resume, run=self._record.id, workers=placement.workers)
+        workers = placement.workers if placement.elastic is None else None
+        request = RunRequest(folder=path, resume=self._resume, run=self._record.id, workers=workers)
         argument = {"settings": settings, **encode(request)}
         entry, check = f"{module}:{self._kind.value}", f"{module}:check_request"
         with self._folder.lock():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
 from plait.measure.plan_warnings import describe_clipping, describe_memory, describe_updates, other_microbatch
+from plait.pipeline.layout import arrange
 from plait.planner import (
     Cluster,
     MemorySettings,
@@ -43,6 +44,7 @@ from plait.schema.settings import (
     TrainSettings,
     values_of,
 )
+from plait.training.engines.replica_layout import workers_of_replica
 
 if TYPE_CHECKING:
     from plait.profiler.profile import Profile
@@ -117,13 +119,19 @@ def planned(
         graph = _measured_graph(settings, placement, plan, measure_s)
     if placement.elastic is not None and graph is not None:
         _check_sizes(plan, graph, placement.elastic)
+    elif placement.elastic is not None:
+        _check_least(plan, placement.elastic)
     chosen = PipelineSettings(plan, graph, **values_of(PipelineOptions, request))
     return replace(settings, pipeline=chosen), plan
 
 
 def may_plan_again(settings: TrainSettings, placement: Placement) -> bool:
-    """Whether the plan may change while the job runs: in an elastic job, or by a policy."""
-    return placement.elastic is not None or any(each.kind == "plan" for each in settings.adapt)
+    """Whether the plan may change while the job runs: in an elastic job, or by a policy.
+
+    Pipelines side by side come and go as a whole: their stages stay.
+    """
+    is_elastic = placement.elastic is not None and settings.sync.kind == "all-reduce"
+    return is_elastic or any(each.kind == "plan" for each in settings.adapt)
 
 
 def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
@@ -136,6 +144,16 @@ def _check_sizes(plan: Plan, graph: Graph, rules: ElasticRules) -> None:
                 f"parallel.elastic: the job may have {workers} workers (parallel.min_workers "
                 f"{rules.min_workers}, parallel.max_workers {rules.max_allowed}), but {failure}"
             ) from None
+
+
+def _check_least(plan: Plan, rules: ElasticRules) -> None:
+    """Refuse a number of workers with which there would be no pipeline."""
+    needed = workers_of_replica(arrange(plan))
+    if rules.min_workers < needed:
+        raise JobError(
+            f"parallel.min_workers: found {rules.min_workers}, but each pipeline of the plan has {needed} "
+            f"workers; expected {needed} or more"
+        )
 
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:

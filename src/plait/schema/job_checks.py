@@ -14,7 +14,7 @@ from plait.schema.hosts import MAX_SLOTS
 from plait.schema.limits import MAX_COUNT, MAX_SECONDS
 from plait.schema.placement import ElasticRules
 from plait.schema.settings import PlanRequest
-from plait.schema.sync_options import FAULT_TOLERANT, read_options
+from plait.schema.sync_options import KINDS, read_options
 from plait.schema.topology_spec import check_topology
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def _check_sync(job: Job, workers: int) -> None:
             "parallel.sync_options.average: found 'gradients' with precision fp16, which scales them "
             "differently on each worker; use bf16 or float32, or average: weights"
         )
-    if parallel.plan != "data-parallel" and parallel.sync not in ("all-reduce", *FAULT_TOLERANT):
+    if parallel.plan != "data-parallel" and parallel.sync == "auto":
         raise JobError(
-            f"parallel.sync: found {parallel.sync!r} with parallel.plan {shown(parallel.plan)}; "
-            f"pipelines synchronize by all-reduce or, as replicas, by {', '.join(FAULT_TOLERANT)}"
+            f"parallel.sync: found 'auto' with parallel.plan {shown(parallel.plan)}, but it is measured for "
+            f"whole models only; use all-reduce or, for pipelines side by side, {', '.join(list(KINDS)[1:])}"
         )
     if parallel.plan == "data-parallel" or workers > 1:
         check_slow(parallel.slow, workers)
@@ -136,16 +136,11 @@ def _check_elastic(job: Job, workers: int) -> None:
         if extra := {each.name for each in fields(ElasticRules)} & _given(job):
             raise JobError(f"parallel.{min(extra)}: applies to elastic jobs only; add parallel.elastic: true")
         return
-    if parallel.plan != "data-parallel" and parallel.sync != "all-reduce":
-        raise JobError(
-            f"parallel.elastic: found true with parallel.plan {shown(parallel.plan)} and parallel.sync "
-            f"{shown(parallel.sync)}; an elastic pipeline needs sync: all-reduce"
-        )
-    for key in ("depths", "recompute", "vertical_sync"):
-        if parallel.plan != "data-parallel" and getattr(parallel, key):
+    for key in ("depths", "recompute"):
+        if parallel.plan != "data-parallel" and parallel.sync == "all-reduce" and getattr(parallel, key):
             raise JobError(
-                f"parallel.{key}: found {shown(getattr(parallel, key))} with parallel.elastic, where stages "
-                f"change with the workers; leave it out"
+                f"parallel.{key}: found {shown(getattr(parallel, key))} with parallel.elastic, where other "
+                f"workers mean other stages than those it names; leave it out"
             )
     if not job.topology.by_name:
         raise JobError(

@@ -146,10 +146,13 @@ def engine_of_stages(run: Run) -> Engine:
     if run.settings.sync.kind == "all-reduce":
         return pipeline_engine(run)
     stages = replica_stages(run)
+    if run.settings.verify.audit != "off":
+        run.audits.say("audit: the steps of pipelines side by side are not audited")
     if is_monitored(run.settings) and wants_norms(run.settings):
         run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
     def make_member(init: MemberInit) -> Member:
-        return join_pipelines(run.worker, init, stages, run.record, share_monitor(run, stages.components))
+        monitor = share_monitor(run, stages.components)
+        return join_pipelines(run.worker, init, stages, run.record, run.metrics.warn, monitor)
 
     return decentralized_engine(run, make_member, stages)

@@ -34,14 +34,18 @@ def join_pipelines(
     init: MemberInit,
     stages: ReplicaStages,
     on_event: Callable[[Event], None],
+    warn: Callable[[str], None],
     monitor: ShareMonitor | None,
 ) -> Member:
     """This worker's member: its pipeline, or, where none has a place for it, a worker that waits.
 
-    `on_event` is told of when operations began and ended.
+    `on_event` is told of when operations began and ended, `warn` of workers that wait.
     """
     kind = init.trials[0].settings.sync.kind
     pipeline = stages.open_replica(with_groups=kind in COLLECTIVE)
+    each = len(stages.replicas[0].workers)
+    if waiting := worker.world_size % each:
+        warn(f"{waiting} of {worker.world_size} workers wait: each pipeline of the plan has {each}")
     if pipeline is None:
         return WaitingWorker(worker, init, stages)
     try:
