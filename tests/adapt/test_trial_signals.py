@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from plait.core import events
-from plait.core.errors import InputError
 from plait.core.run_events import TrialSignals
 from plait.launch.run_dir import RunDir
-from plait.schema.settings import OptimizerSettings, PolicySettings
+from plait.schema.settings import OptimizerSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.sweeping import sweep_here, sweep_of
@@ -43,9 +42,3 @@ def test_each_fused_trial_has_the_signals_that_it_has_alone(tmp_path: Path):
         for each in found:
             assert each.noise_scale == pytest.approx(alone[each.step].noise_scale, rel=1e-8)
             assert each.variance == pytest.approx(alone[each.step].variance, rel=1e-8)
-
-
-def test_policies_are_refused_in_sweeps(tmp_path: Path):
-    job = unverified_job(steps=8, adapt=(PolicySettings("batch-size", {"most": 128}),))
-    with pytest.raises(InputError, match="trials of a sweep keep their settings"):
-        sweep_here(sweep_of("optimizer.lr=0.1,0.2", job=job), tmp_path)

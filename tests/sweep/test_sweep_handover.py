@@ -60,7 +60,7 @@ class Workers:
         self._group = found["group"]
         answer = self.ask(worker, ask="take", group=found["group"], count=WIDTH - len(own), begin=not own)
         for each in answer["trials"]:
-            own[each["trial"]] = [self.saved[each["trial"]], each["until"]]
+            own[each["trial"]] = [self.saved[each["trial"]], each["goals"][0]]
 
     def _train(self, worker: int) -> None:
         if not self.trials[worker]:

@@ -43,7 +43,6 @@ from plait.training.engines.member import ShareAudit, WholeModel
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
-from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.asked import wants_norms
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
@@ -259,15 +258,13 @@ class ArrayBuilder:
         check_replicated(entries[0], not workers.is_alone)
         if self.averages:
             check_no_rows(entries[0].components, entries[0].settings)
-        is_measured = wants_norms(entries[0].settings)
-        if is_measured and entries[0].settings.accumulate == 1:
+        if wants_norms(entries[0].settings) and entries[0].settings.accumulate == 1:
             self.warn_once(
                 "monitor: trials that take each batch as a whole have no part of it to compare with, so "
                 "there is no noise scale and no variance; use accumulate: 2 or more"
             )
         if self.width(group) == 1:
-            norms = TrialNorms([entries[0].noise]) if is_measured else None
-            return replace(entries[0].components, norms=norms)
+            return entries[0].components
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)

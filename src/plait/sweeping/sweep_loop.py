@@ -8,6 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from plait.adapt.changes import BatchSizeChange, ChangeRequest
 from plait.adapt.history import SignalHistory
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.adapt.policy_source import PolicySource
 from plait.core.codec import encode, finite
 from plait.core.errors import JobError, PeerError
@@ -49,7 +51,9 @@ from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
 from plait.training.engine import IntervalResult, cannot_apply
+from plait.training.fused.trial_norms import TrialNorms
 from plait.training.loop import Loop
+from plait.training.monitoring.asked import wants_norms
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.trial import Due, EarlyStopping, Trial
 from plait.training.worker_group import WorkerGroup
@@ -611,13 +615,15 @@ def make_entry(
     settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
 ) -> TrialInit:
     """A trial ready to join, loaded from its checkpoint if it has one."""
-    components = build_components(settings, device, sets.of(settings))
+    components, noise = build_components(settings, device, sets.of(settings)), GradientAverages()
+    if wants_norms(settings):
+        components = replace(components, norms=TrialNorms([noise]))
     if state is None:
-        return TrialInit(settings, components)
+        return TrialInit(settings, components, noise=noise)
     checkpoints.load_model_state(components.model, state.model)
     named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
     components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return TrialInit(settings, components, state.progress.get("age", 0), state.sync)
+    return TrialInit(settings, components, state.progress.get("age", 0), state.sync, noise)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,0 +1,160 @@
+"""Policies in a sweep: each trial has its own, and trains as the same trial does alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from plait.adapt.changes import BatchSizeChange, WorkersChange
+from plait.core import events
+from plait.core.errors import JobError, PlaitError
+from plait.core.run_events import ArrayVerified, Changed, Signals, TrialReached
+from plait.launch.run_dir import RunDir
+from plait.planner.schedules.in_flight import Schedule
+from plait.schema.settings import (
+    CheckpointSettings,
+    LrScheduleSettings,
+    ModelSettings,
+    PolicySettings,
+    TrainSettings,
+)
+from plait.sweeping.search.values import check
+from plait.sweeping.trial_settings import check_key
+from plait.training.change.batch_size import BatchSize
+from support.plans import planned
+from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
+from support.training import digits_job, unverified_job
+
+RATES = "optimizer.lr=0.02,0.05,0.1"
+# Of 1438 digits: 23 steps of 64 an epoch.
+TABLE = PolicySettings("steps", {"changes": {2: {"batch_size": 128, "lr_factor": 1.5}}})
+
+
+def below(signals: list[Signals], loss: float) -> list[BatchSizeChange]:
+    """Larger batches once the loss is low, which trials with unlike learning rates see at unlike steps."""
+    now = signals[-1]
+    assert now.loss is not None
+    return [BatchSizeChange(96, 1.5)] if now.batch_size == 64 and now.loss < loss else []
+
+
+def wrong(signals: list[Signals]) -> list[Any]:
+    """Requests what no trial can do, of the one whose loss falls fast."""
+    loss = signals[-1].loss
+    return [WorkersChange(2)] if loss is not None and loss < 1.0 else []
+
+
+def changed_net() -> nn.Module:
+    """A model that fused trials with batches of unlike sizes cannot have: padding would change averages."""
+    norm = nn.InstanceNorm2d(4, track_running_stats=True)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Flatten(), nn.Linear(144, 10))
+
+
+def job(*policies: PolicySettings, **changes: Any) -> TrainSettings:
+    """One epoch, whose steps and whose schedule change with the batches."""
+    values = {"steps": None, "epochs": 1, "lr_schedule": LrScheduleSettings("cosine"), "adapt": policies}
+    return unverified_job(**{**values, **changes})
+
+
+def recorded(folder: Path, kind: type) -> list[Any]:
+    return [r.event for r in events.read(RunDir(folder).events()) if isinstance(r.event, kind)]
+
+
+BY_LOSS = PolicySettings("test_trial_policies:below", {"loss": 1.7})
+BY_NOISE = PolicySettings(
+    "batch-size", {"most": 200, "every_steps": 4, "threshold": 0.1, "lr": "adascale", "factor": 1.5}
+)
+
+
+@pytest.mark.parametrize(("policy", "width"), [(BY_LOSS, 3), (BY_NOISE, 3), (BY_NOISE, 1)])
+def test_a_trial_changes_and_trains_as_it_does_alone(policy: PolicySettings, width: int, tmp_path: Path):
+    sweep = sweep_of(RATES, width=width, job=job(policy, accumulate=2))
+    result = sweep_here(sweep, tmp_path / "sweep")
+    changes = recorded(tmp_path / "sweep", Changed)
+    assert len({str([(c.step, c.change) for c in changes if c.trial == t]) for t in range(3)}) == 3
+    for trial in result["trials"]:
+        folder = tmp_path / str(trial["trial"])
+        alone, _ = trial_alone(sweep, trial["values"], folder)
+        for found, expected in zip(
+            [each for each in changes if each.trial == trial["trial"]], recorded(folder, Changed), strict=True
+        ):
+            assert (found.step, found.by) == (expected.step, expected.by)
+            assert found.change == pytest.approx(expected.change)
+        assert trial["step"] == alone.step
+        assert trial["metrics"] == pytest.approx(alone.test, abs=1e-9)
+
+
+@pytest.mark.parametrize("search", ["grid", "halving", "asha"])
+def test_goals_are_counted_anew_also_in_a_sweep_that_was_stopped(search: str, tmp_path: Path):
+    """Goals after 3, 9 and 23 steps of 64; from the second step on, a step has 128 samples."""
+    saved = CheckpointSettings(every_steps=3)
+    sweep = sweep_of(RATES, job=job(TABLE, BY_NOISE, accumulate=2, checkpoint=saved), kind=search)
+    only_table = replace(sweep, train=replace(sweep.train, adapt=(TABLE,)))
+    sweep_here(only_table, tmp_path / "table")
+    reached = {event.step for event in recorded(tmp_path / "table", TrialReached)}
+    assert reached == ({13} if search == "grid" else {3, 6, 13})
+    whole = sweep_here(sweep, tmp_path / "whole")
+    stop = tmp_path / "cut" / "trials"
+    assert sweep_here(sweep, tmp_path / "cut", stop_file=stop)["reason"] == "stopped"
+    resumed = sweep_here(sweep, tmp_path / "cut", resume=True)
+    assert same_table(whole, resumed)
+    assert max(each["step"] for each in whole["trials"]) < 23
+
+
+def test_steps_of_the_schedule_lie_at_steps_of_training():
+    batch = BatchSize(60, 60).changed(BatchSizeChange(100), 3, by_samples=True)
+    assert [batch.step_at(step) for step in (3, 4, 5, 8, 9, 13)] == [3, 4, 5, 6, 7, 9]
+    fewer = batch.changed(BatchSizeChange(30), 6, by_samples=True)
+    assert [fewer.step_at(step) for step in (8, 9, 10)] == [6, 8, 10]
+    assert BatchSize(60, 60).changed(BatchSizeChange(100), 3, by_samples=False).step_at(7) == 7
+
+
+def test_a_trial_whose_policy_fails_ends_and_the_others_go_on(tmp_path: Path):
+    policy = PolicySettings("test_trial_policies:wrong")
+    sweep = sweep_of("optimizer.lr=0.0001,0.05,0.1", job=unverified_job(steps=12, adapt=(policy,)))
+    table = {each["trial"]: each for each in sweep_here(sweep, tmp_path)["trials"]}
+    assert [table[number]["state"] for number in range(3)] == ["finished", "failed", "failed"]
+    assert "a trial of a sweep cannot change its number of workers; leave" in table[2]["why"]
+
+
+def test_trials_that_cannot_have_unlike_batches_are_not_fused(tmp_path: Path):
+    """Known before the first step: verification takes unlike batches where policies may make them so."""
+    model = ModelSettings("test_trial_policies:changed_net")
+    plain = digits_job(steps=3, model=model)
+    for name, adapt in (("plain", ()), ("adapted", (TABLE,))):
+        sweep = sweep_of("optimizer.lr=0.1,0.2", job=replace(plain, adapt=adapt))
+        assert sweep_here(sweep, tmp_path / name)["reason"] == "finished"
+    (verified,) = recorded(tmp_path / "plain", ArrayVerified)
+    assert not verified.unfused
+    (verified,) = recorded(tmp_path / "adapted", ArrayVerified)
+    assert "batches of one size" in verified.unfused["1"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (PolicySettings("plan"), r"adapt\[0\].kind: found plan, but the stages of an array"),
+        (PolicySettings("sync"), "found sync, but the workers of an array train all its trials with one"),
+        (PolicySettings("topology"), "found topology, but the workers of an array sum the gradients of all"),
+        (PolicySettings("workers", {"most": 3}), "the workers are the sweep's; with parallel.elastic, plait"),
+        (PolicySettings("steps", {"changes": {5: {"workers": 2}}}), r"adapt\[0\].changes.5: found workers"),
+        (PolicySettings("batch-size", {"mst": 3}), "did you mean 'most'"),
+    ],
+)
+def test_policies_that_change_more_than_a_trial_are_refused(policy: PolicySettings, words: str):
+    with pytest.raises(PlaitError, match=words):
+        check(sweep_of(RATES, job=job(policy)))
+
+
+def test_arrays_in_stages_have_no_noise_to_decide_by():
+    staged = replace(planned((1, 1), Schedule.FLUSH, 3), adapt=(BY_NOISE,))
+    with pytest.raises(PlaitError, match="found batch-size, but arrays in stages have no noise scale"):
+        check(sweep_of(RATES, job=staged))
+
+
+def test_policies_are_not_swept_over():
+    with pytest.raises(JobError, match="it belongs to the sweep as a whole; set it with --set adapt"):
+        check_key("adapt")
