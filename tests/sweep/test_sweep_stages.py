@@ -159,7 +159,7 @@ def sweeps() -> dict[str, SweepSettings]:
             schedule=Schedule.INTERLEAVED,
             recompute=(0, 2),
         ),
-        "zero-bubble": in_stages("clip_norm=0.3,0.1", "seed=0,1", schedule=Schedule.ZERO_BUBBLE),
+        "zero-bubble": in_stages("clip_norm=0.3,0.1", "seed=0,1", schedule=Schedule.ZERO_BUBBLE, width=None),
         "twice named": in_stages("optimizer.lr=0.01,0.1", model=ModelSettings("support.training:TwiceNamed")),
         "pbt": in_stages("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
         "dropout": in_stages("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
