@@ -30,9 +30,7 @@ from plait.training.batch_streams import BatchStream, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
-from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep, step_alone
-from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE
@@ -219,10 +217,8 @@ class ArrayEngine:
 
     @property
     def _fused(self) -> FusedComponents | None:
-        """The fused trials, if this worker holds whole models; else None."""
-        if not isinstance(self._engine, (WholeModelEngine, DecentralizedEngine)):
-            return None
-        components = self._engine.components
+        """What this worker holds of the fused trials; None if the array has none."""
+        components = None if self._engine is None else self._engine.components
         return components if isinstance(components, FusedComponents) else None
 
     @contextmanager
@@ -244,10 +240,10 @@ class ArrayEngine:
         array = self._fused
         if isinstance(failure.__cause__, FusionError) or isinstance(failure, TooWideError):
             return
-        if array is None or not isinstance(self._engine, WholeModelEngine):
+        if array is None:
             return
         reasons = {}
-        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.in_progress)):
+        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._trainer.in_progress)):
             try:
                 step_alone(rebuild_trial(array, slot), batch, factor)
             except Exception as error:  # a user's model can fail in any way

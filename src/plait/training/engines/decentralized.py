@@ -92,6 +92,9 @@ class DecentralizedEngine:
     is what their sync kept of each before.
     """
 
+    # No worker has a step that it could take again.
+    in_progress: tuple[Sequence[Batch], Sequence[float]] = ((), ())
+
     def __init__(
         self,
         worker: Worker,

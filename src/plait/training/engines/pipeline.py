@@ -20,6 +20,7 @@ from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyCha
 from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
 from plait.data.batches import seed_all
+from plait.data.loader import Batch
 from plait.data.sampler import Position, mix
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
@@ -33,7 +34,7 @@ from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.engines.train_step import requests_of
+from plait.training.engines.train_step import AnyComponents, requests_of
 from plait.training.evaluate import evaluated_weights, in_order, means
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.stages.step_reduce import DeferredStepReduce
@@ -56,6 +57,9 @@ class PipelineEngine:
     limits the steps of an interval and audits an interval of one step; the monitor of `make_monitor` measures
     steps. The engine can be closed and opened again, among other workers or under another plan.
     """
+
+    # No worker has a step that it could take again.
+    in_progress: tuple[Sequence[Batch], Sequence[float]] = ((), ())
 
     def __init__(
         self,
@@ -91,6 +95,11 @@ class PipelineEngine:
     def settings(self) -> TrainSettings:
         """The settings of the first trial, for what all trials have in common."""
         return self.trials[0].settings
+
+    @property
+    def components(self) -> AnyComponents:
+        """Those of the trials, in this worker's stages."""
+        return self.stages.components
 
     @property
     def is_in_step(self) -> bool:
