@@ -136,7 +136,7 @@ def in_stages(
 def on_one(settings: SweepSettings) -> SweepSettings:
     """The same on one worker that takes as many microbatches a step."""
     train = replace(settings.train, pipeline=None, accumulate=MICROBATCHES)
-    return replace(settings, train=train, replicas=1)
+    return replace(settings, train=train, replicas=1, width=settings.width or 3)
 
 
 @functools.cache

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, JobError
+from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import FusionReport
 from plait.launch.worker_process import Worker
-from plait.pipeline.cutting.cut import StageModule, cut
+from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
 from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
 from plait.pipeline.gradient_sync import find_holders
@@ -66,6 +67,8 @@ class ArrayStages(TrialStages):
         self.layout, self._traced = stages.layout, stages.traced
         self._settings, self.components = entries[0].settings, entries[0].components
         self._aliases = tied_aliases(self.components.model)
+        # The batches of the trials in the current step; only workers of the first stage have their contents.
+        self.batches: Sequence[Batch] = ()
         self._rounds: Sequence[Round] = ()
 
     def open(self) -> Pipeline:
@@ -84,7 +87,7 @@ class ArrayStages(TrialStages):
             batches = next_batches([trial.stream for trial in trials if trial.stream is not None])
             if not batches:
                 return
-            # Only workers of the first stage have more than the sizes of the batches.
+            self.batches = batches
             self._rounds = rounds_of(batches, self.layout.microbatches)
             epoch = batches[0].epoch
             rows = [tuple(n if w else 0 for (_, n), w in zip(*each)) for each in self._rounds]
@@ -138,6 +141,8 @@ class FusedStages(ArrayStages):
         # The workers of a stage draw from one stream, each the numbers of its microbatches.
         self.components = FusedComponents(staged, verdict=kept, is_shared=is_shared)
         self._step = StepOfStages(self.components.fused)
+        self.verdict = verdict or FusionReport()
+        self.unlike_buffers = written_buffers_of_replicas(traced, layout)
 
     def _is_first_holder(self, name: str) -> bool:
         """Whether this worker is the first of those that hold a tensor, by its first name."""
