@@ -27,7 +27,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]
 
 
-class CarriedState(Protocol):
+class RandomPosition(Protocol):
     """What random numbers go on from, such as `RandomState`."""
 
     def packed(self) -> Tensor: ...
@@ -59,9 +59,9 @@ class InFlight:
     messages: list[Message] = field(default_factory=list)
     # The random state at the start (used instead of the seed), the stage it came from, and the state at the
     # end.
-    random_state: CarriedState | None = None
+    random_state: RandomPosition | None = None
     random_from: int = -1
-    random_after: CarriedState | None = None
+    random_after: RandomPosition | None = None
 
     def free_outputs(self) -> None:
         """Replace the outputs by their gradient edges, from which backward starts, to free their memory."""

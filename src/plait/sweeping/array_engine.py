@@ -124,7 +124,7 @@ class TrialAudits:
 
     def begin_in_stages(self, stages: FusedStages, pipeline: Pipeline) -> tuple[int, StageAudit | None]:
         """The most steps until an audit, or (1, that of the next step); of one trial at a step."""
-        from plait.sweeping.engines.audited_stages import AuditedStep  # slow to import
+        from plait.sweeping.engines.audited_stages import AuditedStageTrial  # slow to import
 
         builder, slots = self._builder, self._due_slots()
         if slots and not stages.draws_as_whole:
@@ -137,7 +137,7 @@ class TrialAudits:
                 self._found += [(trial.number, trial.step + 1, *each) for each in found]
                 self.report()
 
-            return 1, AuditedStep(
+            return 1, AuditedStageTrial(
                 stages, pipeline, builder.workers, slots[0], trial, on_found, builder.warn_once
             )
         return max(1, builder.steps_until_audit(self._steps)), None

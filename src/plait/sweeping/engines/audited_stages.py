@@ -27,7 +27,7 @@ from plait.verification.observe import unchanged_random_numbers
 Found = tuple[float, float, list[str]]
 
 
-class AuditedStep:
+class AuditedStageTrial:
     """An audited step of the trial in `slot`: all workers create it before the step and end it afterwards.
 
     It takes the step on one worker with as many microbatches. Running statistics of stages with replicas,
