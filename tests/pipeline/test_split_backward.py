@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from plait.fusion import fuse
 from plait.pipeline.cpu.linear import transpose_weights
 from plait.pipeline.split_backward import DeferWeights
 
@@ -26,11 +27,14 @@ class Net(nn.Module):
         return y
 
 
-def gradients(precision: str, deferred: bool) -> tuple[list[torch.Tensor], int]:
-    """Of the input and the parameters after two microbatches, and how many jobs were left for later."""
+def gradients(precision: str, deferred: bool, trials: int = 0) -> tuple[list[torch.Tensor], int]:
+    """Of the input and the parameters after two microbatches, and how many jobs were left for later.
+
+    With `trials`, of as many models that are fused.
+    """
     torch.manual_seed(0)
-    net = Net()
-    inputs = torch.randn(2, 5, 2, 6, 6)
+    net: nn.Module = fuse([Net() for _ in range(trials)], verify=False) if trials else Net()
+    inputs = torch.randn(2, *[trials][:trials], 5, 2, 6, 6)
     if precision == "float64":
         net, inputs = net.double(), inputs.double()
     leaves = [x.clone().requires_grad_() for x in inputs]
@@ -63,6 +67,14 @@ def test_what_is_left_for_later_adds_up_to_what_autograd_gives_at_once(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_so_does_what_dense_layers_of_fused_trials_leave() -> None:
+    expected, _ = gradients("float64", deferred=False, trials=3)
+    found, jobs = gradients("float64", deferred=True, trials=3)
+    assert jobs == 2 * 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -42,9 +42,10 @@ def norm_net(classes: int = 10, width: int = 4) -> nn.Module:
 class Halves(nn.Module):
     """A model with weights that nobody uses, a number of its own and, when `tied`, one weight twice."""
 
-    def __init__(self, scale: float = 1.0, tied: bool = False) -> None:
+    def __init__(self, scale: float = 1.0, tied: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         self.scale = scale
+        self.drop, self.drop_again = nn.Dropout(dropout), nn.Dropout(dropout)
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
         self.last = nn.Linear(64, 10)
         self.spare = nn.Linear(2, 2)
@@ -52,24 +53,8 @@ class Halves(nn.Module):
             self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x.flatten(1)).relu() * self.scale
-        return self.last(self.second(x).relu())
-
-
-class Tied(nn.Module):
-    """A model with a weight used twice, under the first of its two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.last = nn.Linear(64, 10)
-        self.head = nn.Linear(64, 64)
-        self.head.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x.flatten(1)).relu()
-        x = functional.linear(x, self.first.weight).relu()
-        return self.last(self.second(x).relu())
+        x = self.drop(self.first(x.flatten(1)).relu() * self.scale)
+        return self.last(self.drop_again(self.second(x).relu()))
 
 
 class Dilated(nn.Module):

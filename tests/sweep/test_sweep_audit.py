@@ -14,6 +14,8 @@ from plait.core import events, run_events
 from plait.core.logs import kept_warnings
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.launch.run_dir import RunDir
+from plait.planner.schedules.in_flight import Schedule
+from plait.schema.plans.plan import Layout
 from plait.schema.settings import (
     UNVERIFIED,
     ModelSettings,
@@ -25,6 +27,7 @@ from plait.schema.settings import (
 from plait.sweeping.engines import audited_step
 from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
+from support.plans import placed, planned
 from support.sweeping import SweepsWhenAsked, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job
 from support.world import run_ranks
@@ -151,6 +154,25 @@ SUMMED = {
 }
 
 
+# In each, the order in which trials are audited.
+IN_STAGES = {
+    "in stages": planned((1, 1), Schedule.ZERO_BUBBLE, 3, steps=9),
+    "in stages, batch norm and dropout": planned(
+        (1, 1), Schedule.FLUSH, 3, model=ModelSettings("support.training:norm_net"), steps=9
+    ),
+    # The first stage, which reads the data, is on the second worker.
+    "in stages, adamw, tied and clipped": placed(
+        Layout(((1,), (0,), (1,))),
+        Schedule.FLUSH,
+        3,
+        model=ModelSettings("support.sweeping:Halves", {"tied": True, "dropout": 0.3}),
+        optimizer=OptimizerSettings("adamw", {"lr": 0.003}),
+        clip_norm=0.5,
+        steps=9,
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """The folder of sweeps by a group of two workers, and what they came to."""
@@ -158,7 +180,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     sweeps = {
         name: replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
         for name, job in SUMMED.items()
-    }
+    } | {name: sweep_of("optimizer.lr=0.01,0.02,0.05", job=job) for name, job in IN_STAGES.items()}
     return folder, SweepsWhenAsked(2, sweeps, folder)
 
 
@@ -178,6 +200,15 @@ def test_trials_that_two_workers_train_are_what_they_are_alone(
     assert result["largest_difference"] < (1e-12 if is_exact else 0.05)
 
 
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_trials_in_stages_are_what_they_are_alone(name: str, shared: tuple[Path, dict[str, Any]]) -> None:
+    """One trial at a step, the new ones first."""
+    result, found = shared[1][name], audited(shared[0] / name)
+    assert [(event.trial, event.step) for event in found] == [(0, 1), (1, 2), (2, 3), (0, 8)]
+    assert all(event.differences == () for event in found)
+    assert result["largest_difference"] < 1e-12
+
+
 def sweep_with_a_mistake(rank: int, settings: SweepSettings, folder: Path) -> str:
     """The words in which a sweep ends in which one worker's second trial is a little off."""
     step = wrong_for_the_second if rank == 1 else _STEP
@@ -186,10 +217,15 @@ def sweep_with_a_mistake(rank: int, settings: SweepSettings, folder: Path) -> st
     return str(failure.value)
 
 
-@pytest.mark.parametrize("sync", ["all-reduce", "local-sgd", "partial-reduce"])
+@pytest.mark.parametrize("sync", ["all-reduce", "local-sgd", "partial-reduce", "in stages"])
 def test_a_mistake_of_any_worker_ends_the_sweep_on_all_of_them(sync: str, tmp_path: Path) -> None:
-    job = digits_job(steps=5, verify=VerifySettings(start="off"), sync=SyncSettings(sync))
-    settings = replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
+    unverified: dict[str, Any] = {"steps": 5, "verify": VerifySettings(start="off")}
+    if sync == "in stages":
+        job = planned((1, 1), Schedule.FLUSH, 3, **unverified)
+        settings = sweep_of("optimizer.lr=0.01,0.02,0.05", job=job)
+    else:
+        job = digits_job(sync=SyncSettings(sync), **unverified)
+        settings = replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
     told = run_ranks(2, sweep_with_a_mistake, settings, tmp_path)
     assert told[0] == told[1]
     assert re.search("step [12] of trial 1 .*: the parameter or buffer .*: off", told[0])

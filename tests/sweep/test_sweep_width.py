@@ -12,7 +12,7 @@ import torch
 
 from plait.fusion.errors import FusionError
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
-from plait.sweeping.array_size import MARGIN, find_width, slower_by
+from plait.sweeping.array_size import MARGIN, choose, find_width, slower_by
 
 HERE = "sweep.test_sweep_width" if __name__.startswith("sweep.") else __name__
 left_behind: list[int] = []
@@ -69,15 +69,38 @@ def test_a_width_is_not_decided_by_the_load_of_the_machine(seed: int):
     assert slower_by(times(1.6, 0.5, seed), 1, 2) > MARGIN
 
 
+class Steps:
+    """Steps that are slower from a width on; the memory holds `fits` trials, that of one worker `held`."""
+
+    def __init__(self, slower_from: int, fits: int = 8, held: int = 8) -> None:
+        self._slower_from, self._fits, self._held = slower_from, fits, held
+
+    def fitting(self) -> int:
+        return self._fits
+
+    def held_by_one(self) -> int:
+        return self._held
+
+    def of_width(self, width: int) -> int:
+        assert width <= self._held
+        return width
+
+    def seconds(self, narrow: int, wide: int) -> list[tuple[float, float]]:
+        return [(float(narrow), wide * (1.5 if wide >= self._slower_from else 1.02))] * 3
+
+
 @pytest.mark.parametrize(("slower_from", "width"), [(64, 8), (8, 4), (4, 2), (2, 1)])
 def test_arrays_are_made_narrower_only_where_they_are_clearly_slower(slower_from, width):
-    class Steps:
-        def of_width(self, width: int) -> int:
-            return width
-
-        def seconds(self, narrow: int, wide: int) -> list[tuple[float, float]]:
-            return [(float(narrow), wide * (1.5 if wide >= slower_from else 1.02))] * 3
-
-    found, why = find_width(cast("Any", Steps()), 8)
+    found, why = find_width(cast("Any", Steps(slower_from)), 8)
     assert found == width
     assert bool(why) == (width == 1)
+
+
+@pytest.mark.parametrize(
+    ("slower_from", "fits", "held", "width"),
+    [(64, 8, 2, 8), (2, 8, 2, 1), (4, 8, 4, 2), (64, 8, 0, 8), (64, 1, 0, 1), (64, 32, 16, 12)],
+)
+def test_arrays_in_stages_are_as_wide_as_their_memory_holds_where_the_width_that_one_worker_times_pays(
+    slower_from, fits, held, width
+):
+    assert choose(cast("Any", Steps(slower_from, fits, held)), 12)[0] == width

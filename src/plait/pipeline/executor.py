@@ -38,7 +38,7 @@ from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
-from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.in_flight import Schedule
@@ -65,12 +65,15 @@ class StageKind:
 
     `make` makes the stage of some layers, and `order_inputs` gives the tensors of a microbatch in the order
     of a trace's inputs. `begin` is called with the number of a microbatch before each forward of it.
+    `random_state` is what random numbers of a later stage go on from, and `unpacked` reads it where it came.
     """
 
     make: Callable[[TracedModel, Sequence[str]], StageModule] = cut
     order_inputs: Callable[[TracedModel, Any], list[Tensor]] = ordered_inputs
     trials: int | None = None
     begin: Callable[[int], None] = lambda microbatch: None
+    random_state: Callable[[], RandomPosition] = RandomState.now
+    unpacked: Callable[[Tensor], RandomPosition] = RandomState.unpacked
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,9 @@ class Pipeline:
         # What follows the backward of a microbatch in a stage, and what comes once gradients are summed.
         self.on_backward: Callable[[int, int], None] | None = None
         self.on_gradients: Callable[[], None] | None = None
-        # Where a step is audited: who is told what it is given, and whether random numbers pass along.
+        # Where a step is audited, who is told what it is given.
         self.on_content: Callable[[Part, int], None] | None = None
+        # Whether random numbers of a stage go on from those of the stage before.
         self.carries_random_state = False
         # Seconds that all operations so far have taken.
         self.busy_s = 0.0
@@ -375,7 +379,7 @@ class Pipeline:
         with self._parts.slowed():
             held.runner.forward(flight)
         if self.carries_random_state:
-            flight.random_after = RandomState.now()
+            flight.random_after = self._parts.stages.random_state()
         held.flights[op.microbatch] = flight
         self._seen[op.stage] += torch.tensor(work.samples(op.microbatch))
         if flight.loss is not None:
@@ -397,11 +401,12 @@ class Pipeline:
             tensors = self._parts.stages.order_inputs(traced, inputs)
             flight.inputs |= dict(zip(traced.inputs, tensors, strict=True))
         held = self._held[op.stage]
+        carries = self.carries_random_state and not evaluating
         for hop in held.evaluation_incoming if evaluating else held.incoming:
-            self._receive_forward(hop, op, flight)
+            self._receive_forward(hop, op, flight, carries)
         return flight
 
-    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight) -> None:
+    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight, carries: bool) -> None:
         route = hop.route
         peer = self.layout.worker(route.source, op.microbatch)
         if peer == self.rank:
@@ -410,7 +415,7 @@ class Pipeline:
             what = f"the forward of microbatch {op.microbatch} into stage {op.stage}"
             message = self._channels.receive(peer, hop.number, op.microbatch, what)
             received = self._arrived(message, flight)
-            random_state = RandomState.unpacked(received.pop()) if self.carries_random_state else None
+            random_state = self._parts.stages.unpacked(received.pop()) if carries else None
             tensors, rest = received[: len(route.names)], received[len(route.names) :]
             target = unpack_tree(rest, message.content.note) if route.takes_target else None
         for name, tensor in zip(route.names, tensors):

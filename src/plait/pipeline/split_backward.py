@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from plait.pipeline.cpu.linear import add_product, add_sum, input_gradient, is_trained, with_same_strides
 
 Job = Callable[[], None]
-_active: ContextVar[list[Job] | None] = ContextVar("deferred jobs", default=None)
+_active: ContextVar[DeferWeights | None] = ContextVar("deferred weight gradients", default=None)
 
 _CONVOLUTIONS: dict[Any, int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _CONVOLUTION_ARGUMENTS = ("bias", "stride", "padding", "dilation", "groups")
@@ -38,7 +38,7 @@ class DeferWeights(TorchFunctionMode):
         self.grads: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        self._token = _active.set(self.jobs)
+        self._token = _active.set(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -72,9 +72,14 @@ class DeferWeights(TorchFunctionMode):
         self.grads.clear()
 
 
-def jobs_of_this_forward() -> list[Job] | None:
-    """The list for deferred weight gradients of the current forward; None if backward is not split."""
-    return _active.get()
+def deferring(weight: Tensor, bias: Tensor | None) -> DeferWeights | None:
+    """Where a layer of the current forward leaves its weight gradients; None if it computes them at once.
+
+    Both tensors have to be parameters: a computed one needs its gradient at once.
+    """
+    parameters = [weight] if bias is None else [weight, bias]
+    can_defer = torch.is_grad_enabled() and all(map(is_trained, parameters))
+    return _active.get() if can_defer and not _casts(weight) else None
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -118,7 +123,8 @@ def _spread(value: Any, dims: int) -> tuple[int, ...]:
     return numbers * dims if len(numbers) == 1 else numbers
 
 
-def _accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
+def accumulate(parameter: Tensor | None, gradient: Tensor | None) -> None:
+    """Add to the gradient of a parameter, if both exist."""
     if parameter is not None and gradient is not None and parameter.requires_grad:
         if parameter.grad is None:
             # Fused optimizers need parameter and gradient to have the same strides.
@@ -147,11 +153,11 @@ class _Linear(torch.autograd.Function):
             if leaf.dtype == rows.dtype:
                 add_product(leaf, rows, inputs)
             else:
-                _accumulate(leaf, rows.t() @ inputs)
+                accumulate(leaf, rows.t() @ inputs)
             if bias is not None and bias.dtype == rows.dtype:
                 add_sum(bias, rows)
             elif bias is not None:
-                _accumulate(bias, rows.sum(0))
+                accumulate(bias, rows.sum(0))
 
         ctx.defer.leave(job, grad)
         grad_input = input_gradient(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
@@ -186,8 +192,8 @@ class _Convolution(torch.autograd.Function):
 
         def job() -> None:
             _, weight_grad, bias_grad = gradients([False, True, bias is not None])
-            _accumulate(leaf, weight_grad)
-            _accumulate(bias, bias_grad)
+            accumulate(leaf, weight_grad)
+            accumulate(bias, bias_grad)
 
         ctx.defer.leave(job, grad)
         grad_input = gradients([True, False, False])[0] if ctx.needs_input_grad[0] else None

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,17 @@ from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot
 from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.traced import TracedModel, Value
-from plait.verification.observe import RandomState
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]
+
+
+class RandomPosition(Protocol):
+    """What random numbers go on from, such as `RandomState`."""
+
+    def packed(self) -> Tensor: ...
+
+    def restore(self) -> None: ...
 
 
 @dataclass
@@ -52,9 +59,9 @@ class InFlight:
     messages: list[Message] = field(default_factory=list)
     # The random state at the start (used instead of the seed), the stage it came from, and the state at the
     # end.
-    random_state: RandomState | None = None
+    random_state: RandomPosition | None = None
     random_from: int = -1
-    random_after: RandomState | None = None
+    random_after: RandomPosition | None = None
 
     def free_outputs(self) -> None:
         """Replace the outputs by their gradient edges, from which backward starts, to free their memory."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from plait.sweeping.fusable import (
 from plait.sweeping.group_client import GroupClient
 from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
-from plait.training.audit.schedule import is_audited
+from plait.training.audit.schedule import next_audited
 from plait.training.batch_streams import BatchStream, sample_order
 from plait.training.checkpoint import EngineState
 from plait.training.checks.replicas import check_no_rows
@@ -44,12 +44,14 @@ from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.monitoring.asked import wants_norms
-from plait.training.trial import Trial
+from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
+    from plait.pipeline.executor import Pipeline
+    from plait.sweeping.engines.array_stages import FusedStages
     from plait.sweeping.engines.verified_stages import StagesOfTrials
-    from plait.training.engines.pipeline import PipelineEngine
+    from plait.training.engines.pipeline import PipelineEngine, StageAudit
 
 # What trains an array.
 ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
@@ -57,6 +59,13 @@ ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"
 OnLosses = Callable[[int, Tensor], None]
 
 log = logging.getLogger(__name__)
+
+
+class ArrayAudit(ShareAudit, Protocol):
+    """Repeats some steps of trials without their array, and compares."""
+
+    def begin_in_stages(self, stages: FusedStages, pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+        """The most steps until an audit, or (1, the audit of the next step); see `BeginAudit`."""
 
 
 class ArrayBuilder:
@@ -185,7 +194,7 @@ class ArrayBuilder:
         trials: list[Trial],
         feed: Callable[[Trial], BatchStream],
         on_losses: OnLosses,
-        audit: ShareAudit,
+        audit: ArrayAudit,
     ) -> ArrayTrainer:
         """An engine for a verified array of these trials; NotFusedError if they must train one by one."""
         worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
@@ -203,12 +212,18 @@ class ArrayBuilder:
 
             check_replicated(entries[0], is_replicated(self._settings))
             verified, verdict = self._verify_in_stages(group, entries, numbers)
-            stages: ArrayStages = (
-                ArrayStages(worker, entries, feed, workers, verified)
-                if self.width(group) == 1
-                else FusedStages(worker, entries, feed, workers, verified, verdict)
-            )
-            engine = PipelineEngine(worker, trials, stages, on_step, group=workers)
+            if self.width(group) == 1:
+                alone = ArrayStages(worker, entries, feed, workers, verified)
+                engine = PipelineEngine(worker, trials, alone, on_step, group=workers)
+            else:
+                fused = FusedStages(worker, entries, feed, workers, verified, verdict)
+
+                def begin_audit(pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+                    return audit.begin_in_stages(fused, pipeline)
+
+                engine = PipelineEngine(
+                    worker, trials, fused, on_step, begin_audit=begin_audit, group=workers
+                )
         else:
             components = self._make_components(group, entries, numbers)
             if self.averages:
@@ -378,9 +393,10 @@ class ArrayBuilder:
             self._warned.add(message)
             log.warning("%s", message)
 
-    def is_audited(self, step: int) -> bool:
-        """Whether the step after `step` steps of this worker is audited."""
-        return is_audited(self._settings.train, step)
+    def steps_until_audit(self, step: int) -> int:
+        """After `step` steps of this worker, how many there are before the next that is audited."""
+        following = next_audited(self._settings.train, step)
+        return UNKNOWN_STEPS if following is None else following - step
 
     @property
     def audits_newcomers(self) -> bool:

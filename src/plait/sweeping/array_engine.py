@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,16 @@ from plait.training.batch_streams import BatchStream, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
-from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep, step_alone
-from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE
+
+if TYPE_CHECKING:
+    from plait.pipeline.executor import Pipeline
+    from plait.sweeping.engines.array_stages import FusedStages
+    from plait.training.engines.pipeline import StageAudit
 
 
 @dataclass(frozen=True)
@@ -94,25 +97,55 @@ class TrialAudits:
     ) -> None:
         """Copy the trials whose next step is audited."""
         self._audited, self._done = {}, done
-        array, known = self.array, self._last
-        newcomers = [slot for slot, trial in enumerate(self.trials) if trial.number not in known]
-        is_due = self._builder.is_audited(self._steps) or (newcomers and self._builder.audits_newcomers)
-        if array is None or not is_due:
+        array, slots = self.array, self._due_slots()
+        if array is None or not slots:
             return
         if self._builder.averages_gradients:
             self._builder.warn_once("audit: the steps of trials under average: gradients are not audited")
             return
-        if array.verdict.has_python_state:
-            self._say_kept_in_python()
-            return
-        in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
-        slots = newcomers[: most_at_once(array)] or in_turn[:1]
         group = ALONE if self._builder.averages else self._builder.workers
         self._audited = {
-            slot: AuditedTrial(array, slot, batches[slot], factors[slot], group)
+            slot: AuditedTrial.of_array(array, slot, batches[slot], factors[slot], group)
             for slot in slots
             if batches[slot].count or not self._builder.averages
         }
+
+    def _due_slots(self) -> list[int]:
+        """The trials whose next step is audited, in the order of their turns."""
+        known, array = self._last, self.array
+        newcomers = [slot for slot, trial in enumerate(self.trials) if trial.number not in known]
+        is_newcomers = bool(newcomers) and self._builder.audits_newcomers
+        if array is None or not (is_newcomers or self._builder.steps_until_audit(self._steps) == 0):
+            return []
+        if array.verdict.has_python_state:
+            self._say_kept_in_python()
+            return []
+        in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
+        return newcomers[: most_at_once(array)] or in_turn[:1]
+
+    def begin_in_stages(self, stages: FusedStages, pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+        """The most steps until an audit, or (1, that of the next step); of one trial at a step."""
+        from plait.sweeping.engines.audited_stages import AuditedStageTrial  # slow to import
+
+        builder, slots = self._builder, self._due_slots()
+        if slots and not stages.draws_as_whole:
+            builder.warn_once("audit: trials whose stages do not follow one another are not audited")
+        elif slots:
+            trial = self.trials[slots[0]]
+            self._last[trial.number] = self._steps
+
+            def on_found(found: Sequence[Sequence[Any]]) -> None:
+                self._found += [(trial.number, trial.step + 1, *each) for each in found]
+                self.report()
+
+            return 1, AuditedStageTrial(
+                stages, pipeline, builder.workers, slots[0], trial, on_found, builder.warn_once
+            )
+        return max(1, builder.steps_until_audit(self._steps)), None
+
+    def count_steps(self, steps: int) -> None:
+        """Count the steps of an interval in stages."""
+        self._steps += steps
 
     def averaging_before_update(self) -> AbstractContextManager[None]:
         """Nothing to do: these updates are not audited."""
@@ -122,7 +155,8 @@ class TrialAudits:
         for slot, alone in self._audited.items():
             trial = self.trials[slot]
             self._last[trial.number] = self._steps
-            largest, differences = alone.compare(losses[slot])
+            assert self.array is not None
+            largest, differences = alone.compare(losses[slot], self.array.state(slot))
             if alone.uses_python_state:
                 self._say_kept_in_python()
             else:
@@ -200,7 +234,9 @@ class ArrayEngine:
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
             raise
-        if self._builder.averages:
+        if self._builder.is_pipelined:
+            self._audits.count_steps(result.steps)
+        elif self._builder.averages:
             self._audits.report()
         if result.losses:
             losses = torch.tensor(result.losses, dtype=torch.float64)
@@ -235,10 +271,8 @@ class ArrayEngine:
 
     @property
     def _fused(self) -> FusedComponents | None:
-        """The fused trials, if this worker holds whole models; else None."""
-        if not isinstance(self._engine, (WholeModelEngine, DecentralizedEngine)):
-            return None
-        components = self._engine.components
+        """What this worker holds of the fused trials; None if the array has none."""
+        components = None if self._engine is None else self._engine.components
         return components if isinstance(components, FusedComponents) else None
 
     @contextmanager
@@ -260,10 +294,10 @@ class ArrayEngine:
         array = self._fused
         if isinstance(failure.__cause__, FusionError) or isinstance(failure, TooWideError):
             return
-        if array is None or not isinstance(self._engine, WholeModelEngine):
+        if array is None:
             return
         reasons = {}
-        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._engine.in_progress)):
+        for slot, (trial, batch, factor) in enumerate(zip(self.trials, *self._trainer.in_progress)):
             try:
                 step_alone(rebuild_trial(array, slot), batch, factor)
             except Exception as error:  # a user's model can fail in any way

@@ -6,8 +6,10 @@ import logging
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import psutil
@@ -54,7 +56,8 @@ class FailsAloneError(PlaitError):
 class ArrayRequest:
     """What is measured: the width for `trials` trials of these settings or, without them, a step of two.
 
-    Of `replicas` workers one measures a step on a share of the batch, alone: sums are not timed.
+    Of `replicas` workers one measures a step on a share of the batch, alone: sums are not timed. If trials
+    are in stages, it measures a step of all stages, microbatch after microbatch.
     """
 
     settings: TrainSettings
@@ -71,8 +74,8 @@ def choose_width(fresh: FreshProcesses, asked: ArrayRequest, sets: DataPair) -> 
     """
     if asked.trials is not None and asked.trials < 2:
         return 1, ""
-    # The last worker's share is the largest.
-    share = (asked.replicas - 1, asked.replicas)
+    # The last worker's share is the largest. Workers of stages share microbatches.
+    share = (0, 1) if asked.settings.in_stages else (asked.replicas - 1, asked.replicas)
     batch = open_stream(sets[0], Trial(asked.settings), share).next()
     argument = {"asked": encode(asked), "batch": batch}
     try:
@@ -103,7 +106,7 @@ def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
             if asked.trials is None:
                 steps.of_width(2)()
                 return {"width": 2, "why": ""}
-            width, why = find_width(steps, min(asked.trials, MOST, steps.fitting()))
+            width, why = choose(steps, min(asked.trials, MOST))
             return {"width": width, "why": why}
     except NotFusedError as failure:
         if isinstance(failure.__cause__, FusionError):
@@ -114,6 +117,20 @@ def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
             if (why_alone := why_failed(error)) is not None:
                 return {"fails alone": why_alone}
         raise
+
+
+def choose(steps: _Steps, trials: int) -> tuple[int, str]:
+    """The width, of `trials` at most: as many as fit and pay; where that is one, also why.
+
+    If trials are in stages, more may fit than one worker can hold. Those are not timed: they pay if as many
+    as it can hold do.
+    """
+    most = min(trials, steps.fitting())
+    timed = min(most, steps.held_by_one())
+    if timed < 2 <= most:
+        return most, ""
+    width, why = find_width(steps, max(1, timed))
+    return (most, why) if width == timed else (width, why)
 
 
 def find_width(steps: _Steps, width: int) -> tuple[int, str]:
@@ -144,10 +161,13 @@ class _Steps:
 
     def __init__(self, asked: ArrayRequest, batch: Batch, device: torch.device) -> None:
         self._asked, self._batch, self._device = asked, batch, device
+        self._settings = asked.settings
+        if (pipeline := asked.settings.pipeline) is not None:
+            self._settings = replace(asked.settings, pipeline=None, accumulate=pipeline.plan.microbatches)
 
     def entries(self, count: int, device: torch.device | None = None) -> list[TrialInit]:
         """Trials as they are before their first step."""
-        settings, device = self._asked.settings, device or self._device
+        settings, device = self._settings, device or self._device
         return [TrialInit(settings, components.build_without_data(settings, device)) for _ in range(count)]
 
     def of_width(self, width: int) -> Callable[[], Any]:
@@ -155,15 +175,44 @@ class _Steps:
 
     def _step_of(self, entries: Sequence[TrialInit]) -> Callable[[], Any]:
         fused, width = FusedComponents(entries, verdict=self._asked.verdict), len(entries)
-        step = TrainStep(fused, self._asked.settings)
+        step = TrainStep(fused, self._settings)
         return lambda: step.step([self._batch] * width, [1.0] * width)
 
     def fitting(self) -> int:
-        """The most trials that the memory of the device holds, from steps on tensors without memory."""
+        """The most trials that the memory of the device holds, as they will train."""
+        pipeline = self._asked.settings.pipeline
+        by_worker = Counter[int]()
+        for stage in () if pipeline is None else pipeline.plan.stages:
+            by_worker.update(dict.fromkeys(stage.devices, stage.memory_bytes))
+        if not any(by_worker.values()):  # also for a plan without costs, as an upper bound
+            return self._largest(self._whole_need)
+        # Each worker builds a trial whole, on its device, before it keeps its stages.
+        return self._largest(MemoryNeed(0.0, max(by_worker.values()) + self._weight_bytes))
+
+    def held_by_one(self) -> int:
+        """The most trials of which one worker can hold all stages; 0 if not even one."""
+        try:
+            return self._largest(self._whole_need)
+        except FusionError:
+            if self._asked.settings.in_stages:
+                return 0
+            raise
+
+    @cached_property
+    def _entries_on_cpu(self) -> list[TrialInit]:
         # Single models are real, since moving and casting them needs memory; the fused model is on the meta
         # device.
-        entries = self.entries(max(WIDTHS), torch.device("cpu"))
-        weights = sum(p.numel() * p.element_size() for p in entries[0].components.model.parameters())
+        return self.entries(max(WIDTHS), torch.device("cpu"))
+
+    @cached_property
+    def _weight_bytes(self) -> float:
+        model = self._entries_on_cpu[0].components.model
+        return float(sum(p.numel() * p.element_size() for p in model.parameters()))
+
+    @cached_property
+    def _whole_need(self) -> MemoryNeed:
+        """The memory of a step of whole models, from steps on tensors without memory."""
+        entries, weights = self._entries_on_cpu, self._weight_bytes
         try:
             need = measure_need(lambda width: self._step_of(entries[:width]), WIDTHS)
         except FusionError:
@@ -175,7 +224,9 @@ class _Steps:
             need = MemoryNeed(0.0, 8.0 * weights + 200.0 * sum(rows))
         # Sums of gradients need buffers.
         beside = weights if self._asked.replicas > 1 else 0
-        need = MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
+        return MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
+
+    def _largest(self, need: MemoryNeed) -> int:
         if self._device.type == "cuda":
             return need.largest(torch.cuda.mem_get_info(self._device)[0] * SHARE)
         # The workers of a host share its memory.

@@ -91,10 +91,9 @@ def with_measured_sync(
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:
     """Whether this worker measures widths: if none is given, or for its group."""
-    if settings.train.in_stages or settings.width == 1:
-        return False
+    tries = settings.replicas > 1 and not settings.train.in_stages and settings.width != 1
     leads = worker.memberships.can_change or worker.rank % settings.workers_per_array == 0
-    return leads and (settings.width is None or settings.replicas > 1)
+    return leads and (settings.width is None or tries)
 
 
 def check_shared(host: str, folder: RunDir, run: str | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.speed.autotune import choose
+from plait.pipeline.split_backward import DeferWeights, accumulate, deferring
 
 
 class _Dense(torch.autograd.Function):
@@ -35,6 +36,28 @@ class _Dense(torch.autograd.Function):
         return dx, dw, None
 
 
+class _DeferredDense(torch.autograd.Function):
+    """x w^T + b for each trial, whose backward leaves the gradients of w and b for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer: DeferWeights) -> Tensor:
+        ctx.leaves, ctx.defer = (weight, bias), defer
+        ctx.save_for_backward(x, weight)
+        return _straight(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        leaf, bias = ctx.leaves
+
+        def job() -> None:
+            accumulate(leaf, torch.bmm(dy.mT, x))
+            accumulate(bias, None if bias is None else dy.sum(1))
+
+        ctx.defer.leave(job, dy)
+        return torch.bmm(dy, weight) if ctx.needs_input_grad[0] else None, None, None, None
+
+
 def _straight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return torch.bmm(x, weight.mT)
@@ -55,6 +78,9 @@ _WAYS = {
 
 def dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
     """x W^T + b for each trial; on a CPU by the way that is fastest for these shapes."""
+    if x_tbc.dtype == weight_toc.dtype and (defer := deferring(weight_toc, bias_to)) is not None:
+        product: Tensor = _DeferredDense.apply(x_tbc, weight_toc, bias_to, defer)  # type: ignore[no-untyped-call]
+        return product
     plain = x_tbc.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if not plain or x_tbc.dtype != weight_toc.dtype:
         return _straight(x_tbc, weight_toc, bias_to)

@@ -51,8 +51,6 @@ def check_stages_of(settings: SweepSettings) -> None:
 
 def check_in_stages(settings: SweepSettings) -> None:
     """Refuse settings that arrays in stages do not support, for any plan."""
-    if settings.width is None:
-        raise InputError("--width: found none; how many trials pay in stages is not measured: say it")
     if (sync := settings.train.sync.kind) not in ("all-reduce", "auto"):
         raise JobError(
             f"parallel.sync: found {sync!r} with a plan, but the workers of a stage sum the gradients of an "

@@ -8,8 +8,9 @@ Trials join and leave between two steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, JobError
+from plait.data.loader import Batch
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import FusionReport
 from plait.launch.worker_process import Worker
-from plait.pipeline.cutting.cut import StageModule, cut
+from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
+from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
 from plait.pipeline.gradient_sync import find_holders
 from plait.pipeline.microbatches import Microbatch
@@ -64,6 +67,8 @@ class ArrayStages(TrialStages):
         self.layout, self._traced = stages.layout, stages.traced
         self._settings, self.components = entries[0].settings, entries[0].components
         self._aliases = tied_aliases(self.components.model)
+        # The batches of the trials in the current step; only workers of the first stage have their contents.
+        self.batches: Sequence[Batch] = ()
         self._rounds: Sequence[Round] = ()
 
     def open(self) -> Pipeline:
@@ -82,7 +87,7 @@ class ArrayStages(TrialStages):
             batches = next_batches([trial.stream for trial in trials if trial.stream is not None])
             if not batches:
                 return
-            # Only workers of the first stage have more than the sizes of the batches.
+            self.batches = batches
             self._rounds = rounds_of(batches, self.layout.microbatches)
             epoch = batches[0].epoch
             rows = [tuple(n if w else 0 for (_, n), w in zip(*each)) for each in self._rounds]
@@ -136,6 +141,8 @@ class FusedStages(ArrayStages):
         # The workers of a stage draw from one stream, each the numbers of its microbatches.
         self.components = FusedComponents(staged, verdict=kept, is_shared=is_shared)
         self._step = StepOfStages(self.components.fused)
+        self.verdict = verdict or FusionReport()
+        self.unlike_buffers = written_buffers_of_replicas(traced, layout)
 
     def _is_first_holder(self, name: str) -> bool:
         """Whether this worker is the first of those that hold a tensor, by its first name."""
@@ -175,6 +182,8 @@ class FusedStages(ArrayStages):
             stacked_inputs,
             components.trials,
             lambda microbatch: self._step.begin(microbatch * layout.pipelines + own),
+            lambda: Draws(self._step, components.fused.draws),
+            lambda packed: Draws.unpacked(self._step, packed),
         )
         parts = PipelineParts(
             self._loss,
@@ -190,7 +199,17 @@ class FusedStages(ArrayStages):
         pipeline = Pipeline(self._workers.rank, layout, self._traced, links.channels, parts)
         counted = [p for name, p in pipeline.parameters.items() if self._is_first_holder(name)]
         components.optimizer.counted, components.optimizer.sum_squares = counted, self._sum_squares
+        pipeline.carries_random_state = self.draws_as_whole
         return pipeline
+
+    @cached_property
+    def draws_as_whole(self) -> bool:
+        """Whether trials draw the random numbers of the whole model: each stage receives from the one before.
+
+        Where one does not, it draws others.
+        """
+        routes = {(route.source, route.target) for route in find_routes(self._traced, self.layout.stages)}
+        return all((stage - 1, stage) in routes for stage in range(1, len(self.layout.stages)))
 
     def _sum_squares(self, squares: Tensor) -> Tensor:
         """The sums over all stages, in which each parameter counts once."""
@@ -224,7 +243,7 @@ class FusedStages(ArrayStages):
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         """The loss of each trial, times the microbatch's share of its batch."""
-        with self._step.padded():
+        with self._step.in_loss():
             losses = self.components.losses_of(output, target, self._step.counts)
         return self.components.weighted(losses, self._step.weights)
 
@@ -254,22 +273,41 @@ class FusedStages(ArrayStages):
         self.components.change(leaving, [self._stages_of(entry) for entry in entering])
 
 
-# Draws of a trial's random numbers that each stage may make in a forward; a stage begins where the one before
-# it ends at the latest.
+# The draws of a forward that stages begin apart, where they do not know what those before have drawn.
 DRAWS_OF_STAGE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How many random numbers the trials have drawn in a forward, up to the end of a stage."""
+
+    step: StepOfStages
+    counts: int | tuple[int, ...]
+
+    def packed(self) -> Tensor:
+        return torch.tensor(self.counts).view(-1)
+
+    @staticmethod
+    def unpacked(step: StepOfStages, packed: Tensor) -> Draws:
+        counts = packed.tolist()
+        return Draws(step, counts[0] if len(counts) == 1 else tuple(counts))
+
+    def restore(self) -> None:
+        self.step.draws = self.counts
 
 
 class StepOfStages:
     """A step of fused trials on a worker: how many rows each trial has in the current microbatch.
 
-    The random numbers of a microbatch depend on its index in the step and on the stage, not on which worker
-    computes it.
+    The random numbers of a microbatch depend on its index in the step and on the `draws` of the stages before
+    (None: not known, or none), not on which worker computes it.
     """
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = fused
         self._rounds: Sequence[Round] = ()
         self._index = 0
+        self.draws: int | tuple[int, ...] | None = None
         # The forwards of each trial before the step, and in it.
         self._ages = self._forwards = fused.ages
 
@@ -283,7 +321,7 @@ class StepOfStages:
 
     def begin(self, index: int) -> None:
         """Expect the microbatch `index` of the step."""
-        self._index = index
+        self._index, self.draws = index, None
 
     @property
     def counts(self) -> list[int]:
@@ -299,18 +337,32 @@ class StepOfStages:
         """A context in which padded rows are excluded from losses and norms."""
         return self._fused.padded(self.counts) if len(set(self.counts)) > 1 else nullcontext()
 
+    @contextmanager
+    def _forward_of_microbatch(self, after: int = 0) -> Iterator[None]:
+        """A context in which trials are at the forward of the current microbatch, or `after` it."""
+        fused, ages = self._fused, self._fused.ages.clone()
+        fused.ages.copy_(self._ages + self._forwards.clamp(max=self._index) + after)
+        with self.padded():
+            yield
+        fused.ages.copy_(ages)
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """A context for the losses of the current microbatch, with the random numbers of the whole model."""
+        self._fused.draws_before = 0
+        with self._forward_of_microbatch(after=1):
+            yield
+
     def train(self, stage: int, inputs: Sequence[Tensor]) -> Any:
         """The output values of a stage for the current microbatch."""
-        fused, ages = self._fused, self._fused.ages.clone()
-        fused.ages.copy_(self._ages + self._forwards.clamp(max=self._index))
+        fused = self._fused
         without = [slot for slot, weight in enumerate(self.weights) if weight == 0.0]
-        if without:
-            fused.freeze(without)
-        with self.padded():
+        with self._forward_of_microbatch():
+            if without:
+                fused.freeze(without)
             outputs = self._run(stage, inputs, training=True)
-        if without:
-            fused.freeze([])
-        fused.ages.copy_(ages)
+            if without:
+                fused.freeze([])
         return outputs
 
     def evaluate(self, stage: int, inputs: Sequence[Tensor]) -> Any:
@@ -321,7 +373,7 @@ class StepOfStages:
         fused = self._fused
         # The modules of a stage are in its mode.
         fused.training = fused.module.training = training
-        fused.draws_before = stage * DRAWS_OF_STAGE
+        fused.draws_before = stage * DRAWS_OF_STAGE if self.draws is None else self.draws
         return fused(stage, *inputs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from plait.data.loader import Batch
 from plait.fusion.verify.plain_run import drawing_as
 from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.training.checkpoint import EngineState
+from plait.training.components import TrialInit
 from plait.training.engines.train_step import step_alone
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.training.worker_group import WorkerGroup
@@ -38,44 +39,59 @@ def most_at_once(array: FusedComponents) -> int:
 
 
 class AuditedTrial:
-    """A copy of a trial of an array before a step, which repeats the step without the array.
+    """A copy of a trial before a step, which repeats the step without the array.
 
-    The workers of `group` do so together, if their gradients are summed in the step.
+    `entry` takes the step, and draws the numbers of `stream`: the seed, the forwards before, and which
+    modules run trial by trial. The workers of `group` do so together, if their gradients are summed in the
+    step. `unlike` names tensors that are not compared.
     """
 
     def __init__(
-        self, array: FusedComponents, slot: int, batch: Batch, factor: float, group: WorkerGroup
+        self,
+        entry: TrialInit,
+        stream: tuple[int, int, Mapping[str, str]],
+        batch: Batch,
+        factor: float,
+        group: WorkerGroup,
+        unlike: Collection[str] = (),
     ) -> None:
         started = time.perf_counter()
-        self._array, self._slot, self._factor, self._group = array, slot, factor, group
+        self._entry, self._stream, self._factor, self._group = entry, stream, factor, group
+        self._unlike = unlike
         # Whether forward depends on Python attributes, whose values are unknown after the first step.
         self.uses_python_state = False
         # A forward may write into what it is given.
         content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
         self._batch = replace(batch, content=content)
-        with unchanged_random_numbers():
-            self._entry = rebuild_trial(array, slot)
-        components = self._entry.components
+        components = entry.components
         self._before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
         self._optimizer = copy.deepcopy(components.optimizer.state_dict())
         self._scaler = copy.deepcopy(components.scaler.state_dict())
-        fused = array.fused
-        # What its random numbers follow, before the step.
-        self._stream = int(fused.seeds[slot]), int(fused.ages[slot]), dict(fused.unfused)
         self._python = state_of(components.model)
         self.seconds = time.perf_counter() - started
+
+    @staticmethod
+    def of_array(
+        array: FusedComponents, slot: int, batch: Batch, factor: float, group: WorkerGroup
+    ) -> AuditedTrial:
+        """That of the trial in `slot` of an array of whole models."""
+        fused = array.fused
+        with unchanged_random_numbers():
+            entry = rebuild_trial(array, slot)
+        stream = int(fused.seeds[slot]), int(fused.ages[slot]), dict(fused.unfused)
+        return AuditedTrial(entry, stream, batch, factor, group)
 
     def _tensors(self) -> Mapping[str, Tensor]:
         model = self._entry.components.model
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def compare(self, loss: Tensor) -> tuple[float, list[Difference]]:
+    def compare(self, loss: Tensor, state: EngineState) -> tuple[float, list[Difference]]:
         """The largest difference of the step that the array took, and those beyond rounding.
 
-        They mean nothing where it `uses_python_state`.
+        `state` is the trial's after it. They mean nothing where it `uses_python_state`.
         """
         started = time.perf_counter()
-        observed = self._observed(loss, self._array.state(self._slot))
+        observed = self._observed(loss, state)
         with unchanged_random_numbers(), unchanged_state({"": self._entry.components.model}):
             expected = self._take()
             differences = list(find_differences(expected, observed, Noise({})))
@@ -119,7 +135,11 @@ class AuditedTrial:
     def _observed(self, loss: Tensor, state: EngineState) -> Observation:
         # A model may compute its loss in a coarser type than its weights have.
         tensors: dict[str, Tensor | None] = {"the loss": loss.detach().to("cpu", torch.float32)}
-        tensors |= {f"the parameter or buffer {name}": t.detach().clone() for name, t in state.model.items()}
+        device = self._entry.components.device
+        model = {name: t for name, t in state.model.items() if name not in self._unlike}
+        tensors |= {
+            f"the parameter or buffer {n}": t.detach().to(device, copy=True) for n, t in model.items()
+        }
         return tensors | {
-            f"the optimizer's {name}": t.detach().clone() for name, t in state.optimizer.items()
+            f"the optimizer's {name}": t.detach().to(device, copy=True) for name, t in state.optimizer.items()
         }

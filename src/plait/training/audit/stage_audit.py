@@ -184,9 +184,9 @@ class AuditedStages:
 
     # After the step.
 
-    def end(self, loss: float) -> None:
-        """Take the step again and compare; `loss` is the step's. All workers call it together."""
-        started, record = time.perf_counter(), self._record
+    def end(self, losses: Tensor) -> None:
+        """Take the step again and compare; `losses` has the step's. All workers call it together."""
+        started, record, loss = time.perf_counter(), self._record, float(losses[0])
         self._pipeline.on_content, self._pipeline.carries_random_state = None, False
         self._twin.close()
         largest, differences = 0.0, list[Difference]()

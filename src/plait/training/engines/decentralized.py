@@ -91,6 +91,9 @@ class DecentralizedEngine:
     next; else that are the `components`.
     """
 
+    # No worker has a step that it could take again.
+    in_progress: tuple[Sequence[Batch], Sequence[float]] = ((), ())
+
     def __init__(
         self,
         worker: Worker,

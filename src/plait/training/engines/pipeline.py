@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyCha
 from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
 from plait.data.batches import seed_all
+from plait.data.loader import Batch
 from plait.data.sampler import Position, mix
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
@@ -28,12 +29,11 @@ from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
-from plait.training.audit.stage_audit import AuditedStages
 from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.engines.train_step import requests_of
+from plait.training.engines.train_step import AnyComponents, requests_of
 from plait.training.evaluate import evaluated_weights, in_order, means
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.stages.step_reduce import DeferredStepReduce
@@ -44,8 +44,17 @@ from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
 # Called for each step once its losses are known: its number in the interval, the trials' losses, its batch,
 # and when this worker finished it.
 OnStageStep = Callable[[int, Tensor, StepBatch, float], None]
+
+
+class StageAudit(Protocol):
+    """Repeats a step of trials in stages, and compares; all workers create it before the step."""
+
+    def end(self, losses: Tensor) -> None:
+        """Compare, after the step, whose losses are those of the trials; all workers call it together."""
+
+
 # Called before an interval: the most steps that it may have, and the audit if its only step is audited.
-BeginAudit = Callable[[Pipeline], tuple[int, AuditedStages | None]]
+BeginAudit = Callable[[Pipeline], tuple[int, StageAudit | None]]
 
 
 class PipelineEngine:
@@ -56,6 +65,9 @@ class PipelineEngine:
     limits the steps of an interval and audits an interval of one step; the monitor of `make_monitor` measures
     steps. The engine can be closed and opened again, among other workers or under another plan.
     """
+
+    # No worker has a step that it could take again.
+    in_progress: tuple[Sequence[Batch], Sequence[float]] = ((), ())
 
     def __init__(
         self,
@@ -82,15 +94,20 @@ class PipelineEngine:
         self._group = group or ALONE
         self._pipeline: Pipeline | None = None
         self._monitor: StageMonitor | None = None
-        # In the current interval: the steps that were begun, how many are done, and the last known loss.
+        # In the current interval: the steps that were begun, how many are done, and the last known losses.
         self._begun: list[StepBatch] = []
         self.done = 0
-        self._last_loss = 0.0
+        self._last_losses = torch.zeros(0)
 
     @property
     def settings(self) -> TrainSettings:
         """The settings of the first trial, for what all trials have in common."""
         return self.trials[0].settings
+
+    @property
+    def components(self) -> AnyComponents:
+        """Those of the trials, in this worker's stages."""
+        return self.stages.components
 
     @property
     def is_in_step(self) -> bool:
@@ -130,9 +147,9 @@ class PipelineEngine:
         last = min(steps, len(self._begun))
         return self._begun[last - 1].after if last else tuple(trial.position for trial in self.trials)
 
-    def _end_audit(self, audited: AuditedStages) -> None:
+    def _end_audit(self, audited: StageAudit) -> None:
         try:
-            audited.end(self._last_loss)
+            audited.end(self._last_losses)
         except RuntimeError as failure:
             # If a worker was lost, the next step reports it.
             if loss_of(self._worker, failure) is None:
@@ -231,10 +248,10 @@ class PipelineEngine:
         """Record a step of the interval when its losses are known."""
         number = step - self.trials[0].step
         batch = self._begun[number]
-        self._last_loss = float(losses[0])
+        self._last_losses = losses
         self._on_step(number + 1, losses, batch, ended)
         if self._monitor is not None:
-            self._monitor.arrive(step, self._last_loss, batch.samples, sums)
+            self._monitor.arrive(step, float(losses[0]), batch.samples, sums)
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, sent through the pipeline."""
