@@ -41,7 +41,7 @@ STEPS = 9
 MICROBATCHES = 3
 COMMON: dict[str, Any] = {
     "steps": STEPS,
-    "data": DataSettings("digits", 60),
+    "data": DataSettings("support.training:digits", 60),
     "evaluate": EvaluateSettings(every_steps=4),
     "verify": UNVERIFIED,
 }

@@ -78,11 +78,11 @@ def with_graph(settings: TrainSettings) -> TrainSettings:
 
 
 # The layers of each model that was traced: tracing takes a while, and most jobs here have the same model.
-_LAYERS: dict[str, list[str]] = {}
+LAYERS: dict[str, list[str]] = {}
 
 
 def _layers(settings: TrainSettings) -> list[str]:
     key = repr((settings.model, settings.data, settings.precision, settings.seed))
-    if key not in _LAYERS:
-        _LAYERS[key] = [layer.id for layer in trace_job(settings).layers]
-    return _LAYERS[key]
+    if key not in LAYERS:
+        LAYERS[key] = [layer.id for layer in trace_job(settings).layers]
+    return LAYERS[key]

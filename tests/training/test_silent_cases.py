@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import traceback
@@ -18,6 +19,7 @@ from plait.launch.run_dir import RunDir
 from plait.measure.job import trace_job
 from plait.schema.settings import SyncSettings
 from plait.training.audit.record import DifferenceError
+from support import plans
 from support.silent_cases import (
     CASES,
     EVALUATE_EVERY,
@@ -102,8 +104,11 @@ def alone(case: SilentCase, folder: Path) -> None:
         train_here(settings(case, "one"), folder)
 
 
-def outcomes(rank: int, mode: str, names: list[str], folder: Path) -> dict[str, str]:
+def outcomes(
+    rank: int, mode: str, names: list[str], folder: Path, layers: dict[str, list[str]]
+) -> dict[str, str]:
     """What becomes of each case: `right`, or the words that refuse it or, on the first rank, warn of it."""
+    plans.LAYERS.update(layers)
     found, warnings = {}, list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -142,7 +147,10 @@ def test_ordinary_code_is_trained_as_a_plain_loop_does_or_refused_in_words(
         names = [name for name in names if name not in REFUSED]
     names = names[share :: SHARES.get(mode, 1)]
     expected = {name: REFUSED.get(f"{name} | {mode}", REFUSED.get(name, "right")) for name in names}
-    ranks = run_ranks(WORKERS[mode], outcomes, mode, names, tmp_path, deadline_s=100)
+    for name in names:
+        with contextlib.suppress(Exception):  # which the ranks tell of
+            settings(CASES[name], mode)  # traces the model, once for all ranks and modes
+    ranks = run_ranks(WORKERS[mode], outcomes, mode, names, tmp_path, plans.LAYERS, deadline_s=100)
     wrong = {
         name: found[name]
         for rank, found in enumerate(ranks)
