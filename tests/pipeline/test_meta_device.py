@@ -21,7 +21,7 @@ from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSe
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
-from support.plans import in_stages, planned, straight_layout
+from support.plans import in_stages, planned, straight_layout, unverified_plan
 from support.training import digits_job, largest_difference, saved_weights, train_rank
 from support.world import run_ranks
 
@@ -104,7 +104,7 @@ def each_way(rank: int, settings: TrainSettings, folder: Path) -> None:
 
 @pytest.mark.parametrize("replicas", [pytest.param((1, 1), marks=pytest.mark.extended), (2, 1)])
 def test_a_run_in_pieces_is_that_of_whole_models_and_resumes_to_it(replicas: tuple[int, ...], tmp_path: Path):
-    settings = planned(
+    settings = unverified_plan(
         replicas,
         Schedule.FLUSH,
         model=ModelSettings("support.pieces:Mixed"),

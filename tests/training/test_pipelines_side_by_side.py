@@ -124,7 +124,10 @@ def lose_a_worker(
         return str(failure)
 
 
-@pytest.mark.parametrize(("victim", "sync", "hosts"), [(0, "partial-reduce", "aaaa"), (3, "ad-psgd", "aabb")])
+@pytest.mark.parametrize(
+    ("victim", "sync", "hosts"),
+    [(0, "partial-reduce", "aabb"), pytest.param(3, "ad-psgd", "aabb", marks=pytest.mark.extended)],
+)
 def test_a_pipeline_that_loses_a_worker_ends_and_the_other_goes_on(
     victim: int, sync: str, hosts: str, tmp_path: Path
 ):

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from plait.core.errors import InputError
 from plait.launch.run_dir import RunDir
-from plait.measure.job import trace_job
 from plait.schema.settings import SyncSettings
 from plait.training.audit.record import DifferenceError
 from support import plans
@@ -80,8 +79,8 @@ REFUSED |= {
 def first_stage(case: SilentCase, folder: Path) -> set[str]:
     """The parameters of the first of two stages, as the run has cut them."""
     stages = json.loads(RunDir(folder).verified.read_text())["stages"]
-    layers = trace_job(settings(case, "one")).select(stages[0])
-    return {name for layer in layers for name in layer.parameters}
+    layers = plans.layers_of(settings(case, "one"))
+    return {name for layer in stages[0] for name in layers[layer]}
 
 
 def judge(case: SilentCase, mode: str, folder: Path) -> str:
@@ -105,7 +104,7 @@ def alone(case: SilentCase, folder: Path) -> None:
 
 
 def outcomes(
-    rank: int, mode: str, names: list[str], folder: Path, layers: dict[str, list[str]]
+    rank: int, mode: str, names: list[str], folder: Path, layers: dict[str, dict[str, tuple[str, ...]]]
 ) -> dict[str, str]:
     """What becomes of each case: `right`, or the words that refuse it or, on the first rank, warn of it."""
     plans.LAYERS.update(layers)
