@@ -18,7 +18,9 @@ from support.schedule import in_order, is_slow
 
 # The same examples on every machine; PLAIT_EXPLORE=1 looks for new ones.
 explores = bool(os.environ.get("PLAIT_EXPLORE"))
-settings.register_profile("plait", deadline=None, print_blob=True, derandomize=not explores)
+settings.register_profile(
+    "plait", deadline=None, print_blob=True, derandomize=not explores, max_examples=100 if explores else 40
+)
 settings.load_profile("plait")
 
 # Worlds have one thread a rank; so has the process that compares them.

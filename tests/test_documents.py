@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
+import os
 import re
 import subprocess
 import sys
+import traceback
 import typing
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from plait.core import run_events
 from plait.core.events import Event
@@ -19,6 +23,7 @@ from plait.core.yaml_text import load_yaml
 from plait.schema.aliases import KEY_ALIASES
 from plait.schema.job import Job, make_job, parse
 from plait.schema.limits import MapContent
+from support.world import run_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -62,21 +67,26 @@ epochs: 4
 
 
 PAGES = ["README.md", "docs/adapt.md", "docs/audit.md", "docs/jobs.md", "docs/sweep.md"]
-# Prints, for each page, what its snippets printed and the traceback of the first that failed.
-RUN_SNIPPETS = """
-import contextlib, io, json, sys, traceback
-found = {}
-for page, snippets in json.load(sys.stdin).items():
-    printed, failure = io.StringIO(), None
-    try:
-        with contextlib.redirect_stdout(printed):
-            for code in snippets:
-                exec(code, {})
-    except BaseException:
-        failure = traceback.format_exc()
-    found[page] = {"printed": printed.getvalue(), "failure": failure}
-print(json.dumps(found))
-"""
+
+
+def run_snippets(
+    rank: int, pages: dict[str, list[str]], folder: Path, environment: dict[str, str]
+) -> dict[str, Any]:
+    """For each page, what its snippets printed and the traceback of the first that failed."""
+    dist.destroy_process_group()  # of the world that this process is forked for
+    os.environ.update(environment)
+    os.chdir(folder)
+    found = {}
+    for page, snippets in pages.items():
+        printed, failure = io.StringIO(), None
+        try:
+            with contextlib.redirect_stdout(printed):
+                for code in snippets:
+                    exec(code, {})
+        except BaseException:
+            failure = traceback.format_exc()
+        found[page] = {"printed": printed.getvalue(), "failure": failure}
+    return found
 
 
 def snippets_of(page: str) -> list[str]:
@@ -85,7 +95,7 @@ def snippets_of(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the snippets of all pages came to, in one process, which imports torch once.
+    """What the snippets of all pages came to, in one process that has imported torch.
 
     Each is run by itself, with small jobs in the files that it names.
     """
@@ -93,16 +103,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "examples").mkdir()
     for name in ("job.yaml", "examples/digits.yaml"):
         (folder / name).write_text(TINY)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_SNIPPETS],
-        cwd=folder,
-        input=json.dumps({page: snippets_of(page) for page in PAGES}),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    pages = {page: snippets_of(page) for page in PAGES}
+    (found,) = run_ranks(1, run_snippets, pages, folder, dict(os.environ), deadline_s=280.0)
     return found
 
 

@@ -47,7 +47,7 @@ TABLE = PolicySettings("steps", {"changes": {5: {"batch_size": 42, "lr_factor": 
 COMMON: dict[str, Any] = {
     "steps": STEPS,
     "adapt": (TABLE,),
-    "data": DataSettings("digits", 60),
+    "data": DataSettings("support.training:digits", 60),
     "evaluate": EvaluateSettings(every_steps=4),
     "verify": UNVERIFIED,
 }

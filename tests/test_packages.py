@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -45,9 +46,15 @@ def package_of(module: str) -> str | None:
     return parts[1] if parts[0] == "plait" and len(parts) > 1 else None
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """The nodes of a module, which several tests look at."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imported_modules(path: Path) -> list[str]:
     modules: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -151,7 +158,9 @@ def test_no_package_hides_a_name_that_plait_offers():
 def test_no_two_classes_have_one_name():
     homes = defaultdict(list)
     for name, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+        (module, *_) = nodes_of(path)
+        assert isinstance(module, ast.Module)
+        for node in module.body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(name)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
@@ -202,7 +211,7 @@ def while_loops(condition: str) -> list[str]:
     """Where a `while` goes by a call of a method of that name."""
     found = []
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.While):
                 calls = [each for each in ast.walk(node.test) if isinstance(each, ast.Call)]
                 names = [each.func.attr for each in calls if isinstance(each.func, ast.Attribute)]

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("plain", "kill-server"),
+        # The server takes workers along in launch/test_launch_faults.py; killed runs go on in test_runs.py.
+        pytest.param("plain", "kill-server", marks=pytest.mark.extended),
         # A stopped worker is left out in launch/test_launch_faults.py; a sweep with one ends in test_runs.py.
         pytest.param("partial-loaders", "stop-worker", marks=pytest.mark.extended),
     ],

@@ -114,18 +114,18 @@ def vectors(options):
 @settings(max_examples=2)
 @given(draw=st.data())
 @pytest.mark.parametrize("kind", KINDS)
-def test_fifty_steps_equal_those_of_torchs_optimizer(kind, draw):
+def test_twenty_steps_equal_those_of_torchs_optimizer(kind, draw):
     options = draw.draw(st.lists(OPTIONS[kind], min_size=TRIALS, max_size=TRIALS))
     common = draw.draw(COMMON[kind])
     clips = draw.draw(st.lists(st.floats(0.05, 5), min_size=TRIALS, max_size=TRIALS))
     models = make_models(small)
     fused = fuse(models)
     train_fused(
-        fused, FusedOptimizer(fused, kind, clip_norm=clips, **vectors(options), **common), batches(50)
+        fused, FusedOptimizer(fused, kind, clip_norm=clips, **vectors(options), **common), batches(20)
     )
     for number, model in enumerate(models):
         lone = KINDS[kind](model.parameters(), **options[number], **common)
-        train_alone(model, lone, batches(50), number, clips[number])
+        train_alone(model, lone, batches(20), number, clips[number])
         assert_same_state(fused.trial(number), model)
 
 

@@ -25,7 +25,8 @@ from support.stages import cut_all
 from support.traced_models import MODELS, Branches, as_double, make, staged_step, whole_step
 
 
-@pytest.mark.parametrize("count", [3, 1000])
+# A stage for each layer, 1000 at most. In three stages they run in pipeline/test_to_code.py.
+@pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.extended), 1000])
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_chained_compute_what_the_model_computes_for_another_batch_size(name: str, count: int) -> None:
     model, example = make(name, batch=4)

@@ -55,7 +55,7 @@ def in_stages(
     settings: TrainSettings, layout: Layout, schedule: Schedule, microbatches: int, **options: Any
 ) -> TrainSettings:
     """`settings` with a plan that cuts its layers evenly over the stages of `layout`."""
-    ids = _layers(settings)
+    ids = list(layers_of(settings))
     places = [len(ids) * i // len(layout.stages) for i in range(len(layout.stages) + 1)]
     stages = []
     for a, b, devices in zip(places, places[1:], layout.stages, strict=False):
@@ -71,18 +71,19 @@ def in_stages(
 def with_graph(settings: TrainSettings) -> TrainSettings:
     """The settings of a pipeline with what its layers cost, all the same: another plan may be made of it."""
     assert settings.pipeline is not None
-    ids = _layers(settings)
+    ids = list(layers_of(settings))
     nodes = tuple(Node(each, "", 1e-3, 2e-3, 1e3, 1e3) for each in ids)
     graph = Graph(nodes, tuple(Edge(a, b, 1e3) for a, b in itertools.pairwise(ids)))
     return replace(settings, pipeline=replace(settings.pipeline, graph=graph))
 
 
 # The layers of each model that was traced: tracing takes a while, and most jobs here have the same model.
-_LAYERS: dict[str, list[str]] = {}
+LAYERS: dict[str, dict[str, tuple[str, ...]]] = {}
 
 
-def _layers(settings: TrainSettings) -> list[str]:
+def layers_of(settings: TrainSettings) -> dict[str, tuple[str, ...]]:
+    """The layers of the job's model in order, with their parameters."""
     key = repr((settings.model, settings.data, settings.precision, settings.seed))
-    if key not in _LAYERS:
-        _LAYERS[key] = [layer.id for layer in trace_job(settings).layers]
-    return _LAYERS[key]
+    if key not in LAYERS:
+        LAYERS[key] = {layer.id: tuple(layer.parameters) for layer in trace_job(settings).layers}
+    return LAYERS[key]

@@ -2,5 +2,5 @@
 
 from support.pipelines import Case, build, traced_model
 
-for name in ("cnn", "lstm", "transformer"):
+for name in ("cnn", "lstm", "transformer", "masked"):
     traced_model(Case(name, ()), build(Case(name, ())))

@@ -107,8 +107,9 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
     return [result, alone]
 
 
-# "an empty share" and "unlike seeds" have the same local SGD, "trials that join" the same outer optimizer.
-FURTHER = dict.fromkeys(("local SGD", "DiLoCo"), pytest.mark.extended)
+# "an empty share" and "unlike seeds" have the same local SGD, "trials that join" the same outer optimizer;
+# layers that some trials do not use are in test_sweep_replicas.py, too.
+FURTHER = dict.fromkeys(("local SGD", "DiLoCo", "unused layers"), pytest.mark.extended)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])

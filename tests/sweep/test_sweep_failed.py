@@ -76,7 +76,7 @@ def test_a_trial_that_fails_is_told_of_and_the_others_go_on_fused(name: str, ver
     assert table[0]["why"] == ""
 
 
-@pytest.mark.parametrize("width", [None, 1, 2])
+@pytest.mark.parametrize("width", [None, pytest.param(1, marks=pytest.mark.extended), 2])
 def test_a_first_trial_that_fails_costs_the_others_nothing(width: int | None, tmp_path: Path):
     settings = sweep_of("model_args.scale=2.0,0.5,1.0", job=job("FailsWhenMade"), width=width)
     found = sweep_here(settings, tmp_path / "sweep")

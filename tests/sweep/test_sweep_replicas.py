@@ -106,8 +106,8 @@ def check_equal(settings: SweepSettings, found: dict[str, Any], folder: Path, ow
         assert largest_difference(best_weights(folder), weights) < 1e-10
 
 
-# Like halving, asha leaves trials behind.
-FURTHER = {"asha": pytest.mark.extended}
+# Like halving, asha leaves trials behind; pbt is in test_sweep_stages.py.
+FURTHER = dict.fromkeys(("asha", "pbt"), pytest.mark.extended)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])

@@ -273,7 +273,8 @@ class Moment:
         return self._appeared is not None and time.monotonic() - self._appeared >= self._delay_s
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+# Two workers are killed with their supervisor in faults/test_elastic.py.
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_killed_at_random_points_and_resumed_a_run_ends_with_the_same_bits(workers: int, tmp_path: Path):
     whole = run_ranks(workers, train_rank, JOB, tmp_path / "whole")
     luck = random.Random(11 * workers)

@@ -26,6 +26,8 @@ SYNCS: list[tuple[str, dict[str, Any]]] = [
     ("hetpipe", {"servers": 2}),
 ]
 NAMES = [f"{kind}-{options['outer']}" if "outer" in options else kind for kind, options in SYNCS]
+# AD-PSGD averages in pairs at their own pace, too; local SGD with an outer optimizer is local SGD and more.
+MARKS = [pytest.mark.extended if name in ("pair-averaging", "local-sgd") else () for name in NAMES]
 
 
 def recorded(folder: Path, kind: type[Any]) -> list[Any]:
@@ -33,7 +35,9 @@ def recorded(folder: Path, kind: type[Any]) -> list[Any]:
     return [line.event for file in files for line in events.read(file) if isinstance(line.event, kind)]
 
 
-@pytest.mark.parametrize(("sync", "options"), SYNCS, ids=NAMES)
+@pytest.mark.parametrize(
+    ("sync", "options"), [pytest.param(*each, marks=marks) for each, marks in zip(SYNCS, MARKS)], ids=NAMES
+)
 def test_workers_join_and_leave_and_every_sample_is_used_once(
     sync: str, options: dict[str, Any], tmp_path: Path
 ):
@@ -64,7 +68,9 @@ def test_workers_that_join_a_run_take_over_the_sync_that_its_first_workers_chose
 
 
 @pytest.mark.parametrize(
-    ("victim", "sync", "options"), [(i % 3, *each) for i, each in enumerate(SYNCS)], ids=NAMES
+    ("victim", "sync", "options"),
+    [pytest.param(i % 3, *each, marks=marks) for i, (each, marks) in enumerate(zip(SYNCS, MARKS))],
+    ids=NAMES,
 )
 def test_where_a_worker_dies_the_rest_finishes_the_run_with_equal_weights(
     victim: int, sync: str, options: dict[str, Any], tmp_path: Path

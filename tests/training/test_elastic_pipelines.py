@@ -92,7 +92,7 @@ def test_without_a_worker_that_is_lost_a_pipeline_goes_on_from_its_last_checkpoi
     assert (change.step, change.members, change.lost) == (8, (0, 2), (1,))
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [0, pytest.param(3, marks=pytest.mark.extended)])
 def test_where_replicas_are_left_a_pipeline_goes_on_from_its_last_step(victim: int, tmp_path: Path):
     model = ModelSettings("support.elastic:MortalLayers", {"dies_at": 23, "norm": False})
     settings = with_graph(planned((2, 2), Schedule.FLUSH, steps=16, model=model, verify=UNVERIFIED))

@@ -12,6 +12,7 @@ from plait.core.errors import InputError, JobError
 from plait.launch.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
+    DataSettings,
     EarlyStopSettings,
     EvaluateSettings,
     OptimizerSettings,
@@ -39,7 +40,7 @@ OWN = "test_metric_mode:error_rate"
 
 def job(mode: Any, **changes: Any) -> TrainSettings:
     evaluate = EvaluateSettings(every_steps=5, metric=OWN, mode=mode)
-    return digits_job(steps=20, evaluate=evaluate, **changes)
+    return digits_job(steps=20, data=DataSettings("digits", 64), evaluate=evaluate, **changes)
 
 
 def test_an_error_that_falls_is_kept_as_the_best_and_stops_no_run(tmp_path: Path):

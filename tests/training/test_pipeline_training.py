@@ -24,6 +24,7 @@ from plait.planner.schedules.operations import Update
 from plait.planner.schedules.orders import operations
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import (
+    UNVERIFIED,
     CheckpointSettings,
     DataSettings,
     ModelSettings,
@@ -168,7 +169,7 @@ def test_an_asynchronous_run_that_is_killed_resumes_to_the_bits_of_one_that_was_
 def test_an_asynchronous_run_whose_workers_hold_several_stages_stops_when_asked_and_goes_on(
     tmp_path: Path,
 ) -> None:
-    settings = placed(Layout(((0,), (1,), (0,))), Schedule.STASH)
+    settings = placed(Layout(((0,), (1,), (0,))), Schedule.STASH, verify=UNVERIFIED)
     stop = tmp_path / "stop"
     stop.touch()
     stopped = run_ranks(2, train_rank, settings, tmp_path / "run", stop_file=stop)[0][0]
@@ -224,7 +225,7 @@ def test_a_stop_is_obeyed_however_short_the_intervals_are(tmp_path: Path, schedu
 
 def test_workers_of_other_hosts_that_meet_in_an_evaluation_only_end_cleanly(tmp_path: Path) -> None:
     """Resuming a finished run evaluates and ends: no gradient ever comes back."""
-    settings = unverified_plan((1, 1), Schedule.FLUSH)
+    settings = unverified_plan((1, 1), Schedule.FLUSH, steps=3)
     first = run_ranks(2, train_rank, settings, tmp_path / "run", hosts=["a", "b"])[0][0]
     again = run_ranks(2, train_rank, settings, tmp_path / "run", True, hosts=["a", "b"])[0][0]
     assert again.test == pytest.approx(first.test)
@@ -238,11 +239,11 @@ def test_a_pipeline_on_hosts_without_a_shared_disk_goes_on_from_the_first_hosts_
     tmp_path: Path,
 ) -> None:
     """Only the first host has the checkpoint; the others receive its state."""
-    first = unverified_plan((1, 1), Schedule.FLUSH, steps=9)
+    first = unverified_plan((1, 1), Schedule.FLUSH, steps=3)
     run_ranks(2, train_in_own_folder, first, tmp_path, False)
-    result = run_ranks(2, train_in_own_folder, replace(first, steps=20), tmp_path, True)[0]
-    assert (result.reason, result.step) == ("finished", 20)
-    _, expected = train_here(unverified_job(steps=20), tmp_path / "plain")
+    result = run_ranks(2, train_in_own_folder, replace(first, steps=6), tmp_path, True)[0]
+    assert (result.reason, result.step) == ("finished", 6)
+    _, expected = train_here(unverified_job(steps=6), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "host0"), expected) < 1e-10
 
 
@@ -356,9 +357,9 @@ def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
 
 @pytest.mark.parametrize("topology", ["ring", "auto"])
 def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: Path, topology: str) -> None:
-    settings = replace(unverified_plan((3, 1), Schedule.FLUSH), topology=TopologySpec(topology))
+    settings = replace(unverified_plan((3, 1), Schedule.FLUSH, steps=8), topology=TopologySpec(topology))
     run_ranks(4, train_rank, settings, tmp_path / "pipeline", hosts=["a", "a", "b", "b"])
-    _, weights = train_here(unverified_job(steps=20), tmp_path / "plain")
+    _, weights = train_here(unverified_job(steps=8), tmp_path / "plain")
     assert largest_difference(final_weights(tmp_path / "pipeline"), weights) < 1e-10
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import traceback
@@ -15,9 +16,9 @@ import torch.nn.functional as F
 
 from plait.core.errors import InputError
 from plait.launch.run_dir import RunDir
-from plait.measure.job import trace_job
 from plait.schema.settings import SyncSettings
 from plait.training.audit.record import DifferenceError
+from support import plans
 from support.silent_cases import (
     CASES,
     EVALUATE_EVERY,
@@ -78,8 +79,8 @@ REFUSED |= {
 def first_stage(case: SilentCase, folder: Path) -> set[str]:
     """The parameters of the first of two stages, as the run has cut them."""
     stages = json.loads(RunDir(folder).verified.read_text())["stages"]
-    layers = trace_job(settings(case, "one")).select(stages[0])
-    return {name for layer in layers for name in layer.parameters}
+    layers = plans.layers_of(settings(case, "one"))
+    return {name for layer in stages[0] for name in layers[layer]}
 
 
 def judge(case: SilentCase, mode: str, folder: Path) -> str:
@@ -102,8 +103,11 @@ def alone(case: SilentCase, folder: Path) -> None:
         train_here(settings(case, "one"), folder)
 
 
-def outcomes(rank: int, mode: str, names: list[str], folder: Path) -> dict[str, str]:
+def outcomes(
+    rank: int, mode: str, names: list[str], folder: Path, layers: dict[str, dict[str, tuple[str, ...]]]
+) -> dict[str, str]:
     """What becomes of each case: `right`, or the words that refuse it or, on the first rank, warn of it."""
+    plans.LAYERS.update(layers)
     found, warnings = {}, list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -142,7 +146,10 @@ def test_ordinary_code_is_trained_as_a_plain_loop_does_or_refused_in_words(
         names = [name for name in names if name not in REFUSED]
     names = names[share :: SHARES.get(mode, 1)]
     expected = {name: REFUSED.get(f"{name} | {mode}", REFUSED.get(name, "right")) for name in names}
-    ranks = run_ranks(WORKERS[mode], outcomes, mode, names, tmp_path, deadline_s=100)
+    for name in names:
+        with contextlib.suppress(Exception):  # which the ranks tell of
+            settings(CASES[name], mode)  # traces the model, once for all ranks and modes
+    ranks = run_ranks(WORKERS[mode], outcomes, mode, names, tmp_path, plans.LAYERS, deadline_s=100)
     wrong = {
         name: found[name]
         for rank, found in enumerate(ranks)

@@ -142,9 +142,10 @@ def test_options_that_the_scores_do_not_take_are_refused(tmp_path: Path) -> None
     ):
         with pytest.raises(InputError, match=message):
             measure_run(folder, options=options)
-    train_here(digits_job(steps=1), tmp_path / "digits")
+    other = digits_job(steps=1, data=DataSettings("digits", 64))
+    train_here(other, tmp_path / "digits")
     with pytest.raises(InputError, match="--score: this run has data.kind digits, which has no scores"):
-        measure_run(write_settings(tmp_path / "digits", digits_job(steps=1)), options=GREEDY)
+        measure_run(write_settings(tmp_path / "digits", other), options=GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -67,3 +67,5 @@ if _address and "-m" in _words:
     _at = _words.index("-m") + 1
     if _words[_at] in ("plait", "plait.launch.fork_server"):
         _end_with(_stand_in(_address, _words[_at], _words[_at + 1 :]))
+elif _address and _words and os.path.basename(_words[0]) == "plait":  # the command that people type
+    _end_with(_stand_in(_address, "plait", _words[1:]))
