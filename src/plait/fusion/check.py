@@ -55,8 +55,7 @@ def check_structure(models: Sequence[nn.Module]) -> None:
     for number, model in enumerate(models):
         if not isinstance(model, nn.Module):
             raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
-        _refuse_lazy(model, number)
-        _refuse_sparse(model, number)
+        _refuse_tensors(model, number)
         _refuse_hooks(model, number)
     first = models[0]
     for number, model in enumerate(models[1:], 1):
@@ -66,17 +65,13 @@ def check_structure(models: Sequence[nn.Module]) -> None:
         _same("tied weights", shared_names(first), shared_names(model), number)
 
 
-def _refuse_lazy(model: nn.Module, number: int) -> None:
+def _refuse_tensors(model: nn.Module, number: int) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise FusionError(
                 f"fuse: {name!r} of model {number} has no shape yet (torch.nn.Lazy...); run one batch "
                 f"through each model first, or give the layer its sizes"
             )
-
-
-def _refuse_sparse(model: nn.Module, number: int) -> None:
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout != torch.strided:
             raise FusionError(
                 f"fuse: {name!r} of model {number} is a {str(tensor.layout).removeprefix('torch.')} tensor, "

@@ -40,19 +40,7 @@ _VALUES = (
     "allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
 )
 # Those among them that return one value: allowed if all trials have the same.
-_SCALARS = frozenset(
-    (
-        "item",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "__contains__",
-    )
-)
+_SCALARS = "item __bool__ __int__ __float__ __index__ is_nonzero equal allclose __contains__"
 _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
     "is_contiguous storage_offset __len__ is_inference is_conj is_neg __hash__"
@@ -363,7 +351,7 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
         return pytree.tree_map(
             lambda x: wrap(x.unsqueeze(0), trials) if isinstance(x, Tensor) else x, outcome
         )
-    if name in _SCALARS:
+    if name in _SCALARS.split():
         answers = [
             function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
         ]

@@ -4,7 +4,7 @@ Importing this package fills the table in `plait.fusion.dispatch.registry`.
 """
 
 import plait.fusion.dispatch.call  # noqa: F401  (computes calls by the table)
-from plait.fusion.rules import (
+from plait.fusion.rules import (  # noqa: F401
     attention,
     convolution,
     dense,
@@ -18,18 +18,3 @@ from plait.fusion.rules import (
     reductions,
     shapes,
 )
-
-__all__ = [
-    "attention",
-    "convolution",
-    "dense",
-    "dropout",
-    "elementwise",
-    "hooks",
-    "losses",
-    "normalisation",
-    "pooling",
-    "recurrent",
-    "reductions",
-    "shapes",
-]

@@ -16,8 +16,8 @@ from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_norm import PendingNorm
-from plait.fusion.trials.padding import masked_norm, numbers
-from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.padding import masked_norm
+from plait.fusion.trials.per_trial import PerTrial, one_each
 from plait.fusion.trials.rows import require_rows_first
 
 
@@ -68,7 +68,10 @@ def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
         None if given[name] is None else unwrap(given[name], trials)
         for name in ("running_mean", "running_var", "weight", "bias")
     )
-    momentum, eps = (numbers(given[name], trials.count, inner.device) for name in ("momentum", "eps"))
+    momentum, eps = (
+        torch.tensor(one_each(name, given[name], trials.count), dtype=torch.float64, device=inner.device)
+        for name in ("momentum", "eps")
+    )
     return wrap(masked_norm(inner, trials.rows, mean, variance, weight, bias, momentum, eps), trials)
 
 

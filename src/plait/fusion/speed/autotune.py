@@ -78,7 +78,7 @@ def _measure(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> st
 def _fastest(ways: Mapping[str, Way], copies: list[Tensor | None]) -> str:
     """The name of the fastest way, or of the first that works if none is clearly faster.
 
-    A device that was idle runs faster from run to run, so each round times all ways in turn, until their
+    A device that was idle may run faster from run to run, so each round times all ways in turn, until their
     times no longer fall.
     """
     times = dict.fromkeys(ways, math.inf)

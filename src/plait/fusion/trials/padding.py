@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,9 +107,3 @@ def masked_norm(
     y = centred * (spread + eps.to(wide.dtype).unsqueeze(1)).rsqrt().view(shape)
     y = y if weight is None else y * weight.view(shape)
     return (y if bias is None else y + bias.view(shape)).to(x.dtype)
-
-
-def numbers(value: Any, trials: int, device: torch.device) -> Tensor:
-    """One number per trial, from a float or a `PerTrial`."""
-    values = getattr(value, "values", None) or [float(value)] * trials
-    return torch.tensor(values, dtype=torch.float64, device=device)
