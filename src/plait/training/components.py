@@ -312,8 +312,8 @@ def seed_factory(seed: int) -> None:
 
     So it draws the same on every worker, and for both splits: parts of `random_split` have nothing in common.
     """
-    # Unlike `seed_all`, also for GPUs that are not in use yet. On a build for CPUs this would only record stack
-    # traces, a millisecond each time.
+    # Unlike `seed_all`, also for GPUs that are not in use yet. On a build for CPUs it would only record
+    # stack traces, a millisecond each time.
     if torch.accelerator.current_accelerator() is not None:
         torch.manual_seed(mix(seed))
     seed_all(mix(seed))
