@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from brute_force import down_sets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.graph import Graph, Node, pipedream
@@ -300,7 +300,6 @@ def test_an_interleaved_plan_that_does_not_fit_is_refused():
 @given(
     graphs(layers=4), st.lists(st.sampled_from([1.0, 0.5, 0.25]), min_size=1, max_size=3), st.integers(1, 20)
 )
-@settings(max_examples=60)
 def test_no_way_to_hand_out_unlike_devices_beats_the_planner(graph, speeds, rate):
     cluster = machines(len(speeds), float(rate), devices=tuple(Device(speed) for speed in speeds))
     plan = make_plan(graph, cluster)
@@ -361,7 +360,6 @@ def test_many_unlike_devices_are_planned_with_a_bound():
 
 
 @given(graphs(layers=7), st.integers(1, 4), st.integers(1, 30), st.integers(1, 6), st.integers(0, 3))
-@settings(max_examples=80)
 def test_the_lower_bound_is_never_above_the_best_plan(graph, count, rate, intervals, latency):
     level = Level(count, float(rate), 31.0 - rate, float(latency))
     best = make_plan(graph, Cluster((level,))).bottleneck_s
@@ -370,7 +368,6 @@ def test_the_lower_bound_is_never_above_the_best_plan(graph, count, rate, interv
 
 
 @given(graphs(layers=5), st.integers(1, 3), st.integers(1, 3), st.integers(1, 30))
-@settings(max_examples=40)
 def test_the_lower_bound_of_two_levels_is_never_above_the_best_plan(graph, inner, outer, rate):
     cluster = machines((inner, outer), (2.0 * rate, float(rate)))
     best = make_plan(graph, cluster).bottleneck_s

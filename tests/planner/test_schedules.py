@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.planner import PlanError, Schedule
@@ -74,7 +74,6 @@ def shared(draw):
 
 
 @given(st.sampled_from(PLAIN), shared(), st.integers(1, 24))
-@settings(max_examples=60)
 def test_workers_that_hold_several_stages_never_wait_for_ever_and_each_stage_keeps_its_order(
     kind, layout, count
 ):
@@ -121,7 +120,6 @@ def held_over_time(ops, stage):
 
 
 @given(cases())
-@settings(max_examples=75)
 def test_every_microbatch_goes_forward_once_and_backward_once_in_every_stage(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -138,7 +136,6 @@ def test_every_microbatch_goes_forward_once_and_backward_once_in_every_stage(cas
 
 
 @given(cases())
-@settings(max_examples=75)
 def test_each_worker_gets_its_own_microbatches_in_an_order_that_can_be(case):
     schedule, layout, count = case
     for worker, ops in operations(schedule, layout, count).items():
@@ -155,7 +152,6 @@ def test_each_worker_gets_its_own_microbatches_in_an_order_that_can_be(case):
 
 
 @given(cases())
-@settings(max_examples=75)
 def test_both_ends_of_every_channel_agree_on_what_comes_in_which_order(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -230,7 +226,6 @@ def runs_on_channels_of(capacity, layout, lists):
 
 
 @given(cases())
-@settings(max_examples=60)
 def test_no_schedule_deadlocks_on_channels_with_the_room_it_asks_for(case):
     schedule, layout, count = case
     room = messages_per_channel(schedule, layout)
@@ -244,7 +239,6 @@ def test_no_schedule_deadlocks_on_channels_with_the_room_it_asks_for(case):
 
 
 @given(cases())
-@settings(max_examples=75)
 def test_no_more_activations_and_versions_are_in_flight_than_promised(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -260,7 +254,6 @@ def test_no_more_activations_and_versions_are_in_flight_than_promised(case):
 
 
 @given(folded(), microbatches)
-@settings(max_examples=60)
 def test_interleaved_workers_hold_what_is_promised_when_stages_divide_evenly(layout, count):
     workers = len(layout.workers)
     if len(layout.stages) % workers or count % workers:
@@ -273,7 +266,6 @@ def test_interleaved_workers_hold_what_is_promised_when_stages_divide_evenly(lay
 
 
 @given(replicated, st.integers(1, 64))
-@settings(max_examples=60)
 def test_two_buffers_use_the_same_version_of_a_microbatch_in_every_stage(layout, count):
     versions = {}
     for ops in operations(Schedule.TWO_BUFFERED, layout, count).values():
@@ -284,7 +276,6 @@ def test_two_buffers_use_the_same_version_of_a_microbatch_in_every_stage(layout,
 
 
 @given(cases())
-@settings(max_examples=80)
 def test_replicas_of_a_stage_make_the_same_updates(case):
     schedule, layout, count = case
     lists = operations(schedule, layout, count)
@@ -319,7 +310,6 @@ def test_stashing_gives_each_forward_the_newest_weights_its_stage_has():
 
 
 @given(replicated, microbatches, st.integers(1, 12))
-@settings(max_examples=80)
 def test_a_deeper_first_stage_still_runs_and_keeps_its_promise(layout, count, extra):
     depth = math.ceil(layout.devices_from(0) / layout.replicas(0)) + extra
     lists = operations(Schedule.FLUSH, layout, count, {0: depth})
@@ -364,7 +354,6 @@ def runs_through(schedule: Schedule, layout: Layout, microbatches: int, depths: 
     st.integers(1, 60),
     st.data(),
 )
-@settings(max_examples=150)
 def test_depths_are_refused_exactly_where_a_simulated_run_stops(
     schedule: Schedule, stages: list[tuple[int, int]], microbatches: int, data: st.DataObject
 ) -> None:

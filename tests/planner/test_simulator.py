@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.planner import MemorySettings, PlanError, Schedule, Settings, machines, make_plan, predict
@@ -88,7 +88,6 @@ def test_a_list_that_cannot_run_is_reported_with_who_waits_for_what():
     st.booleans(),
     st.integers(1, 24),
 )
-@settings(max_examples=80)
 def test_the_memory_model_says_what_the_replay_needs(graph, devices, schedule, recompute, count):
     memory = MemorySettings(optimizer_copies=2, recompute=recompute)
     wanted = Settings(schedule=schedule, microbatches=count, memory=memory)

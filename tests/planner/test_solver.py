@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from brute_force import all_plans, best_bottleneck, cost, down_sets
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait.graph import Graph, Node, pipedream
@@ -60,7 +60,6 @@ def test_the_ideals_of_the_profiles_are_as_many_as_published(name, count):
 
 
 @given(graphs(layers=5), levels)
-@settings(max_examples=150, deadline=None)
 def test_no_plan_found_by_brute_force_beats_the_solver(graph, level):
     _, solution = solved(graph, (level,))
     assert solution is not None
@@ -68,7 +67,6 @@ def test_no_plan_found_by_brute_force_beats_the_solver(graph, level):
 
 
 @given(graphs(layers=4), levels, levels)
-@settings(max_examples=80, deadline=None)
 def test_no_plan_of_two_levels_found_by_brute_force_beats_the_solver(graph, inner, outer):
     inner, outer = replace(inner, count=min(inner.count, 3)), replace(outer, count=min(outer.count, 3))
     _, solution = solved(graph, (inner, outer))
@@ -77,7 +75,6 @@ def test_no_plan_of_two_levels_found_by_brute_force_beats_the_solver(graph, inne
 
 
 @given(graphs(layers=5), levels)
-@settings(max_examples=80, deadline=None)
 def test_the_plan_costs_what_is_claimed_and_covers_the_graph_with_nested_ideals(graph, level):
     ideals, solution = solved(graph, (level,))
     order = ideals.graph.order
@@ -97,7 +94,6 @@ def test_the_plan_costs_what_is_claimed_and_covers_the_graph_with_nested_ideals(
     Level(3, 21.0),
 )
 @given(graphs(layers=4), levels)
-@settings(max_examples=60, deadline=None)
 def test_equal_bottlenecks_are_decided_by_fewer_stages_then_memory_then_devices(graph, level):
     ideals, solution = solved(graph, (level,))
     memory = stage_memory(ideals, Schedule.STASH, MemorySettings())
@@ -130,7 +126,6 @@ def test_equal_bottlenecks_are_decided_by_fewer_stages_then_memory_then_devices(
 
 
 @given(graphs(layers=4), levels, st.sampled_from([Schedule.STASH, Schedule.TWO_BUFFERED, Schedule.FLUSH]))
-@settings(max_examples=60, deadline=None)
 def test_a_memory_limit_leaves_the_best_plan_that_fits(graph, level, schedule):
     ideals, free = solved(graph, (level,), schedule=schedule)
     memory = stage_memory(ideals, schedule, MemorySettings())

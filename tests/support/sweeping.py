@@ -196,7 +196,8 @@ class SweepsWhenAsked(dict[str, Any]):
         self._ranks, self._sweeps, self._folder = ranks, sweeps, folder
 
     def __missing__(self, name: str) -> dict[str, Any]:
-        self[name] = run_ranks(self._ranks, sweep_rank, self._sweeps[name], self._folder / name)[0]
+        settings, folder = self._sweeps[name], self._folder / name
+        self[name] = run_ranks(self._ranks, sweep_rank, settings, folder, deadline_s=100.0)[0]
         return self[name]
 
 

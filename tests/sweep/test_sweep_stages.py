@@ -56,6 +56,8 @@ from support.sweeping import (
 from support.training import largest_difference, train_rank, unverified_job
 from support.world import run_ranks
 
+# On a busy machine, tracing takes long.
+pytestmark = pytest.mark.timeout(240)
 MICROBATCHES = 3
 STEPS = 10
 # Some of the group's parameters lie in each of the two stages.
