@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from plait.core import events
+from plait.core.run_events import RunStarted
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.results import RunResult
@@ -195,6 +197,10 @@ def test_workers_that_come_and_go_change_nothing(name: str, versions: Versions, 
     assert isinstance(row.asked, TrainSettings)
     settings = with_graph(row.asked) if row.asked.pipeline is not None else row.asked
     run_elastic(settings, tmp_path / "elastic", versions)
+    files = (tmp_path / "elastic" / "events").glob("rank*.jsonl")
+    recorded = [line.event for file in files for line in events.read(file)]
+    # Nobody goes back to a checkpoint.
+    assert [event.step for event in recorded if isinstance(event, RunStarted)] == [0]
     _, weights = train_here(row.alone({}), tmp_path / "alone")
     assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
 

@@ -23,7 +23,7 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint
 from plait.training.checks.pipeline import check_pipeline
-from plait.training.engines.replica_layout import replica_layouts
+from plait.training.engines.replica_layout import among, replica_layouts
 from support.averaging import job_store
 from support.elastic import membership, run_elastic
 from support.plans import unverified_plan
@@ -52,6 +52,8 @@ def recorded(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
     return [r.event for r in read(RunDir(folder).events(rank)) if isinstance(r.event, kind)]
 
 
+# As under local SGD (test_engines.py).
+@pytest.mark.extended
 def test_where_all_average_after_every_update_two_pipelines_equal_one_process(tmp_path: Path):
     everyone = {"minimum": 2, "patience": 1000.0, "every": 1}
     settings = side_by_side(options=everyone, evaluate=EvaluateSettings(every_steps=10))
@@ -131,9 +133,9 @@ def test_workers_that_wait_take_the_places_of_those_that_are_lost(tmp_path: Path
 def test_the_state_of_the_sync_moves_with_the_stages(tmp_path: Path):
     """Two pipelines whose workers come and go are two workers under DiLoCo, which keeps an outer momentum."""
     outer = SyncSettings("local-sgd", {"every": 1, "outer": "nesterov"})
-    common = {"steps": 12, "optimizer": OptimizerSettings("sgd", {"lr": 0.05})}
+    common = {"steps": 9, "optimizer": OptimizerSettings("sgd", {"lr": 0.05})}
     stages = replace(unverified_plan((2, 2), Schedule.FLUSH, **common), sync=outer)
-    versions = [(0, (0, 1, 2, 3)), (3, (0, 1, 2, 3, 4)), (6, (1, 3, 4, 5)), (9, (3, 4, 5, 6))]
+    versions = [(0, (0, 1, 2, 3)), (3, (1, 2, 3, 4)), (6, (3, 4))]
     run_elastic(stages, tmp_path / "stages", versions)
     with job_store() as store:
         whole = replace(unverified_job(**common), sync=outer)
@@ -167,3 +169,21 @@ def test_the_workers_of_a_plan_with_pipelines_are_its_replicas():
         replicas = replica_layouts(check_pipeline(each, 8))
         assert [replica.workers for replica in replicas] == [(0, 4), (1, 5), (2, 6), (3, 7)]
         assert {replica.microbatches for replica in replicas} == {2}
+
+
+@pytest.mark.parametrize(
+    ("positions", "pipelines"),
+    [
+        ([None] * 4, [(0, 2), (1, 3)]),
+        # The first of four is lost, and another has joined.
+        ([0, 1, 1, None], [(0, 1), (3, 2)]),
+        ([0, 1, 1], [(0, 1)]),
+        ([0, 0, 1, 1, None, None, None], [(0, 2), (1, 3), (4, 5)]),
+        # The first rank keeps the record, whichever stage it held.
+        ([1, 0], [(0, 1)]),
+        ([1, 0, 0, None], [(0, 2), (1, 3)]),
+    ],
+)
+def test_workers_that_stay_keep_their_stages(positions: list[int | None], pipelines: list[tuple[int, int]]):
+    layout = among(check_pipeline(side_by_side(), None), positions)
+    assert [tuple(worker for (worker,) in each.stages) for each in layout.layouts] == pipelines

@@ -82,7 +82,7 @@ class AllOrNone:
 
 
 class NoAveraging(AllOrNone):
-    """The averaging of a worker that has nothing to average, and nobody to average with."""
+    """The averaging of a worker that holds no weights."""
 
     def __init__(self) -> None:
         super().__init__(1)

@@ -51,8 +51,8 @@ def among(pipeline_layout: PipelineLayout, positions: Sequence[int | None]) -> P
     count = len(positions) // len(workers)
     if count == 0:
         raise PlaitError(
-            f"a pipeline of the plan needs {len(workers)} workers, and {len(positions)} are left; go on with "
-            f"--resume and more workers"
+            f"found {len(positions)} of the {len(workers)} workers that a pipeline of the plan needs; go on "
+            f"with --resume and more workers"
         )
     if len(positions) == len(pipeline_layout.workers) and all(each is None for each in positions):
         return replace(pipeline_layout, layouts=tuple(each.layout for each in replicas))

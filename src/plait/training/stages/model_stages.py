@@ -146,7 +146,7 @@ class ModelStages(TrialStages):
         return self.layout
 
     def _distribute(self) -> TracedModel:
-        """Lay the stages over the present workers and give each its layers; the model, traced."""
+        """Assign the stages to the present workers and send each its layers; returns the traced model."""
         worker, self._commit = self._worker, None
         if self._held is not None:
             self._build_again()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -30,13 +29,11 @@ class ReplicaStages(ModelStages):
     the plan. Workers left over hold no stage, and are there when others are lost.
     """
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        # Where this worker is in its pipeline; None while it is in none.
-        self._position: int | None = None
-        self.replicas: tuple[PipelineLayout, ...] = ()
-        # The process group of the workers with the same stages, where the sync needs one.
-        self.group: dist.ProcessGroup | None = None
+    # Where this worker is in its pipeline; None while it is in none.
+    _position: int | None = None
+    # The pipelines, and the process group of the workers with the same stages, where the sync needs one.
+    replicas: tuple[PipelineLayout, ...] = ()
+    group: dist.ProcessGroup | None = None
 
     def _arrange(self) -> PipelineLayout:
         worker, has_layers = self._worker, self._held is not None and bool(self._held.model)
