@@ -19,15 +19,18 @@ from plait.schema.settings import (
     CheckpointSettings,
     LrScheduleSettings,
     ModelSettings,
+    OptimizerSettings,
     PolicySettings,
+    SyncSettings,
     TrainSettings,
 )
 from plait.sweeping.search.values import check
 from plait.sweeping.trial_settings import check_key
 from plait.training.change.batch_size import BatchSize
 from support.plans import planned
-from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
+from support.sweeping import same_table, sweep_here, sweep_of, sweeps_rank, trial_alone
 from support.training import digits_job, unverified_job
+from support.world import run_ranks
 
 RATES = "optimizer.lr=0.02,0.05,0.1"
 # Of 1438 digits: 23 steps of 64 an epoch.
@@ -85,6 +88,20 @@ def test_a_trial_changes_and_trains_as_it_does_alone(policy: PolicySettings, wid
             assert found.change == pytest.approx(expected.change)
         assert trial["step"] == alone.step
         assert trial["metrics"] == pytest.approx(alone.test, abs=1e-9)
+
+
+def test_the_first_worker_of_a_group_asks_for_all(tmp_path: Path):
+    """Two workers sum the gradients of each array, or average its weights after every step."""
+    one = sweep_of(RATES, job=job(BY_LOSS, steps=30, epochs=None, optimizer=OptimizerSettings("sgd", {})))
+    averaged = replace(one, train=replace(one.train, sync=SyncSettings("local-sgd", {"every": 1})))
+    sweeps = {"sums": replace(one, replicas=2), "averages": replace(averaged, replicas=2)}
+    found = run_ranks(2, sweeps_rank, sweeps, tmp_path)[0]
+    alone = sweep_here(one, tmp_path / "one")
+    expected = [(e.trial, e.step, e.change) for e in recorded(tmp_path / "one", Changed)]
+    assert same_table(alone, found["sums"])
+    assert [(e.trial, e.step, e.change) for e in recorded(tmp_path / "sums", Changed)] == expected
+    # Workers that average come together, and are asked, after every 25th step.
+    assert {e.step for e in recorded(tmp_path / "averages", Changed)} == {25}
 
 
 @pytest.mark.parametrize("search", ["grid", "halving", "asha"])

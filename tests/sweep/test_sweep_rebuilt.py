@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait.data.sampler import Position
 from plait.fusion.verify.plain_run import drawing_as
 from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.datasets import DataSets
@@ -15,6 +14,7 @@ from plait.training.batch_streams import next_batches, open_stream
 from plait.training.checkpoint import Checkpoint
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
+from plait.training.trial import Trial
 from support.training import digits_job
 
 NO_DECAY = GroupSettings("*.bias", {"weight_decay": 0.0})
@@ -34,7 +34,7 @@ def test_a_rebuilt_trial_takes_the_arrays_next_step(name: str):
     sets, device = DataSets(), torch.device("cpu")
     array = FusedComponents([make_entry(settings, None, device, sets) for settings in each])
     step = TrainStep(array, each[0])
-    streams = [open_stream(sets.of(settings)[0], settings, Position()) for settings in each]
+    streams = [open_stream(sets.of(settings)[0], Trial(settings)) for settings in each]
     for _ in range(3):
         step.step(next_batches(streams), [1.0, 0.5, 0.25])
     batches = next_batches(streams)
@@ -58,7 +58,7 @@ def test_the_first_trial_of_an_array_goes_on_from_a_checkpoint():
     each = [with_values(job, {"seed": n}) for n in range(2)]
     sets, device = DataSets(), torch.device("cpu")
     arrays = [FusedComponents([make_entry(one, None, device, sets) for one in each]) for _ in range(2)]
-    streams = [open_stream(sets.of(settings)[0], settings, Position()) for settings in each]
+    streams = [open_stream(sets.of(settings)[0], Trial(settings)) for settings in each]
     TrainStep(arrays[0], each[0]).step(next_batches(streams), [1.0, 1.0])
     trained, other = arrays[0].state(0), arrays[1].state(1)
     arrays[1].load(Checkpoint(1, trained.model, trained.optimizer, {}))

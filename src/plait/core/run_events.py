@@ -190,7 +190,7 @@ class TrialCopied(Event):
 
 @dataclass(frozen=True)
 class TrialGoals(Event):
-    """The steps of a trial's goals ahead, counted anew for its batch size; the last is its end."""
+    """The steps of a trial's goals ahead, counted again for its batch size; the last is its end."""
 
     trial: int
     goals: tuple[int, ...]

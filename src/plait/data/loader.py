@@ -41,6 +41,22 @@ class Batch:
     checksum: int = 0
 
 
+class BatchStream:
+    """The batches of a trial from some position on, one at a time; `order` is what their order depends on."""
+
+    def __init__(self, batches: Iterator[Batch], position: Position, order: tuple[int, ...] = ()) -> None:
+        self._batches = batches
+        self.position = position
+        self.order = order
+
+    def next(self) -> Batch | None:
+        """The next batch; None at the end of the data."""
+        batch = next(self._batches, None)
+        if batch is not None:
+            self.position = batch.after
+        return batch
+
+
 def without_samples(batch: GlobalBatch) -> Batch:
     """The batch for a worker that reads no data: only its size."""
     count = len(batch.samples)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
+from plait.data.loader import BatchStream
 from plait.data.requirements import check_unchanged, streams_of
 from plait.fusion.verify import FusionReport, log_report
 from plait.launch.worker_process import Worker
@@ -33,7 +34,7 @@ from plait.sweeping.group_client import GroupClient
 from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import next_audited
-from plait.training.batch_streams import BatchStream, sample_order
+from plait.training.batch_streams import sample_order
 from plait.training.checkpoint import EngineState
 from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit

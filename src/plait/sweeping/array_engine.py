@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plait.data.loader import Batch
+from plait.data.loader import Batch, BatchStream
 from plait.fusion.errors import FusionError
 from plait.launch.worker_process import as_loss
 from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
@@ -26,7 +26,7 @@ from plait.sweeping.fusable import (
     why_failed,
 )
 from plait.sweeping.running_trial import RunningTrial
-from plait.training.batch_streams import BatchStream, with_replacements
+from plait.training.batch_streams import with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult

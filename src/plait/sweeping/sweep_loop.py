@@ -21,6 +21,7 @@ from plait.adapt.policy_source import PolicySource
 from plait.core.codec import encode, finite
 from plait.core.errors import JobError, PeerError
 from plait.core.files import write_atomic
+from plait.data.loader import BatchStream
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
@@ -43,7 +44,7 @@ from plait.sweeping.running_trial import (
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.training import checkpoint as checkpoints
-from plait.training.batch_streams import BatchStream, find_stream, open_stream
+from plait.training.batch_streams import find_stream, open_stream
 from plait.training.change.apply import asked_every, find_requests, is_due, policies_of
 from plait.training.change.members import loss_of
 from plait.training.checkpoint import Checkpoint

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from plait.data.batches import DataSource
-from plait.data.loader import Batch, load, without_samples
-from plait.data.sampler import ENDLESS, GlobalBatch, Position, batches
+from plait.data.loader import Batch, BatchStream, load, without_samples
+from plait.data.sampler import ENDLESS, GlobalBatch, batches
 from plait.data.streams import StreamOrder, compared, stream_batches
-
-if TYPE_CHECKING:
-    from plait.training.trial import Trial
+from plait.training.trial import Trial
 
 T = TypeVar("T")
-
-
-class BatchStream:
-    """The batches of a trial from some position on, one at a time; `order` is what their order depends on."""
-
-    def __init__(self, batches: Iterator[Batch], position: Position, order: tuple[int, ...] = ()) -> None:
-        self._batches = batches
-        self.position = position
-        self.order = order
-
-    def next(self) -> Batch | None:
-        """The next batch; None at the end of the data."""
-        batch = next(self._batches, None)
-        if batch is not None:
-            self.position = batch.after
-        return batch
 
 
 def order_of(trial: Trial) -> tuple[int, ...]:

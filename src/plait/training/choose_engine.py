@@ -10,13 +10,12 @@ from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
 from plait.adapt.policy_source import PolicySource
-from plait.data.loader import Batch
+from plait.data.loader import Batch, BatchStream
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.replica_audit import ReplicaAudit
-from plait.training.batch_streams import BatchStream
 from plait.training.change.apply import asked_every, policies_of
 from plait.training.components import Components
 from plait.training.engine import Engine

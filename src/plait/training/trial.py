@@ -10,9 +10,9 @@ from typing import Any
 from plait.adapt.changes import BatchSizeChange
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
+from plait.data.loader import BatchStream
 from plait.data.sampler import Position
 from plait.schema.settings import EarlyStopSettings, Mode, TrainSettings
-from plait.training.batch_streams import BatchStream
 from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.optimizers.lr_schedule import LrFactor
 

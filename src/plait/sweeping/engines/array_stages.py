@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, JobError
-from plait.data.loader import Batch
+from plait.data.loader import Batch, BatchStream
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import FusionReport
 from plait.launch.worker_process import Worker
@@ -33,7 +33,7 @@ from plait.profiler.build import ModelSlice, all_attributes, build_stages
 from plait.profiler.traced import TracedModel
 from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stages
-from plait.training.batch_streams import BatchStream, next_batches, with_replacements
+from plait.training.batch_streams import next_batches, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import Components, TrialInit
 from plait.training.engines.pipeline_setup import gathered_state, open_pipeline

@@ -31,7 +31,7 @@ class BatchSize:
         return round(self.schedule_step + (step - self.since) * self.pace)
 
     def step_at(self, scheduled: int) -> int:
-        """The first step of training after which the schedule has come to `scheduled`."""
+        """The first step of training after which the schedule is at `scheduled`."""
         return self.since + math.ceil((scheduled - self.schedule_step) / self.pace - 1e-9)
 
     @property

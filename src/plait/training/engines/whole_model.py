@@ -15,13 +15,13 @@ from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.core.events import Event
-from plait.data.loader import Batch, load
+from plait.data.loader import Batch, BatchStream, load
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
-from plait.training.batch_streams import BatchStream, next_batches
+from plait.training.batch_streams import next_batches
 from plait.training.change.members import ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
