@@ -38,7 +38,7 @@ from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
-from plait.pipeline.stage import Autocast, RandomPosition, InFlight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.in_flight import Schedule
