@@ -72,6 +72,12 @@ class DeferWeights(TorchFunctionMode):
         self.grads.clear()
 
 
+def jobs_of_this_forward() -> list[Job] | None:
+    """The list for deferred weight gradients of the current forward; None if backward is not split."""
+    defer = _active.get()
+    return None if defer is None else defer.jobs
+
+
 def deferring(weight: Tensor, bias: Tensor | None) -> DeferWeights | None:
     """Where a layer of the current forward leaves its weight gradients; None if it computes them at once.
 
