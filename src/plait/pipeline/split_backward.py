@@ -74,8 +74,8 @@ class DeferWeights(TorchFunctionMode):
 
 def jobs_of_this_forward() -> list[Job] | None:
     """The list for deferred weight gradients of the current forward; None if backward is not split."""
-    active = _active.get()
-    return None if active is None else active.jobs
+    defer = _active.get()
+    return None if defer is None else defer.jobs
 
 
 def deferring(weight: Tensor, bias: Tensor | None) -> DeferWeights | None:

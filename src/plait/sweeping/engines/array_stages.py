@@ -279,18 +279,22 @@ DRAWS_OF_STAGE = 1 << 20
 
 @dataclass(frozen=True)
 class Draws:
-    """How many random numbers the trials have drawn in a forward, up to the end of a stage."""
+    """How many random numbers the trials have drawn in a forward, up to the end of a stage.
+
+    They pass between workers as the shape of an empty tensor, which is read without waiting for a device.
+    """
 
     step: StepOfStages
     counts: int | tuple[int, ...]
 
     def packed(self) -> Tensor:
-        return torch.tensor(self.counts).view(-1)
+        counts = (self.counts,) if isinstance(self.counts, int) else self.counts
+        return torch.empty((0, *counts), device=self.step.device)
 
     @staticmethod
     def unpacked(step: StepOfStages, packed: Tensor) -> Draws:
-        counts = packed.tolist()
-        return Draws(step, counts[0] if len(counts) == 1 else tuple(counts))
+        counts = tuple(packed.shape[1:])
+        return Draws(step, counts[0] if len(counts) == 1 else counts)
 
     def restore(self) -> None:
         self.step.draws = self.counts
@@ -310,6 +314,10 @@ class StepOfStages:
         self.draws: int | tuple[int, ...] | None = None
         # The forwards of each trial before the step, and in it.
         self._ages = self._forwards = fused.ages
+
+    @property
+    def device(self) -> torch.device:
+        return self._fused.ages.device
 
     def begin_step(self, rounds: Sequence[Round]) -> None:
         """Expect microbatches of a step."""
