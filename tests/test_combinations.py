@@ -137,6 +137,14 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
     ("`parallel.vertical_sync`", "a schedule other than `stash`"): [
         Refused("parallel.vertical_sync: found schedule flush", {}, {"vertical_sync": True}, stages=(1, 1))
     ],
+    ("`parallel.depths`, `recompute`", "`parallel.elastic: true` under `all-reduce`"): [
+        Refused("parallel.depths: found", {}, {"depths": {0: 2}, "elastic": True}, stages=(1, 1)),
+        Refused("parallel.recompute: found", {}, {"recompute": [0], "elastic": True}, stages=(1, 1)),
+    ],
+    (
+        "`parallel.min_workers` below the workers of one pipeline",
+        "elastic pipelines side by side",
+    ): [Refused("parallel.min_workers", {}, {**AVERAGE, "elastic": True, "min_workers": 1}, stages=(2, 2))],
     ("`accumulate`", "a pipeline"): [
         Refused("accumulate: a pipeline accumulates by itself", {"accumulate": 2}, stages=(1, 1))
     ],
@@ -177,6 +185,28 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             over={"data.batch_size": [16, 32]},
             options={"search": "pbt", "trials": 4, "width": 1},
         )
+    ],
+    ("the policies `workers`, `sync`, `plan`", "a sweep"): [
+        Refused("adapt[0].kind: found workers", {"adapt": [{"kind": "workers", "most": 4}]}, over=RATES),
+        Refused("adapt[0].kind: found sync", {"adapt": [{"kind": "sync"}]}, over=RATES),
+        Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
+    ],
+    ("syncs other than `all-reduce`", "a sweep's arrays in stages"): [
+        Refused("parallel.sync: found 'partial-reduce'", {}, AVERAGE, stages=(2, 2), over=RATES)
+    ],
+    ("the policy `batch-size`", "a sweep's arrays in stages"): [
+        Refused(
+            "adapt[0].kind: found batch-size",
+            {"adapt": [{"kind": "batch-size", "most": 128}]},
+            stages=(1, 1),
+            over=RATES,
+        )
+    ],
+    ("the policy `topology`", "a sweep"): [
+        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES)
+    ],
+    ("`parallel.sync: auto`", "pipelines side by side"): [
+        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2))
     ],
     ("a topology as a graph of ranks", "elastic workers; stages with replicas"): [
         Refused(
