@@ -202,8 +202,15 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             over=RATES,
         )
     ],
-    ("the policy `topology`", "a sweep"): [
-        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES)
+    ("`parallel.topology`, the policy `topology`", "a sweep"): [
+        Refused(
+            "parallel.topology: found 'ring'",
+            {},
+            {"topology": "ring", "workers": 2},
+            over=RATES,
+            options={"replicas": 2},
+        ),
+        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
     ],
     ("`parallel.sync: auto`", "pipelines side by side"): [
         Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2))

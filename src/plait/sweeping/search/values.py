@@ -10,8 +10,10 @@ from typing import Any
 from plait.adapt.policies.registry import make_policy
 from plait.adapt.policies.step_table import StepBased
 from plait.core.errors import InputError
+from plait.core.shown import shown
 from plait.schema.settings import SearchSettings, TrainSettings
 from plait.schema.sync_options import read_options
+from plait.schema.topology_spec import TopologySpec
 from plait.sweeping.engines.array_plans import check_stages_of
 from plait.sweeping.search.pruning import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
@@ -150,7 +152,11 @@ def _check_replicas(settings: SweepSettings) -> None:
             f"--replicas: found {settings.replicas}, but a batch has {smallest} samples, so some workers "
             f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
         )
-    sync = settings.train.sync
+    topology, sync = settings.train.topology, settings.train.sync
+    if settings.workers_per_array > 1 and topology != TopologySpec():
+        raise InputError(
+            f"parallel.topology: found {shown(topology.name)}, but {_OF_ALL_TRIALS['topology']}; leave it out"
+        )
     if settings.replicas > 1 and sync.kind != "auto":
         # The job was checked with all of its workers.
         read_options(sync.kind, sync.options, settings.replicas)
