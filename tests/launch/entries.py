@@ -102,7 +102,7 @@ def hang(worker: Any, settings: dict[str, Any]) -> None:
         if sums is not None:
             sums.begin()
             parameter.grad = torch.ones(1000)
-            sums.agree(torch.zeros(0, dtype=torch.float64))
+            sums.sum_gradients(torch.zeros(0, dtype=torch.float64))
         elif settings["where"] == "gloo":
             dist.all_reduce(torch.zeros(1))
         else:

@@ -18,7 +18,7 @@ import pytest
 from plait.core.errors import InputError
 from plait.launch import control
 from plait.launch.control import ask_job, serving
-from plait.launch.roster import StaleVersionError
+from plait.launch.membership_decisions import StaleVersionError
 from plait.launch.run_dir import RunDir
 from support.control import endpoint
 

@@ -14,7 +14,7 @@ import pytest
 
 from plait.core.errors import LaunchError
 from plait.launch import supervisor
-from plait.launch.roster import ControlRequest
+from plait.launch.membership_decisions import ControlRequest
 from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules

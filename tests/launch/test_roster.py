@@ -8,7 +8,7 @@ import pytest
 
 from plait.core.errors import InputError
 from plait.launch.membership import Membership, Memberships
-from plait.launch.roster import NextSteps, Roster, StaleVersionError
+from plait.launch.membership_decisions import NextSteps, Roster, StaleVersionError
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
 

@@ -70,7 +70,7 @@ def sum_by_nccl(rank: int, steps: int) -> list[float]:
         loss = model(inputs).square().mean() / 2
         sync.before_backward(last=True)
         loss.backward()
-        losses.append(float(sync.agree(loss.detach().reshape(1))))
+        losses.append(float(sync.sum_gradients(loss.detach().reshape(1))))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad

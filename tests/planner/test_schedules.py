@@ -22,8 +22,8 @@ from plait.planner.schedules.operations import (
     Update,
 )
 from plait.planner.schedules.orders import batch_of_two_buffers, operations
+from plait.planner.schedules.several_stages import interleaved_depth
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
-from plait.planner.schedules.zero_bubble import interleaved_depth
 from plait.schema.plans.plan import Layout
 from support.plans import straight_layout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plait.core.errors import PlaitError
 from plait.launch.control import serving
-from plait.launch.roster import ControlRequest, Roster
+from plait.launch.membership_decisions import ControlRequest, Roster
 from plait.launch.run_dir import RunDir
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules

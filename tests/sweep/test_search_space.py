@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.fusion import FusionError
+from plait.core.errors import InputError
 from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.pruning import best_first, exploit, goes_on, rungs, survivors
 from plait.sweeping.search.space import Dimension, grid, parse_dimension, parse_over
@@ -35,7 +35,7 @@ def test_rungs_grow_by_eta_up_to_the_end():
     assert rungs(1, 27, 3) == [1, 3, 9, 27]
     assert rungs(2, 20, 3) == [2, 6, 18, 20]
     assert rungs(5, 5, 2) == [5]
-    with pytest.raises(FusionError, match="least 9 and most 3"):
+    with pytest.raises(InputError, match="least 9 and most 3"):
         rungs(9, 3)
 
 
@@ -87,7 +87,7 @@ def test_a_grid_holds_every_combination_once():
 
 @pytest.mark.parametrize("text", ["lr", "lr=", "lr=log:1:2", "lr=log:0:1:4", "lr=linear:0:1:1", "=1"])
 def test_a_malformed_range_is_refused_with_the_form(text):
-    with pytest.raises(FusionError, match="--over"):
+    with pytest.raises(InputError, match="--over"):
         grid([text])
 
 
@@ -106,19 +106,19 @@ def test_a_malformed_range_is_refused_with_the_form(text):
     ],
 )
 def test_a_range_without_end_or_of_no_numbers_is_refused(text: str, words: str):
-    with pytest.raises(FusionError, match=words) as caught:
+    with pytest.raises(InputError, match=words) as caught:
         parse_dimension(text)
     assert len(str(caught.value)) < 400
 
 
 def test_a_grid_of_too_many_combinations_is_refused_before_it_is_made():
     over = [f"{key}=" + ",".join(map(str, range(100))) for key in "abcd"]
-    with pytest.raises(FusionError, match="found 100,000,000 combinations, expected 10,000 at most"):
+    with pytest.raises(InputError, match="found 100,000,000 combinations, expected 10,000 at most"):
         grid(over)
 
 
 def test_a_key_given_twice_is_refused():
-    with pytest.raises(FusionError, match="lr is given twice"):
+    with pytest.raises(InputError, match="lr is given twice"):
         grid(["lr=1", "lr=2"])
 
 
@@ -126,7 +126,7 @@ def test_of_very_many_values_a_few_are_checked_and_what_cannot_stand_for_others_
     numbers = (*range(5000), 0.5, 1e-3, "auto", None)
     assert Dimension("k", numbers).samples() == ("auto", None, 0, 4999, 1e-3, 0.5)
     assert Dimension("k", numbers[:100]).samples() == numbers[:100]
-    with pytest.raises(FusionError, match="--over k: found 3,000 values that are no numbers, such as 'a0'"):
+    with pytest.raises(InputError, match="--over k: found 3,000 values that are no numbers, such as 'a0'"):
         Dimension("k", tuple(f"a{number}" for number in range(3000))).samples()
 
 
@@ -150,13 +150,13 @@ def test_whole_numbers_can_be_spaced_and_drawn_by_their_logarithm():
     assert (min(drawn), max(drawn)) == (1, 100)
     # As many below ten as above.
     assert 0.4 < sum(value < 10 for value in drawn) / 1000 < 0.6
-    with pytest.raises(FusionError, match="0 < low < high"):
+    with pytest.raises(InputError, match="0 < low < high"):
         parse_dimension("a=logint:0:8")
 
 
 @pytest.mark.parametrize("text", ["a=loguniform:1e-4:1e-1", "a=ints:4:64:5", "a=Log:1:2"])
 def test_a_kind_of_range_that_there_is_not_is_no_text(text):
-    with pytest.raises(FusionError, match="expected key=v1,v2.*there is no"):
+    with pytest.raises(InputError, match="expected key=v1,v2.*there is no"):
         parse_dimension(text)
     # Names of functions are text, and so is what has too few or too many numbers.
     assert parse_dimension("loss=mine:mae").values == ("mine:mae",)

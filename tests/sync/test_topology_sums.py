@@ -139,7 +139,7 @@ def train_switching(rank: int, hosts: tuple[str, ...], order: list[str | None]) 
         sync.before_backward(last=True)
         loss = ((model(x[share]) - y[share]) ** 2).sum() / 36
         loss.backward()
-        (summed,) = sync.agree(loss.detach()[None]).tolist()
+        (summed,) = sync.sum_gradients(loss.detach()[None]).tolist()
         assert model.unused.grad is None
         optimizer.step()
         flat = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -27,7 +27,7 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.metrics import MetricsLogger
+from plait.training.run_record import RunRecorder
 from support.averaging import job_store
 from support.plans import cut_in_two
 from support.training import PlainWorker, digits_job, saved_weights, train_here, train_rank
@@ -236,7 +236,7 @@ def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_p
     settings = replace(settings, log_every_steps=None)
     folder, worker = RunDir(tmp_path), PlainWorker()
     parts = components.build(settings, torch.device("cpu"))
-    recorder = MetricsLogger(worker, settings, parts, folder, clock=lambda: 100.0)
+    recorder = RunRecorder(worker, settings, parts, folder, clock=lambda: 100.0)
     recorder.start(0, 10)
     recorder.step(1, 0, torch.tensor(1.0), 0.1, 64, 100.5)
     recorder.step(2, 0, torch.tensor(1.0), 0.1, 64, 100.55)

@@ -201,7 +201,7 @@ class _World:
                 loss = self.loss(model(x), y) / self.size
                 sync.before_backward(last=True)
                 loss.backward()
-                sync.agree(torch.zeros(0, dtype=torch.float64))
+                sync.sum_gradients(torch.zeros(0, dtype=torch.float64))
                 optimizer.step()
 
         return Side(f"{self.size} replicas", self.steps * self.size, steps, close=sync.close)

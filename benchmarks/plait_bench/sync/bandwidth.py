@@ -186,7 +186,7 @@ class _Steps:
         started = time.perf_counter()
         self.model(torch.zeros(1, requires_grad=True)).sum().backward()
         if summed:
-            self.sync.agree(torch.zeros(1))
+            self.sync.sum_gradients(torch.zeros(1))
         seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)

@@ -153,7 +153,7 @@ def _with_all_reduce(
         sync.begin()
         sync.before_backward(last=True)
         slept = step()
-        sync.agree(torch.zeros(1, dtype=torch.float64))
+        sync.sum_gradients(torch.zeros(1, dtype=torch.float64))
         optimizer.step()
         return slept
 

@@ -13,7 +13,6 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
-from plait.fusion.errors import FusionError
 from plait.launch.display import Display, Silent
 from plait.launch.run import LaunchedRun, check_alone, tracing_modules
 from plait.launch.run_dir import RunKind, choose_folder, new_run
@@ -269,14 +268,11 @@ def _check_values(job: Job, dimensions: Sequence[Dimension], listed: bool) -> No
 
     Where all combinations are `listed`, refuse too many of them.
     """
-    try:
-        if listed:
-            combinations(dimensions)
-        samples = [Dimension(d.key, d.samples()) for d in dimensions]
-        together = len(samples) > 1 and count_combinations(samples) <= CHECKED
-        few = combinations(samples) if together else []
-    except FusionError as failure:
-        raise InputError(str(failure)) from None
+    if listed:
+        combinations(dimensions)
+    samples = [Dimension(d.key, d.samples()) for d in dimensions]
+    together = len(samples) > 1 and count_combinations(samples) <= CHECKED
+    few = combinations(samples) if together else []
     for values in [*({each.key: value} for each in samples for value in each.values), *few]:
         try:
             make_job(job.content, list(values.items()))

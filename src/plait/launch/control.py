@@ -31,7 +31,7 @@ from typing import Any
 from plait.core.errors import InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.shown import shown
-from plait.launch.roster import ControlRequest, StaleVersionError
+from plait.launch.membership_decisions import ControlRequest, StaleVersionError
 from plait.launch.run_dir import RunDir
 from plait.schema.hosts import parse_hosts
 

@@ -26,6 +26,7 @@ from plait.launch import messages
 from plait.launch.display import Display, WorkerState
 from plait.launch.failure_cause import Cause, RankState, describe_status, find_cause, is_conclusive
 from plait.launch.membership import Membership
+from plait.launch.membership_decisions import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.launch.messages import (
     COORDINATOR,
     AgentOrder,
@@ -37,7 +38,6 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
-from plait.launch.roster import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules, Placement
 

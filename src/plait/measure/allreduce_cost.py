@@ -118,7 +118,7 @@ def _time_one(
         # As after a backward: most gradients have left the caches, and some workers come later than others.
         elsewhere.add_(1)
         started = time.perf_counter()
-        sync.agree(torch.zeros(0, dtype=torch.float64))
+        sync.sum_gradients(torch.zeros(0, dtype=torch.float64))
         samples.append(time.perf_counter() - started)
     sync.close()
     # Without the first, which connects the workers, and the slowest, which may be noise. The mean of the

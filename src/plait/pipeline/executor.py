@@ -193,7 +193,7 @@ class Pipeline:
         # Some optimizers keep the gradients.
         copy_gradients = not is_known(self.optimizer)
         group_of = parts.group_of or (lambda ranks: new_group(rendezvous, ranks))
-        agreements = make_gradient_reducers(
+        reducers = make_gradient_reducers(
             rendezvous, pipeline_layout, stages_of, self.parameters, group_of, parts.topology, copy_gradients
         )
         tied = make_tied(
@@ -208,7 +208,7 @@ class Pipeline:
         cores = parts.cores // torch.get_num_threads()
         overlapped = summed_during_backward(rank, pipeline_layout, parts.device, rendezvous.hosts, cores)
         self._updates = StageOptimizer(
-            rank, pipeline_layout, self.modules, self.optimizer, agreements, tied, overlapped
+            rank, pipeline_layout, self.modules, self.optimizer, reducers, tied, overlapped
         )
         self._first_held = first_held(rank, pipeline_layout, stages_of)
         self._stages_of = stages_of
@@ -511,7 +511,7 @@ class Pipeline:
         self._frozen.check()
         for update in updates:
             check_still_trained(self.parameters, self._updates.frozen(update.stage))
-        self._updates.agree(updates, work)
+        self._updates.sum_gradients(updates, work)
         if self.on_gradients is not None:
             self.on_gradients()
         is_finite = self._unscale()

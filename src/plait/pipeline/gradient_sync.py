@@ -156,13 +156,13 @@ class GradientReducer:
         for reduce in self._sums:
             reduce.before_backward(True, factor, leaves)
 
-    def agree(self, factor: float) -> None:
+    def sum_gradients(self, factor: float) -> None:
         """Sum the gradients, times `factor`, over all holders; a missing gradient counts as zero."""
         grads = [p.grad for p in self._unshared if p.grad is not None]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for reduce in self._sums:
-            reduce.agree(torch.zeros(0, dtype=torch.float64), factor)
+            reduce.sum_gradients(torch.zeros(0, dtype=torch.float64), factor)
 
     def clear(self) -> None:
         """Set all gradients to None."""

@@ -22,7 +22,7 @@ from plait.schema.topology_spec import TopologySpec
 class StageOptimizer:
     """The updates of one worker, and its weight versions under an asynchronous schedule.
 
-    `modules` are its stages and `agreements` their gradient reducers. The optimizer holds all parameters of
+    `modules` are its stages and `reducers` their gradient reducers. The optimizer holds all parameters of
     the worker and steps those that have a gradient. `overlapped` are the stages whose all-reduce overlaps
     with backward when pipelines do not drain at updates.
     """
@@ -33,14 +33,14 @@ class StageOptimizer:
         pipeline_layout: PipelineLayout,
         modules: Mapping[int, nn.Module],
         optimizer: torch.optim.Optimizer,
-        agreements: Mapping[int, GradientReducer],
+        reducers: Mapping[int, GradientReducer],
         tied: Sequence[TiedWeights],
         overlapped: Collection[int] = (),
     ) -> None:
         self._rank = rank
         self._pipeline_layout = pipeline_layout
         self._optimizer = optimizer
-        self._agreements = agreements
+        self._reducers = reducers
         self._overlapped = overlapped
         self._tied = {s: [t for t in tied if s in t.held_stages] for s in modules}
         self._versions: dict[int, WeightVersions] = {}
@@ -59,8 +59,8 @@ class StageOptimizer:
 
     def switch(self, topology: TopologySpec) -> None:
         """Sum the gradients of replicas over `topology`; all workers call it when nothing is in flight."""
-        for agreement in dict.fromkeys(self._agreements.values()):
-            agreement.switch(topology)
+        for reducer in dict.fromkeys(self._reducers.values()):
+            reducer.switch(topology)
 
     def frozen(self, stage: int) -> list[Parameter]:
         """The parameters of a stage that were frozen in one of its weight versions."""
@@ -77,8 +77,8 @@ class StageOptimizer:
 
     def before_last_backward(self) -> None:
         """Overlap the all-reduce with the worker's last backward of a batch."""
-        for agreement in set(self._agreements.values()):
-            agreement.before_last_backward()
+        for reducer in set(self._reducers.values()):
+            reducer.before_last_backward()
 
     def before_backward(self, op: Backward, work: Work) -> bool:
         """Overlap the all-reduce with `op` if it completes gradients; returns whether it does.
@@ -89,10 +89,10 @@ class StageOptimizer:
         if update is None:
             return False
         leaves = self._versions[op.stage].gather(op.version)
-        self._agreements[op.stage].before_last_backward(work.factor(update), leaves)
+        self._reducers[op.stage].before_last_backward(work.factor(update), leaves)
         return True
 
-    def agree(self, updates: Sequence[Update], work: Work) -> None:
+    def sum_gradients(self, updates: Sequence[Update], work: Work) -> None:
         """Sum the gradients of the updated stages over all holders."""
         work.set_rate(updates[-1])
         factor = work.factor(updates[-1])
@@ -101,9 +101,9 @@ class StageOptimizer:
                 self._versions[update.stage].collect()
             for each in self._tied[update.stage]:
                 each.give(update, factor)
-        (agreement,) = {self._agreements[update.stage] for update in updates}
+        (reducer,) = {self._reducers[update.stage] for update in updates}
         try:
-            agreement.agree(factor)
+            reducer.sum_gradients(factor)
         except RuntimeError as failure:
             names = ", ".join(f"update {update.version} of stage {update.stage}" for update in updates)
             holders = self._pipeline_layout.holders(*(update.stage for update in updates))
@@ -128,11 +128,11 @@ class StageOptimizer:
         If pipelines drain at updates, all workers call it together. Otherwise the gradient of the whole model
         never exists at one time, and each stage clips by its own norm, which is equal on all holders.
         """
-        agreement = self._agreements[updates[-1].stage]
+        reducer = self._reducers[updates[-1].stage]
         if updates[-1].stage in self._versions:
-            agreement.clip_own(most)
+            reducer.clip_own(most)
         else:
-            agreement.clip(most, device, everyone)
+            reducer.clip(most, device, everyone)
 
     def write(self, updates: Sequence[Update]) -> None:
         """Step the optimizer to write the next version, and clear the gradients."""
@@ -142,12 +142,12 @@ class StageOptimizer:
             self._versions[stage].update(self._optimizer.step, needed_from)
         else:
             self._optimizer.step()
-        self._agreements[stage].clear()
+        self._reducers[stage].clear()
 
     def leave_out(self, updates: Sequence[Update]) -> None:
         """Skip the updates: clear the gradients and keep the weights. Only if pipelines drain at updates."""
         assert not self._versions
-        self._agreements[updates[-1].stage].clear()
+        self._reducers[updates[-1].stage].clear()
 
     def finish(self, work: Work) -> None:
         """Put the newest weights into the modules as version 0; nothing is in flight."""
@@ -164,13 +164,13 @@ class StageOptimizer:
 
     def fail(self, failure: BaseException) -> None:
         """Make waits for the gradients of other workers raise; may be called from any thread."""
-        for agreement in set(self._agreements.values()):
-            agreement.fail(failure)
+        for reducer in set(self._reducers.values()):
+            reducer.fail(failure)
 
     def close(self) -> None:
         """Stop the reduce threads; all workers call it after their last update."""
-        for agreement in set(self._agreements.values()):
-            agreement.close()
+        for reducer in set(self._reducers.values()):
+            reducer.close()
 
 
 def summed_during_backward(

@@ -14,7 +14,7 @@ from plait.core.codec import encode
 from plait.schema.results import TrialResult
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
-from plait.training.metrics import open_board
+from plait.training.run_record import open_board
 
 ROWS = 12
 # The most arrays in one progress report.

@@ -21,7 +21,7 @@ from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
 from plait.training.batch_streams import sample_order
 from plait.training.components import Components
-from plait.training.metrics import MetricsLogger
+from plait.training.run_record import RunRecorder
 from plait.training.trial import EarlyStopping, Trial
 
 
@@ -36,7 +36,7 @@ class Run:
         self.trials = [Trial(settings, EarlyStopping(settings.early_stop, components.modes))]
         self.components = components
         self.folder = folder
-        self.metrics = MetricsLogger(worker, settings, components, folder)
+        self.metrics = RunRecorder(worker, settings, components, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
         self.signals = SignalHistory(self.metrics.signals)
         # The gradient noise, measured by the monitor of the engine.

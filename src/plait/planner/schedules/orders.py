@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from plait.core.errors import PlanError
-from plait.planner.schedules import zero_bubble
+from plait.planner.schedules import several_stages
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.merge_orders import Lane, ScheduleDeadlock, played
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
@@ -49,9 +49,9 @@ def operations(
     if check:
         _check(schedule, layout, microbatches, depths or {})
     if schedule is Schedule.ZERO_BUBBLE:
-        return zero_bubble.zero_bubble(layout, microbatches, depths or {})
+        return several_stages.zero_bubble(layout, microbatches, depths or {})
     if schedule is Schedule.INTERLEAVED:
-        return zero_bubble.interleaved(layout, microbatches, depths or {})
+        return several_stages.interleaved(layout, microbatches, depths or {})
     lists: dict[tuple[int, int], list[Op]] = {}
     for stage, workers in enumerate(layout.stages):
         depth, replicas = in_flight(schedule, layout, stage, microbatches, depths), len(workers)
@@ -65,7 +65,7 @@ def operations(
             )  # fmt: skip
             lists[stage, replica] = list(order)
     if layout.shared:
-        return zero_bubble.merged(layout, lists, together=schedule.synchronous)
+        return several_stages.merged(layout, lists, together=schedule.synchronous)
     by_worker = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
     if depths and check:
         _check_progress(schedule, layout, by_worker, microbatches, depths)

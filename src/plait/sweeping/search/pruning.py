@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from plait.fusion.errors import FusionError
+from plait.core.errors import InputError
 
 Id = TypeVar("Id", bound=Hashable)
 
@@ -31,7 +31,7 @@ def rungs(least: int, most: int, eta: int = 3) -> list[int]:
     """The steps after which trials are compared: `least`, `eta` times that, ... up to `most`."""
     _check_eta(eta)
     if not 1 <= least <= most:
-        raise FusionError(f"rungs: found least {least} and most {most} steps, expected 1 <= least <= most")
+        raise InputError(f"rungs: found least {least} and most {most} steps, expected 1 <= least <= most")
     steps = [least]
     while steps[-1] * eta < most:
         steps.append(steps[-1] * eta)
@@ -40,7 +40,7 @@ def rungs(least: int, most: int, eta: int = 3) -> list[int]:
 
 def _check_eta(eta: int) -> None:
     if eta < 2:
-        raise FusionError(f"search: found eta = {eta}, expected 2 or more: one in eta trials goes on")
+        raise InputError(f"search: found eta = {eta}, expected 2 or more: one in eta trials goes on")
 
 
 def goes_on(result: float, reached: Sequence[float], eta: int = 3) -> bool:
@@ -80,7 +80,7 @@ def exploit(
     round.
     """
     if not 0 < share <= 0.5:
-        raise FusionError(f"exploit: found a share of {share}, expected more than 0 and at most 0.5")
+        raise InputError(f"exploit: found a share of {share}, expected more than 0 and at most 0.5")
     order = best_first(results)
     count = min(max(1, round(len(order) * share)), len(order) // 2)
     winners = [trial for trial in order[:count] if not math.isnan(results[trial])]

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shortened, shown
-from plait.fusion.errors import FusionError
 
 # Values of one key, and trials of a grid, at most.
 MOST_VALUES = 10_000
@@ -81,7 +81,7 @@ class Dimension:
             is_number = type(value) is int or (type(value) is float and math.isfinite(value))
             (numbers[type(value)] if is_number else others).append(value)
         if len(others) > MOST_OTHERS:
-            raise FusionError(
+            raise InputError(
                 f"--over {shortened(self.key)}: found {len(others):,} values that are no numbers, such as "
                 f"{shown(others[0])}, expected {MOST_OTHERS:,} at most"
             )
@@ -92,16 +92,16 @@ def parse_dimension(text: str) -> Dimension:
     """The key of a hyperparameter, as in a job file, and what to try."""
     key, equals, values = text.partition("=")
     if not equals or not key or not values:
-        raise FusionError(f"--over: found {shown(text)}, expected {_FORM}")
+        raise InputError(f"--over: found {shown(text)}, expected {_FORM}")
     kind, colon, rest = values.partition(":")
     if colon and kind in _KINDS:
         return _range(key, kind, rest, text)
     if (like := _LIKE_A_RANGE.fullmatch(values)) is not None:
         hint = did_you_mean(like[1], _KINDS)
-        raise FusionError(f"--over: found {shown(text)}, expected {_FORM}; there is no {like[1]!r}{hint}")
+        raise InputError(f"--over: found {shown(text)}, expected {_FORM}; there is no {like[1]!r}{hint}")
     parts = _parts(values)
     if len(parts) > MOST_VALUES:
-        raise FusionError(
+        raise InputError(
             f"--over {shortened(key)}: found {len(parts):,} values, expected {MOST_VALUES:,} at most"
         )
     return Dimension(key, tuple(_value(part, key) for part in parts))
@@ -111,7 +111,7 @@ def parse_over(text: str) -> tuple[str, list[Any]]:
     """The key of a hyperparameter and the values to try; a range needs a count here."""
     dimension = parse_dimension(text)
     if dimension.is_range:
-        raise FusionError(
+        raise InputError(
             f"--over: found {shown(text)}, which has no end of values; add a count, as in "
             f"{shortened(dimension.key)}=log:1e-4:1e-1:16, or draw from it with --search random or asha"
         )
@@ -124,18 +124,18 @@ def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
         low, high, *more = (float(part) for part in rest.split(":"))
         (count,) = more or (None,)
     except ValueError:
-        raise FusionError(f"{prefix} {_FORM}") from None
+        raise InputError(f"{prefix} {_FORM}") from None
     if not low < high or not math.isfinite(high - low) or (kind.startswith("log") and low <= 0):
         limit = "0 < low < high" if kind.startswith("log") else "low < high"
-        raise FusionError(f"{prefix} {limit}, and finite numbers")
+        raise InputError(f"{prefix} {limit}, and finite numbers")
     whole = kind in ("int", "logint")
     if whole and not (low.is_integer() and high.is_integer() and max(-low, high) <= 2**53):
-        raise FusionError(f"{prefix} whole numbers after {kind}:, 2**53 at most")
+        raise InputError(f"{prefix} whole numbers after {kind}:, 2**53 at most")
     dimension = Dimension(key, low=low, high=high, log=kind.startswith("log"), whole=whole)
     if count is None:
         return dimension
     if not (count.is_integer() and 2 <= count <= MOST_VALUES):
-        raise FusionError(f"{prefix} a count of 2 to {MOST_VALUES:,}")
+        raise InputError(f"{prefix} a count of 2 to {MOST_VALUES:,}")
     spaced_evenly = replace(dimension, whole=False) if kind == "logint" else dimension
     inner = [spaced_evenly.at(i / (count - 1)) for i in range(1, int(count) - 1)]
     inner = [round(value) for value in inner] if whole else inner
@@ -163,7 +163,7 @@ def _value(text: str, key: str) -> Any:
     except (ValueError, RecursionError):  # a number of too many digits, or too many brackets
         unreadable = True
     if unreadable:
-        raise FusionError(
+        raise InputError(
             f"--over {shortened(key)}: found {shown(text)}, expected a value to try, lists and maps as JSON"
         )
     try:
@@ -177,7 +177,7 @@ def check_keys(dimensions: Sequence[Dimension]) -> None:
     keys = [dimension.key for dimension in dimensions]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise FusionError(f"--over: {shortened(twice)} is given twice; give all its values at once")
+        raise InputError(f"--over: {shortened(twice)} is given twice; give all its values at once")
 
 
 def grid(over: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -194,7 +194,7 @@ def combinations(dimensions: Sequence[Dimension]) -> list[Mapping[str, Any]]:
     """Every combination of listed values, the last dimension changing fastest."""
     check_keys(dimensions)
     if (count := count_combinations(dimensions)) > MOST_VALUES:
-        raise FusionError(
+        raise InputError(
             f"--over: found {count:,} combinations, expected {MOST_VALUES:,} at most; "
             f"list fewer values, or draw some of them with --search random and --trials N"
         )

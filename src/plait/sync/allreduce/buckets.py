@@ -86,8 +86,8 @@ class AllReduce:
     """Sums the gradients of all workers, each times a factor: the worker's share of the batch.
 
     Backward fills buckets from the last layer to the first, and each is sent as soon as it is full. All ranks
-    send them in the same order, whatever the order of their backward. Between `begin` and `agree` every rank
-    runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums use the
+    send them in the same order, whatever the order of their backward. Between `begin` and `sum_gradients`
+    every rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums use the
     backend's all-reduce, or a topology, which needs `members`. Up to `max_scalars` extra scalars are summed
     too. With `copy_gradients` each step's gradients are copies, for an optimizer that keeps them; otherwise
     they are views of buffers that the next step overwrites.
@@ -211,7 +211,7 @@ class AllReduce:
             bucket.measured = measured
 
     def squared_norm_of_share(self, rank: int, size: int) -> Tensor:
-        """The squared norm of this rank's share of the elements of the summed gradients, after `agree`.
+        """The squared norm of this rank's share of the summed gradients, after `sum_gradients`.
 
         The sum over all `size` ranks is the squared norm of the summed gradients.
         """
@@ -223,7 +223,7 @@ class AllReduce:
                 total += _squared(flat[start:stop])
         return total
 
-    def agree(self, scalars: Tensor, factor: float = 1.0, weigh_norm: float | None = None) -> Tensor:
+    def sum_gradients(self, scalars: Tensor, factor: float = 1.0, weigh_norm: float | None = None) -> Tensor:
         """Wait until the gradients hold the sum over all ranks; returns the sum of `scalars` over all ranks.
 
         This rank's gradients are multiplied by `factor`, the one that backward sent them with, if it did.

@@ -9,7 +9,7 @@ from typing import Any
 from plait.core.errors import PlaitError
 from plait.core.run_events import Audited
 from plait.core.units import count_of
-from plait.training.metrics import MetricsLogger
+from plait.training.run_record import RunRecorder
 from plait.verification.audit import Rounding
 from plait.verification.compare import Difference
 from plait.verification.replay import PlainModel
@@ -43,7 +43,7 @@ class Findings:
 class AuditRecord:
     """The audits of a run so far. `stops` says whether a difference ends it, and `difference` which did."""
 
-    metrics: MetricsLogger
+    metrics: RunRecorder
     stops: bool
     steps: int = 0
     largest: float = 0.0

@@ -22,9 +22,9 @@ from plait.schema.sync_options import (
     SmaOptions,
 )
 from plait.sync.averaging.base import Averaging, WhenSynchronized
+from plait.sync.averaging.collective_averages import LocalSgd, Sma
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip import ad_psgd, pair_averaging
-from plait.sync.averaging.local_sgd import LocalSgd, Sma
 from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.parameter_server import HetPipe

@@ -36,7 +36,7 @@ from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, requests_of
 from plait.training.evaluate import evaluated_weights, in_order, means
 from plait.training.monitoring.stage_monitor import StageMonitor
-from plait.training.stages.step_reduce import DeferredStepReduce
+from plait.training.stages.loss_sums import DeferredStepReduce
 from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world

@@ -37,9 +37,9 @@ from plait.training.checkpoint import EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, build_model
 from plait.training.engines.stragglers import StragglerInjector
-from plait.training.metrics import MetricsLogger
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import check_gradients_left, find_traits
+from plait.training.run_record import RunRecorder
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification import same_random_numbers
 
@@ -346,7 +346,7 @@ def gathered(
     return EngineState(whole, optimizer, unsaved=unsaved, loss_scale=components.scaler.state_dict())
 
 
-def report_verification(recorder: MetricsLogger, verified: VerifiedStages) -> None:
+def report_verification(recorder: RunRecorder, verified: VerifiedStages) -> None:
     """Record the result of the verification of a pipeline."""
     for warning in verified.notes:
         recorder.warn(f"verify: {warning}")

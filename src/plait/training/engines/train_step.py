@@ -210,10 +210,10 @@ class TrainStep:
         if self._components.has_partial_gradients:
             numbers.append(self._gradient_presence().flatten())
         if self._monitor is None:
-            sums = sync.agree(torch.cat(numbers), share)
+            sums = sync.sum_gradients(torch.cat(numbers), share)
         else:
             numbers.append(self._monitor.begin_sum(share))
-            sums = sync.agree(torch.cat(numbers), share, weigh_norm=1 / share if share else 0.0)
+            sums = sync.sum_gradients(torch.cat(numbers), share, weigh_norm=1 / share if share else 0.0)
             self._monitor.end_sum(sync, sums[0], sums[3:], batches[0].total)
         if self._components.has_partial_gradients:
             self._record_gradients(sums[trials + 2 :])

@@ -46,7 +46,7 @@ from plait.training.engines.pipeline_setup import (
     prepare_together,
     report_verification,
 )
-from plait.training.metrics import MetricsLogger
+from plait.training.run_record import RunRecorder
 from plait.training.stages.local_tensors import (
     fill_local_tensors,
     names_by_stage,
@@ -74,7 +74,7 @@ class ModelStages(TrialStages):
         trials: Sequence[Trial],
         components: Components,
         folder: RunDir,
-        recorder: MetricsLogger,
+        recorder: RunRecorder,
         order: Callable[[], Iterator[GlobalBatch]],
         on_components: Callable[[Components], None],
         on_late_step: Callable[[Position], None],

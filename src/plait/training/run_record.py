@@ -25,7 +25,7 @@ REPORT_S = 0.2
 log = logging.getLogger(__name__)
 
 
-class MetricsLogger:
+class RunRecorder:
     """Keeps the record of a run on rank 0; on other ranks it does nothing.
 
     A step costs an addition and a look at the clock. Unless `log_every_steps` asks otherwise, steps of the
