@@ -87,8 +87,8 @@ class AllReduce:
 
     Backward fills buckets from the last layer to the first, and each is sent as soon as it is full. All ranks
     send them in the same order, whatever the order of their backward. Between `begin` and `sum_gradients`
-    every rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums use the
-    backend's all-reduce, or a topology, which needs `members`. Up to `max_scalars` extra scalars are summed
+    every rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums use
+    the backend's all-reduce, or a topology, which needs `members`. Up to `max_scalars` extra scalars are summed
     too. With `copy_gradients` each step's gradients are copies, for an optimizer that keeps them; otherwise
     they are views of buffers that the next step overwrites.
 
