@@ -90,7 +90,8 @@ class Server:
         self._weights = weights
         self._changed = threading.Condition()
         self._waiting: dict[int, tuple[int, bool]] = {}
-        self._ended = False
+        # When the thread ends at the latest; None until the server is closed.
+        self._end: float | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="plait-server", daemon=True)
         self._thread.start()
@@ -123,13 +124,19 @@ class Server:
             if peer != self._mailbox.rank and self._mailbox.is_gone(peer):
                 raise PeerError(f"worker {peer}, whose pushes are waited for, is gone", LostPeer.GONE, peer)
 
-    def close(self) -> None:
-        self._ended = True
+    def close(self, patience_s: float = 0.0) -> None:
+        """End the thread once all other workers have closed the mailbox, or after `patience_s`."""
+        self._end = time.monotonic() + patience_s
         self._thread.join()
+
+    def _is_over(self) -> bool:
+        if self._end is None:
+            return False
+        return time.monotonic() >= self._end or all(map(self._mailbox.is_gone, self._mailbox.peers()))
 
     def _serve(self) -> None:
         try:
-            while not self._ended:
+            while not self._is_over():
                 self._mailbox.wait(LOOK_S)
                 with self._changed:
                     self._take_pushes()
@@ -196,6 +203,8 @@ class HetPipe(AllOrNone):
             served = ServedWeights(self._bases[part], self._size, staleness, self._idle)
             self._server = Server(mailboxes[part], served)
         self._since = self._number = 0
+        # Whether all workers have pushed their last change, so that others may only have to pull.
+        self._is_settled = True
 
     def after_update(self) -> None:
         """Push and pull at the end of a wave."""
@@ -222,15 +231,17 @@ class HetPipe(AllOrNone):
             source.finish()
 
     def close(self) -> None:
-        try:
-            dist.barrier(group=self._group)
-        finally:
-            if self._server is not None:
-                self._server.close()
-            for mailbox in self._mailboxes:
+        served = None if self._server is None else self._servers.index(self._rank)
+        for part, mailbox in enumerate(self._mailboxes):
+            if part != served:
                 mailbox.close()
+        if self._server is not None and served is not None:
+            # If a worker was lost, the others may wait for this one's changes, which never come.
+            self._server.close(self._deadline_s if self._is_settled else 0.0)
+            self._mailboxes[served].close()
 
     def _exchange(self, last: bool) -> None:
+        self._is_settled = False
         with self.stats.waiting():
             changes = [
                 [flat - base for flat, base in zip(part.gather(), bases)]
@@ -243,6 +254,7 @@ class HetPipe(AllOrNone):
                 self._take(part, self._pull(part, change, last))
         self._number += 1
         self._since = 0
+        self._is_settled = last
         self.stats.groups += 1
         self.stats.members += self._size
         self.stats.bytes_sent = sum(mailbox.bytes_sent for mailbox in self._mailboxes)
