@@ -32,7 +32,7 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.training.engine import IntervalResult
 from plait.training.engines.decentralized import DecentralizedEngine
-from plait.training.engines.member import WholeModel
+from plait.training.engines.member import WholeModelMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
@@ -137,7 +137,7 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
     """A sweep, the weights of this worker's trials after each interval, and the samples that it took."""
     intervals: list[Any] = []
     samples = [0] * 8
-    train, update = DecentralizedEngine.train, WholeModel.update
+    train, update = DecentralizedEngine.train, WholeModelMember.update
 
     def watched_train(engine: DecentralizedEngine, steps: int) -> IntervalResult:
         result = train(engine, steps)
@@ -146,14 +146,14 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
         intervals.append((result.steps, sums))
         return result
 
-    def watched_update(member: WholeModel, steps: Any, share: int, batches: Any, factors: Any) -> Any:
+    def watched_update(member: WholeModelMember, steps: Any, share: int, batches: Any, factors: Any) -> Any:
         for trial, batch in zip(member._trials, batches):
             samples[trial.number] += batch.count
         return update(member, steps, share, batches, factors)
 
     with (
         mock.patch.object(DecentralizedEngine, "train", watched_train),
-        mock.patch.object(WholeModel, "update", watched_update),
+        mock.patch.object(WholeModelMember, "update", watched_update),
     ):
         return sweep_rank(rank, settings, folder), intervals, samples
 
@@ -246,15 +246,15 @@ def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
 
 def sweep_that_fails(rank: int, settings: SweepSettings, folder: Path) -> str:
     """The error of a sweep in which the second worker fails at its first update."""
-    update, failed = WholeModel.update, list[WholeModel]()
+    update, failed = WholeModelMember.update, list[WholeModelMember]()
 
-    def failing(member: WholeModel, *given: Any) -> Any:
+    def failing(member: WholeModelMember, *given: Any) -> Any:
         if rank == 1:
             failed.append(member)
             raise ValueError("an odd sample")
         return update(member, *given)
 
-    with mock.patch.object(WholeModel, "update", failing), pytest.raises(Exception) as failure:
+    with mock.patch.object(WholeModelMember, "update", failing), pytest.raises(Exception) as failure:
         sweep_rank(rank, settings, folder)
     for member in failed:
         member.close()  # as its process does when it ends, which is later here

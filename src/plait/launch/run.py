@@ -30,7 +30,7 @@ TRACING = (
     "torch.export._trace",
     "sympy.tensor.tensor",
     "plait.training.stages.run_stages",
-    "plait.training.engines.pipeline_replicas",
+    "plait.training.engines.pipeline_member",
 )
 
 

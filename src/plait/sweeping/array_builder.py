@@ -40,7 +40,7 @@ from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
 from plait.training.engines.decentralized import DecentralizedEngine
-from plait.training.engines.member import ShareAudit, WholeModel
+from plait.training.engines.member import ShareAudit, WholeModelMember
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
@@ -260,7 +260,7 @@ class ArrayBuilder:
             self._worker,
             trials,
             components,
-            lambda init: WholeModel(self._worker, init, audit),
+            lambda init: WholeModelMember(self._worker, init, audit),
             next_name,
             lambda trial, source: sample_order(source, trial),
             group=self.workers,

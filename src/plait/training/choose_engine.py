@@ -20,7 +20,7 @@ from plait.training.change.apply import asked_every, policies_of
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, Observers
-from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState, WholeModel
+from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState, WholeModelMember
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
@@ -62,10 +62,10 @@ def engine_of_sync(run: Run) -> Engine:
     if run.settings.sync.kind == "all-reduce":
         return whole_model_engine(run)
 
-    def make_member(init: MemberInit) -> WholeModel:
+    def make_member(init: MemberInit) -> WholeModelMember:
         components = run.components
         audit = ReplicaAudit(run.worker, run.trials, components, run.audits, together=False)
-        return WholeModel(run.worker, init, audit, share_monitor(run, components))
+        return WholeModelMember(run.worker, init, audit, share_monitor(run, components))
 
     return decentralized_engine(run, make_member)
 
@@ -139,7 +139,7 @@ def make_sources(run: Run) -> list[ChangeSource]:
 def engine_of_stages(run: Run) -> Engine:
     """The engine of a run whose workers hold stages of the model, by its sync."""
     # Slow to import, with all that tracing needs.
-    from plait.training.engines.pipeline_replicas import join_pipelines
+    from plait.training.engines.pipeline_member import join_pipelines
     from plait.training.stages.run_stages import pipeline_engine, replica_stages
 
     if run.settings.sync.kind == "all-reduce":

@@ -85,12 +85,12 @@ class Bucket:
 class AllReduce:
     """Sums the gradients of all workers, each times a factor: the worker's share of the batch.
 
-    Backward fills buckets from the last layer to the first, and each is sent as soon as it is full. All ranks
-    send them in the same order, whatever the order of their backward. Between `begin` and `sum_gradients`
-    every rank runs the same number of backward passes or none; only the last one (`last=True`) sends. Sums use
-    the backend's all-reduce, or a topology, which needs `members`. Up to `max_scalars` extra scalars are summed
-    too. With `copy_gradients` each step's gradients are copies, for an optimizer that keeps them; otherwise
-    they are views of buffers that the next step overwrites.
+    Backward fills buckets from the last layer to the first, and each is sent as soon as it is full. All
+    ranks send them in the same order, whatever the order of their backward. Between `begin` and
+    `sum_gradients` every rank runs the same number of backward passes or none; only the last one
+    (`last=True`) sends. Sums use the backend's all-reduce, or a topology, which needs `members`. Up to
+    `max_scalars` extra scalars are summed too. With `copy_gradients` each step's gradients are copies, for
+    an optimizer that keeps them; otherwise they are views of buffers that the next step overwrites.
 
     A gradient may arrive in parts, for example if reentrant checkpoints share a layer. The first time, parts
     that arrive after the gradient was sent are summed separately; from then on nothing is sent before

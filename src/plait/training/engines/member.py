@@ -137,7 +137,7 @@ class ShareAudit(StepAudit, Protocol):
         """Within, what a step has computed and not updated yet becomes the mean over a group."""
 
 
-class WholeModel:
+class WholeModelMember:
     """A member that is one worker with the whole model of a trial, or of fused trials.
 
     `audit` repeats some of its updates and `monitor` measures them, if given.
