@@ -246,7 +246,9 @@ def test_every_row_of_the_page_has_a_job_and_every_job_a_row() -> None:
     assert rows_of_the_page() == set(ROWS)
 
 
-@pytest.mark.parametrize("refused", chain(*ROWS.values()), ids=lambda each: re.sub(r"\W+", "-", each.words))
+@pytest.mark.parametrize(
+    "refused", list(chain(*ROWS.values())), ids=lambda each: re.sub(r"\W+", "-", each.words)
+)
 def test_it_is_refused_before_the_first_step(refused: Refused, tmp_path: Path) -> None:
     with pytest.raises(PlaitError, match=re.escape(refused.words)) as failure:
         refused.run(tmp_path)

@@ -219,15 +219,13 @@ def test_a_sweep_asked_for_more_trials_draws_them_and_repeats_none(tmp_path: Pat
     assert more["arrays"][-1]["trials"] == [3, 4]
 
 
-def test_a_sweep_of_pipelines_wants_a_width_before_anything_is_measured(tmp_path: Path):
+def test_a_sweep_of_pipelines_has_as_many_workers_as_its_plan(tmp_path: Path):
     settings = planned((1, 1), Schedule.FLUSH)
     assert settings.pipeline is not None
     file = tmp_path / "plan.json"
     save_plan(settings.pipeline.plan, file)
     job = plait.make_job({**CONTENT, "parallel": {"plan": str(file)}})
-    with pytest.raises(InputError, match="--width: found none"):
-        make_sweep(job, ["optimizer.lr=0.1,0.2"])
-    made = make_sweep(job, ["optimizer.lr=0.1,0.2"], width=2)
+    made = make_sweep(job, ["optimizer.lr=0.1,0.2"])
     assert [host.slots for host in placement_of(job, made).hosts] == [2]
     three = plait.make_job({**CONTENT, "parallel": {"plan": str(file), "workers": 3}})
     with pytest.raises(InputError, match=r"--plan: found a plan for 2 workers, which do not divide the 3"):

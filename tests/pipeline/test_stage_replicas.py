@@ -39,7 +39,7 @@ def sends_beside_backward(rank: int, case: Case) -> tuple[int, int]:
     """How many sums a rank starts while its backward runs, and how many at its updates."""
     counts = {"backward": 0, "update": 0}
     where = ["backward"]
-    start, agree = Native.start, StageOptimizer.agree
+    start, sum_gradients = Native.start, StageOptimizer.sum_gradients
 
     def counted(self: Native, index: int, fill: Any = None) -> Any:
         counts[where[0]] += 1
@@ -47,10 +47,10 @@ def sends_beside_backward(rank: int, case: Case) -> tuple[int, int]:
 
     def marked(self: StageOptimizer, updates: Any, work: Any) -> None:
         where[0] = "update"
-        agree(self, updates, work)
+        sum_gradients(self, updates, work)
         where[0] = "backward"
 
-    with patch.object(Native, "start", counted), patch.object(StageOptimizer, "agree", marked):
+    with patch.object(Native, "start", counted), patch.object(StageOptimizer, "sum_gradients", marked):
         train_in_pipeline(rank, case)
     return counts["backward"], counts["update"]
 
@@ -74,15 +74,15 @@ def sends_of_each(rank: int, cases: tuple[Case, ...]) -> list[tuple[int, int]]:
 def order_of_rank(rank: int, case: Case) -> list[str]:
     """When a rank starts sums in backward, ends them, and gives back the memory of what it received."""
     order: list[str] = []
-    start, agree, release = Native.start, AllReduce.agree, InFlight.release
+    start, sum_gradients, release = Native.start, AllReduce.sum_gradients, InFlight.release
 
     def started(self: Native, index: int, fill: Any = None) -> Any:
         order.append("send")
         return start(self, index, fill)
 
-    def agreed(self: AllReduce, notes: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-        found = agree(self, notes, factor)
-        order.append("agree")
+    def summed(self: AllReduce, notes: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        found = sum_gradients(self, notes, factor)
+        order.append("sum")
         return found
 
     def released(self: InFlight) -> None:
@@ -91,7 +91,7 @@ def order_of_rank(rank: int, case: Case) -> list[str]:
 
     with (
         patch.object(Native, "start", started),
-        patch.object(AllReduce, "agree", agreed),
+        patch.object(AllReduce, "sum_gradients", summed),
         patch.object(InFlight, "release", released),
     ):
         train_in_pipeline(rank, case)
@@ -102,7 +102,7 @@ def test_what_was_received_is_given_back_once_the_gradients_that_lie_in_it_are_s
     stash = Case("positions", (((0, 1), (2,)),), Schedule.STASH, steps=3, samples=4)
     first, second, last = run_ranks(3, order_of_rank, stash)
     # The gradients are one message, sent in backward; what follows at the update is who had any.
-    assert first == second == ["send", "send", "agree", "release"] * 6
+    assert first == second == ["send", "send", "sum", "release"] * 6
     # Who shares nothing has nothing to wait for.
     assert last == ["release"] * 12
 

@@ -46,7 +46,6 @@ def test_a_link_that_goes_down_ends_the_job_with_a_clear_message(hosts: Hosts, t
             shell=hosts.shell,
             nic="eth0",
             link_timeout_s=3.0,
-            timeout_s=10.0,
         )
     assert hosts.processes() == []
 

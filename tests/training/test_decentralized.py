@@ -31,6 +31,7 @@ from plait.training import components
 from plait.training.checkpoint import list_checkpoints
 from plait.training.choose_engine import make_job_loop
 from plait.training.engines.auto_sync import choose
+from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store, open_store
 from support.syncs import run_sync, settings_of
@@ -84,6 +85,22 @@ class Watch:
 def all_events(run: Path) -> dict[int, list[Any]]:
     files = sorted((run / "events").glob("rank*.jsonl"))
     return {int(f.stem.removeprefix("rank")): [r.event for r in read(f)] for f in files}
+
+
+def train_idly(rank: int, settings: TrainSettings, folder: Path, address: str) -> Any:
+    """Train as one of several workers, of which the first gets no work."""
+    if rank == 0:
+        DecentralizedEngine._items = lambda *_: iter(())  # type: ignore[method-assign]
+    return train_rank(rank, settings, folder, address=address)
+
+
+def test_the_first_worker_records_steps_in_which_only_others_work(tmp_path: Path):
+    with job_store() as address:
+        run_ranks(2, train_idly, settings_of("partial-reduce", steps=6), tmp_path, address)
+    steps = [event for event in all_events(tmp_path)[0] if isinstance(event, run_events.Step)]
+    assert sum(event.samples for event in steps) == 6 * 48
+    assert [event.step for event in steps] == [6]
+    assert 0 < steps[0].loss < 5
 
 
 def test_a_run_learns_uses_every_sample_once_and_records_each_workers_pace(tmp_path: Path):

@@ -83,9 +83,12 @@ def deferring(weight: Tensor, bias: Tensor | None) -> DeferWeights | None:
 
     Both tensors have to be parameters: a computed one needs its gradient at once.
     """
+    active = _active.get()
+    if active is None:
+        return None
     parameters = [weight] if bias is None else [weight, bias]
     can_defer = torch.is_grad_enabled() and all(map(is_trained, parameters))
-    return _active.get() if can_defer and not _casts(weight) else None
+    return active if can_defer and not _casts(weight) else None
 
 
 def _can_defer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -192,6 +192,11 @@ class DecentralizedEngine:
             batches[done - 1][reader].after if done else trial.position
             for trial, reader in zip(self.trials, self._reader_of)
         )
+        losses = () if reports is None else tuple(map(sum, zip(*reports.losses)))
+        if self._unrecorded is None and losses and done:
+            # Others have done all steps of this interval.
+            mean = torch.tensor(losses, dtype=torch.float64) / done
+            self._unrecorded = (step, batches[done - 1][0].epoch, mean)
         self._record_step(samples)
         self._note_throughput(force=True)
         self._note_average(step)
@@ -205,7 +210,7 @@ class DecentralizedEngine:
             positions,
             stopped=any(reports.stops),
             change_asked=any(reports.changes),
-            losses=tuple(map(sum, zip(*reports.losses))),
+            losses=losses,
         )
 
     def _next_batches(self, steps: int) -> list[tuple[GlobalBatch, ...]]:
