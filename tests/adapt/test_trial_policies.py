@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from plait.adapt.changes import BatchSizeChange, WorkersChange
@@ -25,11 +26,11 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.sweeping.search.values import check
-from plait.sweeping.trial_settings import check_key
+from plait.sweeping.trial_settings import check_key, with_values
 from plait.training.change.batch_size import BatchSize
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweeps_rank, trial_alone
-from support.training import digits_job, unverified_job
+from support.training import digits_job, train_here, unverified_job
 from support.world import run_ranks
 
 RATES = "optimizer.lr=0.02,0.05,0.1"
@@ -119,6 +120,30 @@ def test_goals_are_counted_anew_also_in_a_sweep_that_was_stopped(search: str, tm
     resumed = sweep_here(sweep, tmp_path / "cut", resume=True)
     assert same_table(whole, resumed)
     assert max(each["step"] for each in whole["trials"]) < 23
+
+
+def by_number(signals: list[Signals]) -> list[BatchSizeChange]:
+    """Larger batches after every fifth of the signals that it has seen."""
+    return [BatchSizeChange(signals[-1].batch_size + 8)] if len(signals) % 5 == 0 else []
+
+
+def test_policies_decide_by_the_signals_of_before_when_a_trial_goes_on_from_a_checkpoint(tmp_path: Path):
+    """Halving saves trials after 3 and 9 steps; a run is resumed after 5, at which it is to change."""
+    policy = PolicySettings("test_trial_policies:by_number")
+    common: dict[str, Any] = {"epochs": None, "lr_schedule": LrScheduleSettings()}
+    sweep = sweep_of(RATES, job=job(policy, steps=20, **common), kind="halving", least_steps=3)
+    best = sweep_here(sweep, tmp_path / "sweep")["best"]
+    alone, weights = trial_alone(sweep, best["values"], tmp_path / "alone")
+    expected = [(event.step, event.change) for event in recorded(tmp_path / "alone", Changed)]
+    assert len(expected) == 3
+    changes = [event for event in recorded(tmp_path / "sweep", Changed) if event.trial == best["trial"]]
+    assert [(event.step, event.change) for event in changes] == expected
+    assert best["metrics"] == pytest.approx(alone.test, abs=1e-9)
+    first = expected[0][0]
+    train_here(replace(with_values(sweep.train, best["values"]), steps=first), tmp_path / "resumed")
+    _, resumed = train_here(with_values(sweep.train, best["values"]), tmp_path / "resumed", resume=True)
+    assert [(e.step, e.change) for e in recorded(tmp_path / "resumed", Changed)] == expected
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.items())
 
 
 def test_steps_of_the_schedule_lie_at_steps_of_training():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from plait.core.codec import decode, encode
 from plait.core.run_events import Signals
 
 KEPT = 200
@@ -27,6 +29,16 @@ class SignalHistory:
         """Drop all signals, so that workers that have just joined have the same."""
         self._signals.clear()
         self.asked_at = 0
+
+    def state(self) -> dict[str, Any]:
+        """The signals as plain values, for `load`."""
+        return {"asked_at": self.asked_at, "newest": [encode(signals) for signals in self._signals]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the signals of a checkpoint; they are not recorded again."""
+        self.forget()
+        self.asked_at = state.get("asked_at", 0)
+        self._signals.extend(decode(Signals, signals) for signals in state.get("newest", ()))
 
     def newest(self) -> tuple[Signals, ...]:
         """All kept signals, oldest first."""

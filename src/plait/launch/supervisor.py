@@ -372,6 +372,8 @@ class Supervisor:
             return
         has_joined = self._roster.has_joined(state.rank)
         if state.failure is not None and has_joined and self._ends_all(state.failure):
+            if self._too_few is not None:  # the rest cannot write a checkpoint
+                raise LaunchError(f"{self._too_few}; go on with --resume from the newest checkpoint")
             raise self._worker_failed(find_cause([state]))
         if state.status is not None:
             reason = state.failure.summary if state.failure else describe_status(state.status)

@@ -292,6 +292,7 @@ class RunLoop(Loop):
 
     def _go_back_to_checkpoint(self) -> None:
         """Continue from the newest checkpoint; all workers call it together."""
+        reached = self.run.trial.step
         self.run.metrics.log_rest()
         self.run.reset()
         for source in self._sources:
@@ -301,6 +302,13 @@ class RunLoop(Loop):
         self._has_begun, self._has_state, self._changes = False, False, (0, 0)
         self.start(resume=True)
         self.run.trial.until = self._total_steps()
+        if self.run.worker.rank == 0 and reached > self.run.trial.step:
+            log.warning(
+                "the workers that are left do not hold all layers: the run goes back from step %d to the "
+                "checkpoint of step %d",
+                reached,
+                self.run.trial.step,
+            )
 
     def _reopen(self, was_lost: bool) -> None:
         """Open the engine among the new members; `was_lost` if the change follows the loss of a worker."""

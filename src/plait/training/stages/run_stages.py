@@ -63,9 +63,10 @@ def pipeline_engine(run: Run) -> PipelineEngine:
         run.flush_events()
 
     def on_opened(seconds: float) -> None:
+        if run.opened_s:
+            # Earlier measurements are of another plan or of other workers.
+            run.signals.forget()
         run.opened_s = seconds
-        # Earlier measurements are of another plan or of other workers.
-        run.signals.forget()
 
     def begin_audit(pipeline: Pipeline) -> tuple[int, AuditedStages | None]:
         """Steps until the next audit, or (1, the audit) if the next step is audited."""
