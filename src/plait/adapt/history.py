@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from plait.core.codec import decode, encode
+from plait.core.errors import ArtefactError
 from plait.core.run_events import Signals
 
 KEPT = 200
@@ -37,8 +39,9 @@ class SignalHistory:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the signals of a checkpoint; they are not recorded again."""
         self.forget()
-        self.asked_at = state.get("asked_at", 0)
-        self._signals.extend(decode(Signals, signals) for signals in state.get("newest", ()))
+        with contextlib.suppress(ArtefactError):  # of another version: policies begin without signals
+            self._signals.extend(decode(Signals, signals) for signals in state.get("newest", ()))
+            self.asked_at = state.get("asked_at", 0)
 
     def newest(self) -> tuple[Signals, ...]:
         """All kept signals, oldest first."""

@@ -69,16 +69,11 @@ class PolicySource:
         return [ChangeRequest(each.change, named.name, each.why) for each in decision.proposals]
 
     def state(self) -> dict[str, Any]:
-        """The state for `load`, as plain values: each policy's state by name and index, and the signals."""
-        states = {f"{i}/{named.name}": encode(named.state) for i, named in enumerate(self._policies)}
-        return {**states, "signals": self._history.state()}
+        """The state for `load`, as plain values: each policy's state by name and index."""
+        return {f"{i}/{named.name}": encode(named.state) for i, named in enumerate(self._policies)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a checkpoint's state; a new policy, or one whose state cannot be read, starts without one."""
-        try:
-            self._history.load(state.get("signals", {}))
-        except ArtefactError:
-            self._history.forget()
         for i, named in enumerate(self._policies):
             kept, kind = state.get(f"{i}/{named.name}"), named.policy.state_type
             try:

@@ -124,6 +124,7 @@ class RunningTrial(Trial):
         for source, values in zip(self.sources, progress.get("policies", ())):
             source.load(values)
         self.noise.load(progress.get("gradient_noise", ()))
+        self.signals.load(progress.get("signals", {}))
 
     def saved(self, state: EngineState) -> dict[str, Any]:
         """What a checkpoint stores besides tensors: as for a single run, and the unreported loss."""
@@ -135,6 +136,7 @@ class RunningTrial(Trial):
             "loss_steps": self.loss_steps,
             "train_loss": self.train_loss,
             "gradient_noise": self.noise.state(),
+            "signals": self.signals.state(),
             "policies": [source.state() for source in self.sources],
         }
 

@@ -140,6 +140,7 @@ class RunCheckpoints:
             "order": order_id(run.components.train_set.dataset, run.settings),
             "fingerprint": fingerprint_of(run.components.train_set.dataset),
             "gradient_noise": run.noise.state(),
+            "signals": run.signals.state(),
             "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
 
@@ -188,6 +189,7 @@ class RunCheckpoints:
             trial.best = None
         run.trial = trial
         run.noise.load(noise)
+        run.signals.load(progress.get("signals", {}))
         saved = [source for source in self._sources if isinstance(source, SavedSource)]
         for source, values in zip(saved, policies):
             source.load(values)
