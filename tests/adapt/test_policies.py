@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from plait.adapt.policies.topology import AdaptiveTopology
 from plait.adapt.policies.workers import AdaptiveWorkers
 from plait.adapt.policy_source import PolicySource
 from plait.core import events
+from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.core.run_events import Signals
 from support.signals import signals_at
@@ -389,6 +391,27 @@ def test_a_table_is_exact_and_due_where_it_says():
     assert source.due(6) == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{5: {"batch_size": 0}}, {5: {"batch_size": 8, "lr_factor": -1.0}}, {-3: {"batch_size": 8}}],
+)
+def test_a_table_that_no_run_can_follow_is_refused_before_it_begins(changes: dict[int, Any]):
+    with pytest.raises(JobError, match=r"adapt\.changes.*expected"):
+        make_policy("steps", {"changes": changes})
+
+
+def test_signals_of_another_number_of_workers_are_not_compared_with_later_ones():
+    before, after = SignalHistory(), SignalHistory()
+    before.add(signals_at(1))
+    after.load(json.loads(json.dumps(before.state())))
+    assert after.newest() == before.newest()
+    after.add(replace(signals_at(2), workers=signals_at(1).workers + 1))
+    assert [signals.step for signals in after.newest()] == [2]
+    damaged = {"newest": [encode(signals_at(1)), {"step": "two"}], "asked_at": 1}
+    after.load(damaged)
+    assert (after.newest(), after.asked_at) == ((), 0)
+
+
 def test_recorded_events_are_what_policies_are_replayed_on(tmp_path: Path):
     log = events.EventLog(tmp_path / "rank0.jsonl", 0)
     for step in range(1, 40):
@@ -419,9 +442,11 @@ def test_a_policy_goes_on_from_its_saved_state_as_if_never_interrupted(kind: str
         found = []
         for signals in recorded:
             if signals.step == interrupted_at:
-                kept = json.loads(json.dumps(source.state()))
+                kept, seen = json.loads(json.dumps([source.state(), history.state()]))
+                history = SignalHistory()
                 source = PolicySource([(kind, make_policy(kind, options))], history)
                 source.load(kept)
+                history.load(seen)
             history.add(signals)
             found += source.due(signals.step + 1)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def test_a_result_carries_the_warnings_of_its_workers_and_a_run_that_had_ended_s
     assert result.run == str(tmp_path / "scratch/runs/first-001")
     assert result.mode == {"loss": "min"}
     (leak,) = result.warnings
-    assert leak.startswith("data: 40 of the 40 test samples looked at are among the 40 training samples")
+    # How many samples are looked at in the time given to it depends on the machine.
+    assert re.match(r"data: \d+ of the \d+ test samples looked at are among the \d+ training samples", leak)
     assert result.to_dict()["warnings"] == [leak]
     assert json.loads((Path(result.run) / "result.json").read_text())["warnings"] == [leak]
     again = plait.train(job, resume=True)

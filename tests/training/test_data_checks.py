@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from plait.core.errors import DataError
+from plait.data import fingerprint
 from plait.data.batches import DataSource
 from plait.data.fingerprint import repeated_samples, take_fingerprints
 from plait.training.checks.data_reads import look_at_data
@@ -58,6 +59,7 @@ KINDS = ["alike", "half copied", "listed in another order", "no test split on on
 
 def check_kinds(rank: int) -> dict[str, str]:
     found = {}
+    fingerprint.LOOK_S = 10.0  # all samples are read, on a busy machine too
     worker = PlainWorker(hosts=("w0", "w1"))
     for kind in KINDS:
         train, test = unlike_points(kind, rank)
@@ -94,7 +96,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture, train: Any, test: Any) -> list
     return [record.getMessage() for record in caplog.records]
 
 
-def test_test_samples_that_are_trained_on_are_told_with_how_many(caplog: pytest.LogCaptureFixture):
+def test_test_samples_that_are_trained_on_are_told_with_how_many(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fingerprint, "LOOK_S", 10.0)
     whole = points(60)
     (words,) = warnings_of(caplog, Subset(whole, range(50)), Subset(whole, range(40, 60)))
     assert words.startswith("data: 10 of the 20 test samples looked at are among the 50 training samples")

@@ -24,6 +24,9 @@ class SignalHistory:
         self._record = record
 
     def add(self, signals: Signals) -> None:
+        """Add the newest signals; those of another number of workers, as before a resume, are dropped."""
+        if self._signals and self._signals[-1].workers != signals.workers:
+            self._signals.clear()
         self._signals.append(signals)
         self._record(signals)
 
@@ -40,7 +43,7 @@ class SignalHistory:
         """Load the signals of a checkpoint; they are not recorded again."""
         self.forget()
         with contextlib.suppress(ArtefactError):  # of another version: policies begin without signals
-            self._signals.extend(decode(Signals, signals) for signals in state.get("newest", ()))
+            self._signals.extend([decode(Signals, signals) for signals in state.get("newest", ())])
             self.asked_at = state.get("asked_at", 0)
 
     def newest(self) -> tuple[Signals, ...]:

@@ -20,7 +20,7 @@ from plait.data.streams import checksum
 
 # How many samples workers compare, and how many of each split are searched in the other.
 FEW, MANY = 8, 1000
-# The time limit per split; one sample is always read.
+# The time limit per split; two samples are always read.
 LOOK_S = 0.1
 # The time limit of the reading process, including its start.
 LONGEST_S = 20.0
@@ -96,7 +96,7 @@ def _look(source: DataSource | None, seed: int, few: Iterable[int], more: Iterab
         return {}
     begun = time.monotonic()
 
-    def read(numbers: Iterable[int], at_least: int = 1) -> Iterator[tuple[int, int]]:
+    def read(numbers: Iterable[int], at_least: int = 2) -> Iterator[tuple[int, int]]:
         for position, number in enumerate(numbers):
             if position >= at_least and time.monotonic() - begun > LOOK_S:
                 return

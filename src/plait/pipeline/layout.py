@@ -198,10 +198,10 @@ def _lane(
         replicas,
         _depth(pipeline_layout, stage),
         microbatches_per_update(pipeline_layout, stage) // replicas,
-        partial(version_of, pipeline_layout, stage),
-        partial(interval.admits, pipeline),
-        lambda: pipeline_layout.local(interval.total, pipeline),
-        lambda: math.ceil(pipeline_layout.local(interval.total, 0) / replicas),
+        version=partial(version_of, pipeline_layout, stage),
+        admits=partial(interval.admits, pipeline),
+        total=lambda: pipeline_layout.local(interval.total, pipeline),
+        rounds=lambda: math.ceil(pipeline_layout.local(interval.total, 0) / replicas),
     )
 
 

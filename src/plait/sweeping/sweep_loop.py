@@ -25,7 +25,6 @@ from plait.data.loader import BatchStream
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
-from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, JoiningTrial, TrialsChange
@@ -43,7 +42,6 @@ from plait.sweeping.running_trial import (
 )
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
-from plait.training import checkpoint as checkpoints
 from plait.training.batch_streams import find_stream, open_stream
 from plait.training.change.apply import asked_every, find_requests, is_due, policies_of
 from plait.training.change.members import loss_of
@@ -621,8 +619,7 @@ def make_entry(
         components = replace(components, norms=TrialNorms([noise]))
     if state is None:
         return TrialInit(settings, components, noise=noise)
-    checkpoints.load_model_state(components.model, state.model)
-    named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
+    components.load(state)
     components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
     return TrialInit(settings, components, state.progress.get("age", 0), state.sync, noise)
 

@@ -118,7 +118,7 @@ class Components:
         """Refuse an optimizer that treats summed gradients of several workers differently from local ones."""
         check_gradients_left(settings.kind, find_traits(settings, dict(self.model.named_parameters())))
 
-    def load(self, state: Checkpoint) -> None:
+    def load(self, state: Checkpoint | EngineState) -> None:
         """Load the tensors of a checkpoint on a worker that holds the whole model."""
         checkpoints.load_model_state(self.model, state.model)
         named_state.load_optimizer_state(self.optimizer, self.names, state.optimizer)

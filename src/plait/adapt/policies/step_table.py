@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -37,6 +38,13 @@ def read_change(entry: Mapping[str, Any], where: str) -> Change:
         change: Change = decode(kinds[0], entry, where)
     except ArtefactError as failure:
         raise JobError(str(failure)) from None
+    if isinstance(change, BatchSizeChange):
+        has_rate = math.isfinite(change.lr_factor) and change.lr_factor > 0
+        if change.batch_size < 1 or not has_rate:
+            raise JobError(
+                f"{where}: found {shown(dict(entry))}, expected a batch_size of 1 or more and an lr_factor "
+                f"above 0"
+            )
     return change
 
 
@@ -49,6 +57,8 @@ class StepBased:
 
     def __post_init__(self) -> None:
         for step, entry in self.changes.items():
+            if step < 0:
+                raise JobError(f"adapt.changes: found step {step}, expected 0 or more")
             read_change(entry, f"adapt.changes.{step}")
 
     def next_due(self, step: int) -> int | None:

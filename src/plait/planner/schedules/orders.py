@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 from plait.core.errors import PlanError
 from plait.planner.schedules import several_stages
@@ -54,16 +53,13 @@ def operations(
         return several_stages.interleaved(layout, microbatches, depths or {})
     lists: dict[tuple[int, int], list[Op]] = {}
     for stage, workers in enumerate(layout.stages):
-        depth, replicas = in_flight(schedule, layout, stage, microbatches, depths), len(workers)
-        rounds = math.ceil(microbatches / replicas)
+        depth = in_flight(schedule, layout, stage, microbatches, depths)
+        rounds = math.ceil(microbatches / len(workers))
         every = _rounds_between_updates(schedule, layout, stage, rounds, batch)
-        version = partial(version_of, schedule, replicas=replicas, depth=depth, every=every)
-        for replica in range(replicas):
-            order = one_stage(
-                stage, replica, replicas, depth, every, version,
-                microbatches.__gt__, lambda: microbatches, partial(int, rounds),
-            )  # fmt: skip
-            lists[stage, replica] = list(order)
+        for replica in range(len(workers)):
+            lists[stage, replica] = _of_replica(
+                schedule, stage, replica, len(workers), depth, every, microbatches
+            )
     if layout.shared:
         return several_stages.merged(layout, lists, together=schedule.synchronous)
     by_worker = {layout.stages[stage][replica]: tuple(ops) for (stage, replica), ops in lists.items()}
@@ -83,6 +79,24 @@ def batch_of_two_buffers(layout: Layout, least: int = 1) -> int:
     )
     common = math.lcm(*(layout.replicas(s) for s in range(len(layout.stages))))
     return math.ceil(max(most, least) / common) * common
+
+
+def _of_replica(
+    schedule: Schedule, stage: int, replica: int, replicas: int, depth: int, every: int, microbatches: int
+) -> list[Op]:
+    """The operations of one replica for a known number of microbatches."""
+    order = one_stage(
+        stage,
+        replica,
+        replicas,
+        depth,
+        every,
+        version=lambda microbatch: version_of(schedule, microbatch, replicas, depth, every),
+        admits=lambda microbatch: microbatch < microbatches,
+        total=lambda: microbatches,
+        rounds=lambda: math.ceil(microbatches / replicas),
+    )
+    return list(order)
 
 
 def one_stage(

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from plait.data.loader import Batch
 from plait.data.sampler import mix
-from plait.pipeline import named_state
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.audited_step import AuditedTrial
-from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.components import build as build_components
@@ -84,8 +82,7 @@ class AuditedStageTrial:
         known = stages.components.of_trial(self._slot)
         with unchanged_random_numbers():
             components = build_components(settings, known.device, (known.train_set, known.test_set))
-        checkpoints.load_model_state(components.model, before.model)
-        named_state.load_optimizer_state(components.optimizer, components.names, before.optimizer)
+        components.load(before)
         components.scaler.load_state_dict(dict(before.loss_scale))
         stream = mix(settings.seed), before.age, stages.verdict.unfused
         entry = TrialInit(settings, components, before.age)

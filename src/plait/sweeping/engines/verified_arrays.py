@@ -16,7 +16,7 @@ from plait.data.sampler import mix
 from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, FusionReport, verify_fused
 from plait.schema.settings import TrainSettings
-from plait.training.batch_streams import next_batches, open_stream
+from plait.training.batch_streams import next_batches, open_stream, order_of
 from plait.training.components import AUTOCAST, Components, TrialInit
 from plait.training.fused.fused_components import fused_loss, losses_alone, losses_of, together
 from plait.training.fused.rounds import rounds_of
@@ -51,20 +51,18 @@ def first_batches(entries: Sequence[TrialInit], share: tuple[int, int]) -> list[
 
     Where policies may change the batch size of single trials, the second batches have unlike sizes.
     """
-    streams: dict[tuple[int, int], list[Batch]] = {}
+    streams: dict[tuple[int, ...], list[Batch]] = {}
     with same_random_numbers(0):
         for entry in entries:
             for settings in map(_read_here, (entry.settings, _halved(entry.settings, share[1]))):
-                if (key := _order_of(settings)) not in streams:
-                    stream = open_stream(entry.components.train_set, Trial(settings), share)
+                trial = Trial(settings)
+                if (key := order_of(trial)) not in streams:
+                    stream = open_stream(entry.components.train_set, trial, share)
                     streams[key] = next_batches([stream]) + next_batches([stream])
     first = [entry.settings for entry in entries]
     second = [_halved(each, share[1]) if slot % 2 else each for slot, each in enumerate(first)]
-    return [[streams[_order_of(each)][step] for each in row] for step, row in enumerate((first, second))]
-
-
-def _order_of(settings: TrainSettings) -> tuple[int, int]:
-    return settings.seed, settings.data.batch_size
+    keys = [[order_of(Trial(each)) for each in row] for row in (first, second)]
+    return [[streams[key][step] for key in row] for step, row in enumerate(keys)]
 
 
 def _read_here(settings: TrainSettings) -> TrainSettings:
