@@ -190,6 +190,7 @@ def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(tmp_path: Path)
     settings = replace(settings, train=job)
     whole, (stopped, saved, resumed) = run_ranks(2, whole_and_resumed, settings, tmp_path)[0]
     assert (stopped["reason"], saved[0]) == ("stopped", "step-000000005")
+    assert {(trial["state"], trial["step"]) for trial in stopped["trials"]} == {("waiting", 5)}
     assert same_table(whole, resumed, tolerance=1e-12)
 
 

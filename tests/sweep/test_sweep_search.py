@@ -43,15 +43,23 @@ def make_scheduler(
 def test_the_time_left_follows_the_steps_and_not_what_came_before_them():
     scheduler, _ = make_scheduler(sweep_of("seed=0,1", job=digits_job(steps=1000)))
     now = [0.0]
-    progress = SweepProgress(scheduler, Arrays([]), lambda: now[0])
+    progress = SweepProgress(scheduler, Arrays([]), clock=lambda: now[0])
     # A minute of getting ready, then a hundred steps of each trial a second.
     now[0] = 60.0
     for step in range(100, 500, 100):
         for trial in (0, 1):
-            progress.count(TrialStep(trial, step, 0.5))
+            progress.count(trial, step, 0.5)
         left_s = progress.report().get("left_s")
         assert left_s is None if step < 300 else left_s == pytest.approx((2000 - 2 * step) / 200, rel=0.3)
         now[0] += 1.0
+
+
+def test_a_resumed_sweep_counts_from_where_its_trials_were():
+    scheduler, _ = make_scheduler(sweep_of("seed=0,1", job=digits_job(steps=1000)))
+    progress = SweepProgress(scheduler, Arrays([]), [TrialStep(1, 500, 0.5)], clock=lambda: 0.0)
+    progress.count(1, 510, None)
+    assert [(row.trial, row.step, row.train_loss) for row in progress.table()] == [(0, 0, None), (1, 510, 0.5)]
+    assert progress.trial_steps_per_s == pytest.approx(10 / progress.seconds)
 
 
 def play(scheduler: TrialScheduler, losses: dict[int, float]) -> None:

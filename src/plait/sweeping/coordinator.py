@@ -105,7 +105,7 @@ class Coordinator:
         # The trials whose checkpoints were removed; an ended trial writes no other.
         self._removed: set[int] = set()
         self._assignments = Assignments()
-        self._progress = SweepProgress(self.scheduler, self.arrays)
+        self._progress = SweepProgress(self.scheduler, self.arrays, self._past)
         self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
         self._has_begun = False
@@ -338,9 +338,8 @@ class Coordinator:
         for values in changes:
             self._log.record(run_events.Changed(*values))
         for trial, step, loss in losses:
-            event = run_events.TrialStep(trial, step, loss)
-            self._progress.count(event)
-            self._log.record(event)
+            self._progress.count(trial, step, loss)
+            self._log.record(run_events.TrialStep(trial, step, loss))
             self._boards.add(trial, step, {"train/loss": loss})
         for trial, step, values in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, values))
@@ -380,8 +379,9 @@ class Coordinator:
         self._remove_ended()
         return {}
 
-    def _on_back(self, worker: int, trial: int) -> Answer:
+    def _on_back(self, worker: int, trial: int, step: int) -> Answer:
         if self._assignments.has(worker, trial):
+            self._progress.count(trial, step, None)
             self.scheduler.give_back(trial)
             self._assignments.release(trial)
         return {}
@@ -421,6 +421,7 @@ class Coordinator:
         best = self.scheduler.best()
         if best is not None:
             self._publish(best)
+        table = self._progress.table()
         seconds, rate = self._progress.seconds, round(self._progress.trial_steps_per_s, 1)
         number = None if best is None else best.number
         self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
@@ -434,8 +435,8 @@ class Coordinator:
             search=self._settings.search.kind,
             metric=self.scheduler.metric,
             mode=self.scheduler.mode,
-            best=None if best is None else self.scheduler.table()[0],
-            trials=self.scheduler.table(),
+            best=None if best is None else table[0],
+            trials=table,
             arrays=self.arrays.table(),
             seconds=round(seconds, 3),
             trial_steps_per_s=rate,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.core import run_events
 from plait.core.codec import encode
+from plait.core.events import Event
 from plait.schema.results import TrialResult
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
@@ -29,23 +30,30 @@ class SweepProgress:
     """Counts the steps of a sweep's trials from the points of their learning curves."""
 
     def __init__(
-        self, scheduler: TrialScheduler, arrays: Arrays, clock: Callable[[], float] = time.time
+        self,
+        scheduler: TrialScheduler,
+        arrays: Arrays,
+        past: Iterable[Event] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._scheduler = scheduler
         self._arrays = arrays
         # The last point of each trial's curve: its step and its loss.
-        self._latest: dict[int, tuple[int, float | None]] = {}
+        self._latest: dict[int, tuple[int, float | None]] = {
+            event.trial: (event.step, event.loss) for event in past if isinstance(event, run_events.TrialStep)
+        }
         self._started = clock()
         self._trial_steps = 0
         # When the first points of this process were counted, and the steps up to them: what came before was
         # getting ready, and says nothing of the time that is left.
         self._first: tuple[float, int] | None = None
 
-    def count(self, event: run_events.TrialStep) -> None:
-        before = self._latest.get(event.trial, (self._scheduler.trials[event.trial].step, None))[0]
-        self._trial_steps += max(0, event.step - before)
-        self._latest[event.trial] = (event.step, event.loss)
+    def count(self, trial: int, step: int, loss: float | None) -> None:
+        """Count the steps of a trial up to `step`; `loss` is None if it is not known there."""
+        before, known = self._latest.get(trial, (self._scheduler.trials[trial].step, None))
+        self._trial_steps += max(0, step - before)
+        self._latest[trial] = (max(before, step), known if loss is None else loss)
         self._first = self._first or (self._clock(), self._trial_steps)
 
     @property
@@ -71,6 +79,11 @@ class SweepProgress:
         trials = self._scheduler.trials
         return {t.number: t.step if t.has_ended else max(t.step, self._step_of(t.number)) for t in trials}
 
+    def table(self) -> tuple[TrialResult, ...]:
+        """All trials, best first, with the steps that unfinished ones have taken."""
+        steps = self.steps
+        return tuple(self._row(row, steps) for row in self._scheduler.table())
+
     def report(self) -> dict[str, Any]:
         """The steps of all trials, and the best and running trials."""
         scheduler, steps = self._scheduler, self.steps
@@ -82,7 +95,7 @@ class SweepProgress:
             "trials": scheduler.search.total,
             "ended": scheduler.ended,
             "trial_steps_per_s": round(self.trial_steps_per_s, 3),
-            "rows": encode([self._row(row, steps) for row in self._shown()]),
+            "rows": encode(self._shown()),
             "arrays": encode(self._arrays.table(LINES)),
             "failed": {str(t.number): t.why for t in scheduler.trials if t.state == "failed"},
         }
@@ -91,7 +104,7 @@ class SweepProgress:
 
     def _shown(self) -> list[TrialResult]:
         running = {trial.number for trial in self._scheduler.trials if trial.state == "running"}
-        table = self._scheduler.table()
+        table = self.table()
         best = [row for row in table if row.trial not in running and row.state != "waiting"]
         going = [row for row in table if row.trial in running]
         return [*best[: ROWS - min(len(going), ROWS // 2)], *going][:ROWS]

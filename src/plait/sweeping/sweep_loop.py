@@ -454,9 +454,9 @@ class SweepLoop(Loop):
         self.engine.close()
         self._report_array()
 
-    def _return_trial(self, trial: int) -> None:
-        """Return a trial to the coordinator; another array continues from its last checkpoint."""
-        self._coordinator.ask(ask="back", worker=self._worker.id, trial=trial)
+    def _return_trial(self, trial: int, step: int = 0) -> None:
+        """Return a trial to the coordinator; another array continues from its last checkpoint, at `step`."""
+        self._coordinator.ask(ask="back", worker=self._worker.id, trial=trial, step=step)
         self._held.discard(trial)
 
     def _offer_trials(self) -> None:
@@ -471,8 +471,7 @@ class SweepLoop(Loop):
         if count > 0:
             self.engine.collect_losses()
             for slot in staying[-count:]:
-                self._save(slot)
-                self._return_trial(self.trials[slot].number)
+                self._save_and_return(slot)
             self._leaving += staying[-count:]
 
     def _steps_left(self, slot: int) -> int:
@@ -596,14 +595,17 @@ class SweepLoop(Loop):
         saved: bool = self._workers.from_first(lambda: state and save_trial(self._folder, trial, state))
         return saved
 
+    def _save_and_return(self, slot: int) -> None:
+        trial = self.trials[slot]
+        self._save(slot)
+        self._return_trial(trial.number, trial.step)
+
     def _save_and_return_all(self) -> None:
         """Save every trial of the array and return it to the coordinator."""
         self.engine.collect_losses()
-        for slot, trial in enumerate(self.trials):
-            if slot in self._leaving:
-                continue
-            self._save(slot)
-            self._return_trial(trial.number)
+        for slot in range(len(self.trials)):
+            if slot not in self._leaving:
+                self._save_and_return(slot)
         self._leaving = []
         self.engine.close()
         if self._members.can_change:
