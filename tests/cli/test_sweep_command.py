@@ -145,7 +145,6 @@ def test_a_mistake_that_only_the_rooms_can_see_is_refused_by_the_hosts():
         (["optimizer.lr=0.1"], {"trials": 3}, "--search grid tries all 1"),
         (["optimizer.lr=0.1"], {"search": "asah"}, "did you mean 'asha'?"),
         (["optimizer.lr=0.1"], {"width": 0}, "--width: found 0"),
-        (["optimizer.lr=0.1"], {"replicas": 2}, "found 2, which does not divide the 1 worker; use -np 2"),
         (["data.batch_size=64,2"], {"replicas": 3}, "--replicas: found 3, but a batch has 2 samples"),
         (["model_args.width=8,16"], {"search": "pbt"}, "population-based training changes numbers"),
         (["optimizer.lr=0.1"], {"search": "pbt"}, "a population of 1"),
@@ -161,6 +160,16 @@ def test_what_cannot_be_swept_is_refused_before_anything_starts(over: list[str],
     with pytest.raises(InputError) as failure:
         placement_of(job, make_sweep(job, over, **options))
     assert message in str(failure.value)
+
+
+def test_a_sweep_has_as_many_workers_as_train_an_array_where_the_job_does_not_say():
+    job = plait.make_job(CONTENT)
+    assert placement_of(job, make_sweep(job, ["optimizer.lr=0.1"], replicas=2)).workers == 2
+    with pytest.raises(InputError, match="found 2, which does not divide the 3 workers; use -np 2"):
+        placement_of(
+            plait.make_job({**CONTENT, "parallel": {"workers": 3}}),
+            make_sweep(job, ["optimizer.lr=0.1"], replicas=2),
+        )
 
 
 def test_keys_to_sweep_over_may_have_their_conventional_names():

@@ -19,6 +19,7 @@ from plait.core import artefact, events, files, names
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, JobError
 from plait.core.names import check_arguments, did_you_mean, nearest, resolve
+from plait.core.run_events import Changed
 from plait.core.shown import shown
 from plait.core.splits import split
 from plait.core.units import count_of, parse_bytes, show_bytes, show_rate, show_seconds
@@ -170,6 +171,18 @@ def test_events_come_back_typed_and_a_half_written_line_is_dropped(tmp_path: Pat
     ]
 
 
+def test_a_change_is_on_disk_before_the_next_step_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events, "FLUSH_S", 1e9)
+    path = tmp_path / "events.jsonl"
+    log = events.EventLog(path, rank=0)
+    log.flush()
+    log.record(TestHappened("a", 1))
+    assert path.read_text() == ""
+    change = Changed(3, "batch-size", {"batch_size": 8}, "steps", "as the table says")
+    log.record(change)
+    assert [r.event for r in events.read(path)] == [TestHappened("a", 1), change]
+
+
 def test_an_event_of_an_unknown_kind_names_its_line(tmp_path: Path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"t": 1.0, "rank": 0, "kind": "test-happend"}\n')
@@ -217,6 +230,9 @@ def test_arguments_that_a_function_does_not_take_or_lacks_are_named():
         check_arguments(factory, {"siz": 1}, "data", positional=1)
     with pytest.raises(InputError, match=r"factory needs 'size'; add data.size"):
         check_arguments(factory, {}, "data", positional=1)
+    with pytest.raises(InputError, match=r"data: factory takes 3, but is called with 4 positional arguments"):
+        check_arguments(factory, {}, "data", positional=4)
+    check_arguments(lambda *given: None, {}, "data", positional=4)
 
 
 def test_the_nearest_name_is_offered_or_all_of_them():

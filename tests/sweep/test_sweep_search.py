@@ -58,7 +58,10 @@ def test_a_resumed_sweep_counts_from_where_its_trials_were():
     scheduler, _ = make_scheduler(sweep_of("seed=0,1", job=digits_job(steps=1000)))
     progress = SweepProgress(scheduler, Arrays([]), [TrialStep(1, 500, 0.5)], clock=lambda: 0.0)
     progress.count(1, 510, None)
-    assert [(row.trial, row.step, row.train_loss) for row in progress.table()] == [(0, 0, None), (1, 510, 0.5)]
+    assert [(row.trial, row.step, row.train_loss) for row in progress.table()] == [
+        (0, 0, None),
+        (1, 510, 0.5),
+    ]
     assert progress.trial_steps_per_s == pytest.approx(10 / progress.seconds)
 
 

@@ -37,6 +37,8 @@ class Event:
     """Base of all events; subclasses are registered for `read` when they are defined."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
+    # Whether it is written at once, so that a killed worker's record has it.
+    is_urgent: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         Event.kinds[cls.kind()] = cls
@@ -59,9 +61,9 @@ class Recorded:
 class EventLog:
     """Appends the events of one worker to a file.
 
-    Lines are buffered and written every second and on close, each line whole or not at all. A full disk does
-    not end the run: the newest lines are kept until they can be written, with one warning. Opening the file
-    of a killed run first removes an incomplete last line.
+    Lines are buffered and written every second, after an urgent event and on close, each line whole or not
+    at all. A full disk does not end the run: the newest lines are kept until they can be written, with one
+    warning. Opening the file of a killed run first removes an incomplete last line.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -79,7 +81,7 @@ class EventLog:
     def record(self, event: Event) -> None:
         line = {"t": round(time.time(), 6), "rank": self._rank, "kind": event.kind(), **encode(event)}
         self._kept.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        if time.monotonic() - self._flushed >= FLUSH_S:
+        if event.is_urgent or time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:

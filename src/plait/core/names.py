@@ -18,6 +18,7 @@ from typing import Any
 from plait.core.aliases import ALIASES
 from plait.core.errors import InputError
 from plait.core.shown import listed, shortened, shown
+from plait.core.units import count_of
 
 # Comparing longer names takes long, and they are no misspellings.
 _LONGEST_NAME = 100
@@ -183,10 +184,15 @@ def check_arguments(
     same section, which are suggested too.
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())[positional:]
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature to check against
         return
     name = getattr(function, "__name__", None) or shown(function)
+    filled = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(filled) < positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        expected = count_of(positional, "positional argument")
+        raise error(f"{key}: {name} takes {len(filled) or 'none'}, but is called with {expected}")
+    parameters = parameters[positional:]
     keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for given in arguments:

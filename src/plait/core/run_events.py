@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from plait.core.events import Event
 
@@ -286,6 +286,8 @@ class Changed(Event):
     In a sweep `trial` is the trial that was changed.
     """
 
+    is_urgent: ClassVar[bool] = True
+
     step: int
     kind_of_change: str
     change: dict[str, Any]
@@ -308,6 +310,8 @@ class WorkersChanged(Event):
 
     `seconds` is how long training paused; `by` and `why` say who asked for it and why.
     """
+
+    is_urgent: ClassVar[bool] = True
 
     step: int
     version: int

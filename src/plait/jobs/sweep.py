@@ -224,12 +224,12 @@ def _placement_of_replica(placement: Placement, settings: SweepSettings) -> Plac
 
 
 def placement_of(job: Job, settings: SweepSettings) -> Placement:
-    """Where a sweep's workers run: as many as train an array of its plan, where the job does not say.
+    """Where a sweep's workers run: as many as train an array together, where the job does not say.
 
     Workers that cannot train the sweep's arrays are refused.
     """
     placement = job.placement
-    if settings.train.in_stages and job.parallel.workers is None and not job.cluster.hosts:
+    if settings.workers_per_array > 1 and job.parallel.workers is None and not job.cluster.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
     check_worker_groups(settings, placement.workers)
     return placement

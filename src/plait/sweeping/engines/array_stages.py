@@ -350,9 +350,11 @@ class StepOfStages:
         """A context in which trials are at the forward of the current microbatch, or `after` it."""
         fused, ages = self._fused, self._fused.ages.clone()
         fused.ages.copy_(self._ages + self._forwards.clamp(max=self._index) + after)
-        with self.padded():
-            yield
-        fused.ages.copy_(ages)
+        try:
+            with self.padded():
+                yield
+        finally:
+            fused.ages.copy_(ages)
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
