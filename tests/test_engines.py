@@ -73,9 +73,10 @@ def averaged() -> TrainSettings:
     return settings_of("local-sgd", {"every": 1}, **COMMON, precision="float64", optimizer=MEMORYLESS)
 
 
-def side_by_side() -> TrainSettings:
-    """Two pipelines of two stages whose weights are averaged after each update."""
-    return replace(in_stages(2, 2), optimizer=MEMORYLESS, sync=SyncSettings("local-sgd", {"every": 1}))
+def side_by_side(*replicas: int) -> TrainSettings:
+    """Pipelines of two stages, by default two, whose weights are averaged after each update."""
+    stages = in_stages(*(replicas or (2, 2)))
+    return replace(stages, optimizer=MEMORYLESS, sync=SyncSettings("local-sgd", {"every": 1}))
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ ROWS: dict[str, Callable[[], Row]] = {
     "fused, pipeline": lambda: Row(2, sweep_of(RATES, job=in_stages(1, 1))),
     "fused, pipeline with replicas": lambda: Row(3, sweep_of(RATES, job=several_stages())),
     "fused, pipelines": lambda: Row(4, replace(sweep_of(RATES, job=in_stages(1, 1)), replicas=2)),
+    "fused, pipelines side by side": lambda: Row(4, sweep_of(RATES, job=side_by_side())),
+    "one by one, pipelines side by side": lambda: Row(
+        4, replace(sweep_of(RATES, job=side_by_side(1, 1), width=1), replicas=2)
+    ),
     "one by one, pipeline": lambda: Row(2, sweep_of(RATES, job=in_stages(1, 1), width=1)),
 }
 

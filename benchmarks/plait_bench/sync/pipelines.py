@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ def _side_by_side(
     replicas = replica_layouts(pipeline_layout)
     own = next(each for each in replicas if worker.rank in each.workers)
     channels, pipeline = open_pipeline(worker, settings, parts, found.traced, own, hosts)
-    replica = PipelineReplica(worker, settings, parts.scaler, replicas, pipeline, channels, prefix)
+    parts = replace(parts, optimizer=pipeline.optimizer)
+    replica = PipelineReplica(worker, settings, parts, replicas, pipeline, channels, prefix)
     if alone:
         replica.averaging.after_update = lambda: None  # type: ignore[method-assign]
     dist.barrier()
@@ -170,12 +172,16 @@ def _side_by_side(
 
 def _rate(replica: PipelineReplica, seconds: float) -> float:
     """Batches for `seconds`, after a first that is not counted; how many a second, on the first worker."""
-    replica.update(-1, 0, [1] * MICROBATCHES, 1.0, _contents())
+    _update(replica)
     started, updates = time.monotonic(), 0
     while replica.lockstep.from_first(lambda: time.monotonic() - started < seconds):
-        replica.update(updates, 0, [1] * MICROBATCHES, 1.0, _contents())
+        _update(replica)
         updates += 1
     return updates / (time.monotonic() - started) if replica.lockstep.is_first else 0.0
+
+
+def _update(replica: PipelineReplica) -> None:
+    replica.update([Microbatch(0, i, 0, [0]) for i in range(MICROBATCHES)], lambda local: _contents())
 
 
 def _contents() -> Iterator[Any]:

@@ -334,6 +334,14 @@ class Pipeline:
         found = optimizer_state(self.optimizer, self._names)
         return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 
+    def take_losses(self) -> Tensor:
+        """The sums of the trials' losses since the last call, in float64; zeros if this worker has none."""
+        losses = [loss.double() for loss in self.losses.values()]
+        self.losses.clear()
+        if not losses:
+            return torch.zeros(self._parts.stages.trials or 1, dtype=torch.float64)
+        return torch.stack(losses).sum(0).view(-1)
+
     def _carry_out(self, op: Op, work: Work) -> None:
         match op:
             case Update():

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
@@ -20,7 +21,7 @@ from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
-from plait.sweeping.engines.array_plans import is_replicated, layout_from
+from plait.sweeping.engines.array_plans import averages, is_replicated, layout_from
 from plait.sweeping.engines.audited_step import ADVICE
 from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.fusable import (
@@ -35,12 +36,17 @@ from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import next_audited
 from plait.training.batch_streams import sample_order
-from plait.training.checkpoint import EngineState
 from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
 from plait.training.engines.decentralized import DecentralizedEngine
-from plait.training.engines.member import ShareAudit, WholeModelMember
+from plait.training.engines.member import (
+    MakeMember,
+    MemberState,
+    ShareAudit,
+    WholeModelMember,
+    WholeModelState,
+)
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
@@ -52,7 +58,7 @@ if TYPE_CHECKING:
     from plait.pipeline.executor import Pipeline
     from plait.sweeping.engines.array_stages import FusedStages
     from plait.sweeping.engines.verified_stages import StagesOfTrials
-    from plait.training.engines.pipeline import PipelineEngine, StageAudit
+    from plait.training.engines.pipeline import OnStageStep, PipelineEngine, StageAudit
 
 # What trains an array.
 ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
@@ -207,39 +213,54 @@ class ArrayBuilder:
         check_unchanged(first.settings, first.components.train_set.dataset, elastic=False)
         engine: ArrayTrainer
         if self.is_pipelined:
-            # Imported here, since it is slow.
-            from plait.sweeping.engines.array_stages import ArrayStages, FusedStages
-            from plait.training.engines.pipeline import PipelineEngine
-
-            check_replicated(entries[0], is_replicated(self._settings))
-            verified, verdict = self._verify_in_stages(group, entries, numbers)
-            if self.width(group) == 1:
-                alone = ArrayStages(worker, entries, feed, workers, verified)
-                engine = PipelineEngine(worker, trials, alone, on_step, group=workers)
-            else:
-                fused = FusedStages(worker, entries, feed, workers, verified, verdict)
-
-                def begin_audit(pipeline: Pipeline) -> tuple[int, StageAudit | None]:
-                    return audit.begin_in_stages(fused, pipeline)
-
-                engine = PipelineEngine(
-                    worker, trials, fused, on_step, begin_audit=begin_audit, group=workers
-                )
+            engine = self._in_stages(group, entries, trials, feed, on_step, audit)
+        elif self.averages:
+            state = WholeModelState(
+                self._make_components(group, entries, numbers), [dict(entry.sync) for entry in entries]
+            )
+            engine = self._decentralized(
+                trials, state, lambda init: WholeModelMember(worker, init, state, audit)
+            )
         else:
             components = self._make_components(group, entries, numbers)
-            if self.averages:
-                engine = self._decentralized(entries, trials, components, audit)
-            else:
-                engine = WholeModelEngine(
-                    worker, trials, components, feed, on_step, audit=audit, group=workers
-                )
+            engine = WholeModelEngine(worker, trials, components, feed, on_step, audit=audit, group=workers)
         engine.open()
         return engine
+
+    def _in_stages(
+        self,
+        group: str,
+        entries: Sequence[TrialInit],
+        trials: list[Trial],
+        feed: Callable[[Trial], BatchStream],
+        on_step: OnStageStep,
+        audit: ArrayAudit,
+    ) -> ArrayTrainer:
+        # Imported here, since they are slow.
+        from plait.sweeping.engines.array_stages import ArrayStages, FusedStages
+        from plait.training.engines.pipeline import PipelineEngine, not_audited
+        from plait.training.engines.pipeline_member import PipelineMember
+
+        worker, workers = self._worker, self.workers
+        check_replicated(entries[0], is_replicated(self._settings))
+        verified, verdict = self._verify_in_stages(group, entries, [trial.number for trial in trials])
+        if self.width(group) == 1:
+            stages, begin_audit = ArrayStages(worker, entries, feed, workers, verified), not_audited
+        else:
+            stages = fused = FusedStages(worker, entries, feed, workers, verified, verdict)
+            begin_audit = partial(audit.begin_in_stages, fused)
+        if not self.averages:
+            return PipelineEngine(worker, trials, stages, on_step, begin_audit=begin_audit, group=workers)
+        if self._settings.train.verify.audit != "off":
+            self.warn_once("audit: the steps of pipelines side by side are not audited")
+        return self._decentralized(
+            trials, stages, lambda init: PipelineMember(worker, init, stages, stages.open())
+        )
 
     @property
     def averages(self) -> bool:
         """Whether the workers of a group update separately and average weights."""
-        return not self.workers.is_alone and self._settings.train.sync.kind != "all-reduce"
+        return not self.workers.is_alone and averages(self._settings)
 
     @property
     def averages_gradients(self) -> bool:
@@ -247,7 +268,7 @@ class ArrayBuilder:
         return self.averages and self._settings.train.sync.options.get("average") == "gradients"
 
     def _decentralized(
-        self, entries: Sequence[TrialInit], trials: list[Trial], components: AnyComponents, audit: ShareAudit
+        self, trials: list[Trial], state: MemberState, make_member: MakeMember
     ) -> DecentralizedEngine:
         def next_name() -> str:
             self._openings += 1
@@ -259,12 +280,11 @@ class ArrayBuilder:
         return DecentralizedEngine(
             self._worker,
             trials,
-            components,
-            lambda init: WholeModelMember(self._worker, init, audit),
+            state,
+            make_member,
             next_name,
             lambda trial, source: sample_order(source, trial),
             group=self.workers,
-            held=[EngineState({}, {}, sync=dict(entry.sync)) for entry in entries],
         )
 
     def _make_components(
@@ -326,11 +346,11 @@ class ArrayBuilder:
         is_due = self._is_verification_due(known, numbers)
         planned = replace(layout, stages=self._stages.get(group, layout.stages))
         if self.workers.is_first:
-            stages = prepare_trials(entries, planned, verify=is_due)
+            stages = prepare_trials(entries, planned, is_due, self.averages)
         layers = self.workers.from_first(lambda: stages.checked.fine)
         if not self.workers.is_first:
             planned = replace(layout, stages=tuple(tuple(each) for each in layers))
-            stages = prepare_trials(entries, planned, verify=False)
+            stages = prepare_trials(entries, planned, False, self.averages)
         for warning in stages.checked.notes:
             log.warning("verify: %s", warning)
         if self.width(group) == 1 or not is_due:

@@ -20,7 +20,14 @@ from plait.training.change.apply import asked_every, policies_of
 from plait.training.components import Components
 from plait.training.engine import Engine
 from plait.training.engines.decentralized import DecentralizedEngine, Observers
-from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState, WholeModelMember
+from plait.training.engines.member import (
+    MakeMember,
+    Member,
+    MemberInit,
+    MemberState,
+    WholeModelMember,
+    WholeModelState,
+)
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.monitoring.asked import is_monitored, wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
@@ -62,17 +69,17 @@ def engine_of_sync(run: Run) -> Engine:
     if run.settings.sync.kind == "all-reduce":
         return whole_model_engine(run)
 
+    state = WholeModelState(run.components)
+
     def make_member(init: MemberInit) -> WholeModelMember:
         components = run.components
         audit = ReplicaAudit(run.worker, run.trials, components, run.audits, together=False)
-        return WholeModelMember(run.worker, init, audit, share_monitor(run, components))
+        return WholeModelMember(run.worker, init, state, audit, share_monitor(run, components))
 
-    return decentralized_engine(run, make_member)
+    return decentralized_engine(run, make_member, state)
 
 
-def decentralized_engine(
-    run: Run, make_member: MakeMember, state: MemberState | None = None
-) -> DecentralizedEngine:
+def decentralized_engine(run: Run, make_member: MakeMember, state: MemberState) -> DecentralizedEngine:
     """The engine of a run whose members each train at the speed of their device."""
 
     def on_step(step: int, epoch: int, losses: Tensor, samples: int) -> None:
@@ -81,12 +88,11 @@ def decentralized_engine(
     return DecentralizedEngine(
         run.worker,
         run.trials,
-        run.components,
+        state,
         make_member,
         run.name_of_opening,
         lambda trial, source: run.order(),
         Observers(on_step, run.record, run.audits),
-        state=state,
     )
 
 

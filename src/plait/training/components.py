@@ -147,9 +147,10 @@ class Components:
         """Seed a worker's update on a share of a step, whichever worker takes it."""
         self.seed_step(seed, steps[0], share)
 
-    def rest_of_state(self, store: dist.Store, prefix: str) -> list[WhenSynchronized]:
-        """What workers that average weights and buffers average besides when they synchronize."""
-        weights, buffers = list(self.model.parameters()), list(self.model.buffers())
+    def rest_of_state(
+        self, store: dist.Store, prefix: str, weights: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> list[WhenSynchronized]:
+        """What workers that average these weights and buffers average besides when they synchronize."""
         return rest_of_state(store, prefix, weights, buffers, self.optimizer, self.scaler)
 
     def of_slot(self, tensor: Tensor, slot: int) -> Tensor:

@@ -11,15 +11,26 @@ from plait.pipeline.layout import PipelineLayout, arrange, with_choices
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.sweeping.settings import SweepSettings
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.pipeline import check_plan
+from plait.training.engines.replica_layout import check_replicas, side_by_side
 
 
 def layout_from(first: int, settings: SweepSettings) -> PipelineLayout:
-    """The layout of a group whose first worker has rank `first`: each replica of the plan is a pipeline."""
+    """The layout of a group whose first worker has rank `first`: each replica of the plan is a pipeline.
+
+    Where workers average, so is each replica of its stages.
+    """
     pipeline = settings.train.stages
     layout = with_choices(arrange(pipeline.plan), pipeline)
     starts = range(first, first + settings.workers_per_array, pipeline.plan.devices_used)
-    return replace(layout, layouts=tuple(_moved(each, start) for start in starts for each in layout.layouts))
+    layouts = tuple(_moved(each, start) for start in starts for each in layout.layouts)
+    whole = replace(layout, layouts=layouts)
+    return side_by_side(whole) if averages(settings) else whole
+
+
+def averages(settings: SweepSettings) -> bool:
+    """Whether the workers of an array average, rather than sum gradients."""
+    return settings.train.sync.kind not in ("all-reduce", "auto")
 
 
 def _moved(layout: Layout, start: int) -> Layout:
@@ -39,7 +50,11 @@ def check_stages_of(settings: SweepSettings) -> None:
     check_in_stages(settings)
     plan = settings.train.stages.plan
     check_schedule(plan.schedule)
-    check_pipeline(settings.train, None)
+    check_plan(settings.train, None)
+    if averages(settings):
+        clips = _values(settings, "clip_norm", settings.train.clip_norm)
+        clipped = replace(settings.train, clip_norm=next(filter(None, clips), None))
+        check_replicas(clipped, layout_from(0, settings))
     pipelines = settings.replicas * plan.pipelines
     if plan.microbatches < pipelines:
         raise InputError(
@@ -51,11 +66,6 @@ def check_stages_of(settings: SweepSettings) -> None:
 
 def check_in_stages(settings: SweepSettings) -> None:
     """Refuse settings that arrays in stages do not support, for any plan."""
-    if (sync := settings.train.sync.kind) not in ("all-reduce", "auto"):
-        raise JobError(
-            f"parallel.sync: found {sync!r} with a plan, but the workers of a stage sum the gradients of an "
-            f"array; use all-reduce, or --replicas without a plan"
-        )
     # What is no number is refused with the job's own words.
     counts = _values(settings, "accumulate", settings.train.accumulate)
     if any(isinstance(count, int) and count > 1 for count in counts):

@@ -7,7 +7,7 @@ Trials join and leave between two steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.comm.channels import Channels
 from plait.core.errors import InputError, JobError
 from plait.data.loader import Batch, BatchStream
 from plait.fusion.module import FusedModule
@@ -26,7 +27,8 @@ from plait.launch.worker_process import Worker
 from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
 from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
-from plait.pipeline.gradient_sync import find_holders
+from plait.pipeline.gradient_sync import GroupOf, find_holders
+from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors, model_state, tied_aliases
 from plait.profiler.build import ModelSlice, all_attributes, build_stages
@@ -36,14 +38,14 @@ from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stages
 from plait.training.batch_streams import next_batches, with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import Components, TrialInit
-from plait.training.engines.pipeline_setup import gathered_state, open_pipeline
+from plait.training.engines.pipeline_setup import State, gathered, open_pipeline
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import Round, rounds_of
 from plait.training.optimizers.build import build_optimizer
 from plait.training.stages.local_tensors import names_by_stage
 from plait.training.stages.trial_stages import StepBatch, TrialStages
 from plait.training.trial import Trial
-from plait.training.worker_group import WorkerGroup
+from plait.training.worker_group import StageLinks, WorkerGroup
 
 
 class ArrayStages(TrialStages):
@@ -64,18 +66,38 @@ class ArrayStages(TrialStages):
         self._worker = worker
         self._feed = feed
         self._workers = workers
-        self.layout, self._traced = stages.layout, stages.traced
+        self.layout, self._traced, self.replicas = stages.layout, stages.traced, stages.replicas
+        self.sync: Sequence[Tensors] = [dict(entry.sync) for entry in entries]
         self._settings, self.components = entries[0].settings, entries[0].components
         self._aliases = tied_aliases(self.components.model)
         # The batches of the trials in the current step; only workers of the first stage have their contents.
         self.batches: Sequence[Batch] = ()
-        self._rounds: Sequence[Round] = ()
+        # The rounds of the current step, by the index of their microbatches.
+        self._rounds: Mapping[int, Round] = {}
+
+    @property
+    def _links(self) -> StageLinks:
+        assert self._workers.links is not None
+        return self._workers.links
+
+    @property
+    def channels(self) -> Channels:
+        return self._links.channels
+
+    @property
+    def group_of(self) -> GroupOf:
+        return self._links.group_of
+
+    @property
+    def _own(self) -> PipelineLayout:
+        """The part of the layout in which this worker sums gradients."""
+        return next(each for each in self.replicas if self._workers.rank in each.workers)
 
     def open(self) -> Pipeline:
         traced, components = self._traced, self.components
         assert isinstance(components, Components)
         _, pipeline = open_pipeline(
-            self._worker, self._settings, components, traced, self.layout, (), self._workers
+            self._worker, self._settings, components, traced, self._own, (), self._workers
         )
         self.components = replace(components, optimizer=pipeline.optimizer, base_lrs=pipeline.base_lrs)
         return pipeline
@@ -88,11 +110,20 @@ class ArrayStages(TrialStages):
             if not batches:
                 return
             self.batches = batches
-            self._rounds = rounds_of(batches, self.layout.microbatches)
-            epoch = batches[0].epoch
-            rows = [tuple(n if w else 0 for (_, n), w in zip(*each)) for each in self._rounds]
-            microbatches = [Microbatch(number, i, epoch, range(max(n)), n) for i, n in enumerate(rows)]
-            yield StepBatch(microbatches, tuple(batch.after for batch in batches), epoch, batches[0].total)
+            microbatches = self._begin_step(number, rounds_of(batches, self.layout.microbatches))
+            after = tuple(batch.after for batch in batches)
+            yield StepBatch(microbatches, after, batches[0].epoch, batches[0].total)
+
+    def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
+        """The microbatches of a share of the trials' steps; none without samples."""
+        most = self.replicas[0].microbatches
+        return self._begin_step(steps[0], self.components.cut(batches, most, alone=True), share * most)
+
+    def _begin_step(self, step: int, rounds: Sequence[Round], first: int = 0) -> list[Microbatch]:
+        """The microbatches of a step's rounds, numbered from `first`."""
+        self._rounds = dict(enumerate(rounds, first))
+        rows = {i: tuple(n if w else 0 for (_, n), w in zip(*each)) for i, each in self._rounds.items()}
+        return [Microbatch(step, i, 0, range(max(n)), n) for i, n in rows.items()]
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
         for microbatch in microbatches:
@@ -100,9 +131,9 @@ class ArrayStages(TrialStages):
             length = max(count for _, count in shares)
             yield self.components.stacked([content for content, _ in shares], length)
 
-    def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
+    def gather(self, slot: int, local: State, group: WorkerGroup) -> EngineState | None:
         assert isinstance(self.components, Components)
-        return gathered_state(self.components, pipeline, group, self._aliases)
+        return gathered(self.components, local, group, self._aliases)
 
 
 class FusedStages(ArrayStages):
@@ -173,9 +204,8 @@ class FusedStages(ArrayStages):
         return {name: value.clone() for name, value in state.items() if name not in used}
 
     def open(self) -> Pipeline:
-        components, links = self.components, self._workers.links
-        first, layout = components.of_trial(0), self.layout
-        assert links is not None
+        components, layout = self.components, self._own
+        first = components.of_trial(0)
         own, stages = layout.pipeline_of(self._workers.rank), self._fused_stages()
         kind = StageKind(
             lambda traced, layers: stages[tuple(layers)],
@@ -194,9 +224,9 @@ class FusedStages(ArrayStages):
             stages=kind,
             loss_scale=StageLossScales(components) if components.is_scaled else None,
             everyone=self._workers.sums,
-            group_of=links.group_of,
+            group_of=self.group_of,
         )
-        pipeline = Pipeline(self._workers.rank, layout, self._traced, links.channels, parts)
+        pipeline = Pipeline(self._workers.rank, layout, self._traced, self.channels, parts)
         counted = [p for name, p in pipeline.parameters.items() if self._is_first_holder(name)]
         components.optimizer.counted, components.optimizer.sum_squares = counted, self._sum_squares
         pipeline.carries_random_state = self.draws_as_whole
@@ -230,10 +260,13 @@ class FusedStages(ArrayStages):
             for number, layers in self._layers.items()
         }
 
-    def steps(self, trials: Sequence[Trial], count: int) -> Iterator[StepBatch]:
-        for batch in super().steps(trials, count):
-            self._step.begin_step(self._rounds)
-            yield batch
+    def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
+        self.components.seed_share(self._settings.seed, steps, share, self.replicas[0].microbatches)
+        return super().cut_share(steps, share, batches)
+
+    def _begin_step(self, step: int, rounds: Sequence[Round], first: int = 0) -> list[Microbatch]:
+        self._step.begin_step(rounds)
+        return super()._begin_step(step, rounds, first)
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
         for microbatch in microbatches:
@@ -247,7 +280,7 @@ class FusedStages(ArrayStages):
             losses = self.components.losses_of(output, target, self._step.counts)
         return self.components.weighted(losses, self._step.weights)
 
-    def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
+    def local_state(self, slot: int, pipeline: Pipeline) -> State:
         local = self.components.state(slot)
         model = {self._aliases.get(name, name): value for name, value in local.model.items()}
         model = {name: value for name, value in model.items() if self._is_first_holder(name)}
@@ -256,13 +289,17 @@ class FusedStages(ArrayStages):
             name, _, what = path.rpartition("/")
             if self._is_first_holder(first := self._first_names[name]):
                 optimizer[f"{first}/{what}"] = value
-        model, optimizer = map(group.gather, (model, optimizer))
+        return model, optimizer
+
+    def gather(self, slot: int, local: State, group: WorkerGroup) -> EngineState | None:
+        model, optimizer = map(group.gather, local)
         if not group.is_first:
             return None
         model = {**self._rest[slot], **model}
         # Aliases of tied weights that no stage uses keep their initial value.
         model |= {name: model[first] for name, first in self._aliases.items()}
-        return EngineState(model, optimizer, loss_scale=local.loss_scale, age=local.age)
+        age = int(self.components.fused.ages[slot])
+        return EngineState(model, optimizer, loss_scale=self.components.loss_scale(slot), age=age)
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse trials whose traced code differs from that of the present ones, before anything changes."""
@@ -270,6 +307,7 @@ class FusedStages(ArrayStages):
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         self._rest = with_replacements(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
+        self.sync = with_replacements(self.sync, leaving, [dict(entry.sync) for entry in entering])
         self.components.change(leaving, [self._stages_of(entry) for entry in entering])
 
 

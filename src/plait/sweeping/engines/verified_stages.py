@@ -29,6 +29,7 @@ from plait.sweeping.engines.verified_arrays import (
 )
 from plait.training.components import TrialInit
 from plait.training.engines.pipeline_setup import prepare_pipeline
+from plait.training.engines.replica_layout import check_averaged, replica_layouts
 from plait.training.fused.fused_components import stacked
 
 
@@ -37,29 +38,41 @@ class StagesOfTrials:
     """The stages of the trials of an array: those of the first trial, whose constants the traced code has.
 
     `checked.fine` are the stages as layers of the plan, from which other workers build the same stages.
+    Where `averages`, gradients are summed within each pipeline of the layout, else over all of it.
     """
 
     checked: VerifiedStages
     layout: PipelineLayout
     values: Values
+    averages: bool = False
 
     @property
     def traced(self) -> TracedModel:
         return self.checked.traced
 
+    @property
+    def replicas(self) -> tuple[PipelineLayout, ...]:
+        """The parts of the layout in each of which gradients are summed."""
+        return replica_layouts(self.layout) if self.averages else (self.layout,)
 
-def prepare_trials(entries: Sequence[TrialInit], layout: PipelineLayout, verify: bool) -> StagesOfTrials:
+
+def prepare_trials(
+    entries: Sequence[TrialInit], layout: PipelineLayout, verify: bool, averages: bool = False
+) -> StagesOfTrials:
     """The stages of these trials in whole modules; with `verify` those of the first are compared with it."""
     first = entries[0]
+    part = replica_layouts(layout)[0] if averages else layout
     # Before its code runs, which may count or remember.
     values = plain_values(first.components.model)
     try:
-        checked, layout = prepare_pipeline(first.settings, first.components, layout, verify)
+        checked, part = prepare_pipeline(first.settings, first.components, part, verify)
     except JobError:
         raise
     except InputError as failure:
         raise JobError(f"parallel.plan: {failure}") from None
-    return StagesOfTrials(checked, layout, values)
+    if averages:
+        check_averaged(checked.traced, part)
+    return StagesOfTrials(checked, replace(layout, stages=part.stages), values, averages)
 
 
 def verify_stages(
@@ -87,7 +100,7 @@ class StagedCandidate(ArrayCandidate):
     def __init__(
         self, entries: Sequence[TrialInit], stages: StagesOfTrials, batches: Sequence[Sequence[Batch]]
     ) -> None:
-        super().__init__(entries, batches, stages.layout.microbatches)
+        super().__init__(entries, batches, stages.replicas[0].microbatches)
         self._stages = stages
         self._traced = stages.traced
         self._evaluated, evaluated = evaluation_stages(self._traced, stages.layout.stages)

@@ -15,6 +15,14 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
 
     JobError for settings that a pipeline does not support.
     """
+    pipeline_layout = check_plan(settings, workers)
+    if settings.sync.kind != "all-reduce":
+        check_replicas(settings, pipeline_layout)
+    return pipeline_layout
+
+
+def check_plan(settings: TrainSettings, workers: int | None) -> PipelineLayout:
+    """As `check_pipeline`, for workers who may hold the plan's pipelines several times under their sync."""
     assert settings.pipeline is not None
     plan = settings.pipeline.plan
     workers = plan.devices_used if workers is None else workers
@@ -49,8 +57,6 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
             f"expected stash"
         )
     pipeline_layout = with_choices(arrange(plan), settings.pipeline)
-    if settings.sync.kind != "all-reduce":
-        check_replicas(settings, pipeline_layout)
     _check_depths(pipeline_layout)
     return pipeline_layout
 

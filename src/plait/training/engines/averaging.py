@@ -31,7 +31,6 @@ from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
 from plait.sync.averaging.peers import Peers, find_lost
-from plait.training.engines.train_step import AnyComponents
 
 PREFIX = "plait/sync"
 
@@ -95,11 +94,6 @@ def make_averaging(
 def averages_gradients(options: Options) -> bool:
     """Whether workers average before their updates, gradients among the rest, instead of after them."""
     return isinstance(options, PartialReduceOptions) and options.average == "gradients"
-
-
-def sources_of(parts: AnyComponents, options: Options) -> list[Source]:
-    """What workers with the whole model average; see `sources_from`."""
-    return sources_from(list(parts.model.parameters()), list(parts.model.buffers()), parts.optimizer, options)
 
 
 def sources_from(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,12 +28,12 @@ from plait.training.audit.averages import is_mean
 from plait.training.audit.record import AuditRecord
 from plait.training.audit.replica_audit import ADVICE
 from plait.training.audit.schedule import is_audited
-from plait.training.batch_streams import order_of, with_replacements
+from plait.training.batch_streams import order_of
 from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState, WholeModelState
+from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue, sample_count
@@ -85,10 +85,9 @@ class DecentralizedEngine:
     """Steps that members take as they can: each updates alone, and averages weights with some others.
 
     Where the workers or the trials change, it is closed and opened again with a member that `make_member`
-    makes. Its name is that of `next_name`: the same on all members, and used once. `order` gives a trial's
-    batches to come, by their samples. In a sweep, `group` are the workers that train the trials, and `held`
-    is what their sync kept of each before. Where members hold stages, `state` has them from one member to the
-    next; else that are the `components`.
+    makes. Its name is that of `next_name`: the same on all members, and used once. `state` is what they
+    train, from one member to the next. `order` gives a trial's batches to come, by their samples. In a sweep,
+    `group` are the workers that train the trials.
     """
 
     # No worker has a step that it could take again.
@@ -98,18 +97,16 @@ class DecentralizedEngine:
         self,
         worker: Worker,
         trials: list[Trial],
-        components: AnyComponents,
+        state: MemberState,
         make_member: MakeMember,
         next_name: Callable[[], str],
         order: Callable[[Trial, DataSource], Iterator[GlobalBatch]],
         observers: Observers = NOBODY,
         group: WorkerGroup | None = None,
-        held: Sequence[EngineState] = (EngineState({}, {}),),
-        state: MemberState | None = None,
     ) -> None:
         self._worker = worker
         self.trials = trials
-        self._state = state or WholeModelState(components)
+        self._state = state
         self._make_member = make_member
         self._next_name = next_name
         self._order = order
@@ -118,7 +115,6 @@ class DecentralizedEngine:
         self._fixed_group = group
         self._group = group or ALONE
         self._opened: Member | None = None
-        self._held = list(held)
         # The slots whose trials read batches; and for each trial, whose batches of these it has.
         self._readers: list[int] = []
         self._reader_of: list[int] = []
@@ -146,13 +142,11 @@ class DecentralizedEngine:
 
     def load(self, state: Checkpoint) -> None:
         self._state.load(state)
-        self._held = [EngineState({}, {}, sync=state.sync)]
 
     def open(self) -> None:
         name = self._next_name()
         self._group = self._fixed_group or group_of_world(self._worker)
-        init = MemberInit(self.trials, self.components, self._group, name, self._held)
-        self._opened = member = self._make_member(init)
+        self._opened = member = self._make_member(MemberInit(self.trials, self._group, name))
         self._prefix, self._intervals, self._is_settled = f"{PREFIX}/{name}", 0, False
         self._speed, self._throughput, self._used_keys = Speed(), ThroughputMeter(), []
         sync, places = self._settings.sync, len(member.workers)
@@ -408,8 +402,6 @@ class DecentralizedEngine:
         """Remove and add trials; `trials` are the trials after the change."""
         self.synchronize()
         self.close()
-        joining = [EngineState({}, {}, sync=dict(entry.sync)) for entry in entering]
-        self._held = with_replacements(self._held, leaving, joining)
         self._state.change(leaving, entering)
         self.trials = trials
         self.open()
@@ -430,14 +422,12 @@ class DecentralizedEngine:
         self._member.leave_to(staying)
 
     def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
-        source = self._state.find_source(marks)
-        return source and (source[0], replace(source[1], sync=self._held[0].sync))
+        return self._state.find_source(marks)
 
     def close(self) -> None:
         member, self._opened = self._opened, None
         if member is None:
             return
-        self._held = member.held_state()
         was_lost = self._worker.memberships.loss() is not None
         with contextlib.suppress(*([RuntimeError] if was_lost else [])):
             member.close()

@@ -15,10 +15,11 @@ from plait.launch.worker_process import Worker
 from plait.pipeline.named_state import Tensors
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import Averaging
+from plait.training.batch_streams import with_replacements
 from plait.training.change.members import ProgressMark, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
-from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_of
+from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.train_step import AnyComponents, TrainStep
 from plait.training.engines.whole_model import StepAudit
 from plait.training.monitoring.share_monitor import ShareMonitor
@@ -28,17 +29,14 @@ from plait.training.worker_group import WorkerGroup
 
 @dataclass(frozen=True)
 class MemberInit:
-    """What a member is made from: the trials and their components, and the workers that train them.
+    """What a member is made from: the trials, and the workers that train them.
 
-    `name` is that of its keys in the store. `held` is what `held_state` of the member before returned, for
-    each trial.
+    `name` is that of its keys in the store.
     """
 
     trials: Sequence[Trial]
-    components: AnyComponents
     group: WorkerGroup
     name: str
-    held: Sequence[EngineState]
 
 
 class Member(Protocol):
@@ -85,11 +83,8 @@ class Member(Protocol):
     def leave_to(self, staying: Sequence[int]) -> None:
         """Send the ranks in `staying` the layers that only leaving ranks hold."""
 
-    def held_state(self) -> list[EngineState]:
-        """The state, for each trial, that this worker's next member needs besides the components."""
-
     def close(self) -> None:
-        """End the links to the other members."""
+        """End the links to the other members; the next member has what the sync keeps of each trial."""
 
 
 # Makes this worker's member of those there are now.
@@ -97,7 +92,12 @@ MakeMember = Callable[[MemberInit], Member]
 
 
 class MemberState(Protocol):
-    """What this worker's members train, from one to the next; see `Engine` for its methods."""
+    """What this worker's members train, from one to the next; see `Engine` for its methods.
+
+    `sync` is what the sync keeps of each trial besides the state of workers, by the names of the weights.
+    """
+
+    sync: Sequence[Tensors]
 
     @property
     def components(self) -> AnyComponents: ...
@@ -114,20 +114,23 @@ class MemberState(Protocol):
 class WholeModelState:
     """The components of members that each hold the whole model."""
 
-    def __init__(self, components: AnyComponents) -> None:
+    def __init__(self, components: AnyComponents, sync: Sequence[Tensors] = ({},)) -> None:
         self.components = components
+        self.sync = sync
 
     def load(self, state: Checkpoint) -> None:
         self.components.load(state)
+        self.sync = [dict(state.sync)]
 
     def find_source(self, marks: Sequence[ProgressMark]) -> tuple[int, EngineState] | None:
-        return most_advanced(marks), self.components.state()
+        return most_advanced(marks), replace(self.components.state(), sync=self.sync[0])
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         self.components.check_entering(entering)
 
     def change(self, leaving: Sequence[int], entering: Sequence[TrialInit]) -> None:
         self.components = self.components.change(leaving, entering)
+        self.sync = with_replacements(self.sync, leaving, [dict(entry.sync) for entry in entering])
 
 
 class ShareAudit(StepAudit, Protocol):
@@ -149,12 +152,13 @@ class WholeModelMember:
         self,
         worker: Worker,
         init: MemberInit,
+        state: MemberState,
         audit: ShareAudit | None = None,
         monitor: ShareMonitor | None = None,
     ) -> None:
         self._trials = init.trials
         self._settings = init.trials[0].settings
-        self._components = init.components
+        self._state, self._components = state, state.components
         self._audit = audit
         self.monitor = monitor
         group, sync = init.group, self._settings.sync
@@ -168,23 +172,21 @@ class WholeModelMember:
             self._step.before_update = self._average_gradients
         if monitor is not None:
             monitor.warn_without_parts(averages_gradients(self._options))
-        for slot, held in enumerate(init.held):
-            for path, tensor in self._sync_state(slot).items():
-                if path in held.sync:
-                    tensor.copy_(held.sync[path])
+        load_sync(self._sync_states(), state.sync)
 
     def _open_averaging(self, worker: Worker, group: WorkerGroup, prefix: str) -> Averaging:
         components = self._components
+        weights, buffers = list(components.model.parameters()), list(components.model.buffers())
         return make_averaging(
             worker,
             [worker.hosts[rank] for rank in group.ranks],
-            sources_of(components, self._options),
+            sources_from(weights, buffers, components.optimizer, self._options),
             self._options,
             self._settings.seed,
             prefix,
             group.place,
             step=self._trials[0].step,
-            when_synchronized=components.rest_of_state(worker.store, prefix),
+            when_synchronized=components.rest_of_state(worker.store, prefix, weights, buffers),
             ranks=group.ranks,
             group=group.sums,
         )
@@ -232,23 +234,37 @@ class WholeModelMember:
     def state(self, slot: int) -> EngineState | None:
         if self.place != 0:
             return None
-        return replace(self._components.state(slot), sync=self._sync_state(slot))
+        return replace(self._components.state(slot), sync=self._sync_states()[slot])
 
     def leave_to(self, staying: Sequence[int]) -> None:
         """Nothing: each worker holds the whole model."""
 
-    def held_state(self) -> list[EngineState]:
-        """What the sync keeps besides the state of workers."""
-        return [EngineState({}, {}, sync=self._sync_state(slot)) for slot in range(len(self._trials))]
-
     def close(self) -> None:
+        self._state.sync = self._sync_states()
         self.averaging.close()
 
-    def _sync_state(self, slot: int) -> Tensors:
-        """What the sync keeps of a trial besides the state of workers, by the names of the weights."""
-        components, names = self._components, self._components.names
-        return {
-            f"{names[weight]}/{key}": components.of_slot(tensor, slot)
-            for key, tensors in self.averaging.state().items()
-            for weight, tensor in zip(components.model.parameters(), tensors)
+    def _sync_states(self) -> list[Tensors]:
+        names = self._components.names
+        weights = [names[weight] for weight in self._components.model.parameters()]
+        return sync_states(self._components, weights, self.averaging)
+
+
+def sync_states(components: AnyComponents, weights: Sequence[str], averaging: Averaging) -> list[Tensors]:
+    """What an averaging of these weights keeps of each trial besides the state of workers, by their names."""
+    kept = averaging.state()
+    return [
+        {
+            f"{name}/{key}": components.of_slot(tensor, slot)
+            for key, tensors in kept.items()
+            for name, tensor in zip(weights, tensors)
         }
+        for slot in range(components.trials)
+    ]
+
+
+def load_sync(states: Sequence[Tensors], kept: Sequence[Tensors]) -> None:
+    """Load into the states of a new averaging what one before kept of each trial."""
+    for state, before in zip(states, kept):
+        for path, tensor in state.items():
+            if path in before:
+                tensor.copy_(before[path])

@@ -24,7 +24,7 @@ from plait.data.loader import Batch
 from plait.data.sampler import Position, mix
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.layout import one_batch, stream
+from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
 from plait.schema.settings import TrainSettings
@@ -57,6 +57,11 @@ class StageAudit(Protocol):
 BeginAudit = Callable[[Pipeline], tuple[int, StageAudit | None]]
 
 
+def not_audited(pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+    """No limit and no audit."""
+    return UNKNOWN_STEPS, None
+
+
 class PipelineEngine:
     """The engine for trials whose stages are held by the workers of a group.
 
@@ -77,7 +82,7 @@ class PipelineEngine:
         on_step: OnStageStep,
         on_operations: Callable[[Event], None] = lambda event: None,
         on_opened: Callable[[float], None] = lambda seconds: None,
-        begin_audit: BeginAudit = lambda pipeline: (UNKNOWN_STEPS, None),
+        begin_audit: BeginAudit = not_audited,
         make_monitor: Callable[[Pipeline], StageMonitor | None] = lambda pipeline: None,
         group: WorkerGroup | None = None,
     ) -> None:
@@ -197,16 +202,8 @@ class PipelineEngine:
             if self._monitor is not None:
                 self._monitor.begin_batch(ops, work)
             self._pipe.run(ops, work)
-            sums.give(first + self.done, self._take_losses())
+            sums.give(first + self.done, self._pipe.take_losses())
             self.done += 1
-
-    def _take_losses(self) -> Tensor:
-        """This worker's part of the trials' losses in the last step, in float64."""
-        losses = [loss.double() for loss in self._pipe.losses.values()]
-        self._pipe.losses.clear()
-        if not losses:
-            return torch.zeros(len(self.trials), dtype=torch.float64)
-        return torch.stack(losses).sum(0).view(-1)
 
     def _take_stream(self, batches: Iterator[StepBatch], sums: DeferredStepReduce) -> None:
         """Run all steps without draining in between."""
@@ -257,7 +254,7 @@ class PipelineEngine:
         """Mean loss and metric over the test split, sent through the pipeline."""
         components = self.stages.components
         self._pipe.average_buffers()
-        sums = evaluation_sums(self.stages, self._pipe, self.trials, slots)
+        sums = evaluation_sums(self.stages.layout, components, self._pipe, self.trials, slots)
         total = self._group.total(sums, components.device)
         return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
 
@@ -342,14 +339,17 @@ class PipelineEngine:
 
 
 def evaluation_sums(
-    stages: TrialStages, pipeline: Pipeline, trials: Sequence[Trial], slots: Sequence[int]
+    layout: PipelineLayout,
+    components: AnyComponents,
+    pipeline: Pipeline,
+    trials: Sequence[Trial],
+    slots: Sequence[int],
 ) -> Tensor:
     """This worker's part of the sums of loss and metric over the test split, for each trial in `slots`.
 
-    The pipelines of `stages.layout` take microbatches of the test split in turn; all their workers call it
-    together. A worker of the last stage has the sums.
+    The pipelines of `layout` take microbatches of the test split in turn; all their workers call it together.
+    A worker of the last stage has the sums.
     """
-    layout, components = stages.layout, stages.components
     settings, tests = trials[slots[0]].settings, components.of_trial(slots[0]).test_set
     assert tests is not None
     size = settings.evaluate.batch_size or settings.data.batch_size

@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from plait.comm.channels import Channels
 from plait.core.events import Event
-from plait.core.splits import split
 from plait.data import loader
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.microbatches import microbatch_count
+from plait.pipeline.gradient_sync import GroupOf
+from plait.pipeline.layout import PipelineLayout
+from plait.pipeline.microbatches import Microbatch
+from plait.pipeline.named_state import Tensors
 from plait.pipeline.op_timings import operations_event
-from plait.schema.sync_options import COLLECTIVE
 from plait.sync.averaging.base import Averaging, NoAveraging
 from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging import PREFIX
-from plait.training.engines.member import Member, MemberInit
+from plait.training.engines.member import Member, MemberInit, MemberState, load_sync
 from plait.training.engines.pipeline import evaluation_sums
 from plait.training.engines.pipeline_replica import PipelineReplica
+from plait.training.engines.pipeline_setup import State
 from plait.training.engines.replica_layout import in_order
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.stages.replica_stages import ReplicaStages
+from plait.training.worker_group import WorkerGroup
+
+
+class StagesSideBySide(MemberState, Protocol):
+    """The stages of this worker where the pipelines `replicas` average; see `TrialStages` for the rest.
+
+    The workers with the same stages have a process group of `group_of`, where the sync needs one.
+    """
+
+    layout: PipelineLayout
+    replicas: tuple[PipelineLayout, ...]
+
+    @property
+    def channels(self) -> Channels: ...
+
+    @property
+    def group_of(self) -> GroupOf: ...
+
+    def cut_share(
+        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch]
+    ) -> list[Microbatch]:
+        """The microbatches of a share of the trials' steps; none without samples."""
+
+    def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]: ...
+
+    def local_state(self, slot: int, pipeline: Pipeline) -> State: ...
+
+    def gather(self, slot: int, local: State, group: WorkerGroup) -> EngineState | None: ...
+
+    def leave_to(self, staying: Sequence[int]) -> None: ...
+
+    def close(self, pipeline: Pipeline) -> None: ...
 
 
 def join_pipelines(
@@ -41,8 +76,7 @@ def join_pipelines(
 
     `on_event` is told of when operations began and ended, `warn` of workers that wait.
     """
-    kind = init.trials[0].settings.sync.kind
-    pipeline = stages.open_replica(with_groups=kind in COLLECTIVE)
+    pipeline = stages.open_replica()
     each = len(stages.replicas[0].workers)
     if waiting := worker.world_size % each:
         warn(f"{waiting} of {worker.world_size} workers wait: each pipeline of the plan has {each}")
@@ -58,38 +92,38 @@ def join_pipelines(
 
 
 class PipelineMember:
-    """A member of decentralized training that is a pipeline of workers, of which this is one."""
+    """A member of decentralized training that is a pipeline of workers, of which this is one.
+
+    `pipeline` is this worker's part of it, of one trial or of fused trials.
+    """
 
     def __init__(
         self,
         worker: Worker,
         init: MemberInit,
-        stages: ReplicaStages,
+        stages: StagesSideBySide,
         pipeline: Pipeline,
-        on_event: Callable[[Event], None],
-        monitor: ShareMonitor | None,
+        on_event: Callable[[Event], None] = lambda event: None,
+        monitor: ShareMonitor | None = None,
     ) -> None:
-        (trial,) = init.trials
-        self._trial, self._stages, self._group, self._on_event = trial, stages, init.group, on_event
-        self._pipeline, self._replicas = pipeline, len(stages.replicas)
+        self._trials, self._stages, self._group, self._on_event = init.trials, stages, init.group, on_event
+        self._pipeline, first = pipeline, init.trials[0]
         self._replica = replica = PipelineReplica(
             worker,
-            trial.settings,
-            stages.components.scaler,
+            first.settings,
+            stages.components,
             stages.replicas,
             pipeline,
             stages.channels,
             f"{PREFIX}/{init.name}",
-            trial.step,
-            stages.group,
+            first.step,
+            stages.group_of,
         )
         self.place, self.averaging = replica.number, replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in replica.peers)
         # Times alone: norms would have to be those of all its stages.
         self.monitor = monitor
-        for path, tensor in replica.sync_state().items():
-            if path in stages.sync:
-                tensor.copy_(stages.sync[path])
+        load_sync(replica.sync_states(), stages.sync)
 
     @property
     def is_first(self) -> bool:
@@ -101,48 +135,46 @@ class PipelineMember:
     def update(
         self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
     ) -> Tensor:
-        (step,), (batch,), (factor,) = steps, batches, factors
-        usual = math.ceil(self._trial.batch.size / self._replicas)
-        most = self._replica.pipeline_layout.microbatches
-        sizes = [len(rows) for rows in split(batch.count, microbatch_count(batch.count, usual, most))]
-        contents = self._contents(batch, len(sizes)) if self.is_first else iter(())
-        loss = self._replica.update(step, share, sizes if batch.count else (), factor, contents)
-        return torch.tensor([loss], dtype=torch.float64)
-
-    def _contents(self, batch: loader.Batch, microbatches: int) -> Iterator[Any]:
-        components = self._stages.components
-        for content, _ in loader.cut(batch.content, batch.count, microbatches):
-            yield loader.to_device(content, components.device, components.dtype)
+        self._stages.components.set_lr(factors)
+        return self._replica.update(self._stages.cut_share(steps, share, batches), self._stages.contents)
 
     def weight_sums(self) -> list[float]:
         return []
 
     def synchronize(self) -> None:
-        self._on_event(operations_event(self._trial.step, self._pipeline.timings))
+        self._on_event(operations_event(self._trials[0].step, self._pipeline.timings))
         self._pipeline.timings.clear()
         self.averaging.synchronize()
 
     def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
-        return evaluation_sums(self._stages, self._pipeline, [self._trial], slots)
+        stages = self._stages
+        return evaluation_sums(stages.layout, stages.components, self._pipeline, self._trials, slots)
 
     def state(self, slot: int) -> EngineState | None:
         # All pipelines hold the same.
-        local = (self._pipeline.state(), self._replica.sync_state()) if self.place == 0 else (({}, {}), {})
-        return self._stages.gather(*local, self._group)
+        if self.place != 0:
+            return gathered(self._stages, slot, ({}, {}), {}, self._group)
+        local, sync = self._stages.local_state(slot, self._pipeline), self._replica.sync_states()[slot]
+        return gathered(self._stages, slot, local, sync, self._group)
 
     def leave_to(self, staying: Sequence[int]) -> None:
-        self._stages.sync = self._replica.sync_state()
+        self._stages.sync = self._replica.sync_states()
         self._stages.leave_to(staying)
 
-    def held_state(self) -> list[EngineState]:
-        return [EngineState({}, {})]
-
     def close(self) -> None:
-        self._stages.sync = self._replica.sync_state()
+        self._stages.sync = self._replica.sync_states()
         try:
             self.averaging.close()
         finally:
             self._stages.close(self._pipeline)
+
+
+def gathered(
+    stages: StagesSideBySide, slot: int, local: State, sync: Tensors, group: WorkerGroup
+) -> EngineState | None:
+    """The state of a trial, and of the sync, on the first worker, of what each has of it."""
+    state, sync = stages.gather(slot, local, group), group.gather(sync)
+    return None if state is None else replace(state, sync=sync)
 
 
 class WaitingWorker:
@@ -176,13 +208,10 @@ class WaitingWorker:
         return torch.zeros(len(slots), 4, dtype=torch.float64)
 
     def state(self, slot: int) -> EngineState | None:
-        return self._stages.gather(({}, {}), {}, self._group)
+        return gathered(self._stages, slot, ({}, {}), {}, self._group)
 
     def leave_to(self, staying: Sequence[int]) -> None:
         self._stages.leave_to(staying)
-
-    def held_state(self) -> list[EngineState]:
-        return [EngineState({}, {})]
 
     def close(self) -> None:
         self._stages.close_alone()

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from plait.comm.channels import Channels
 from plait.comm.lockstep import Lockstep
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
+from plait.pipeline.gradient_sync import GroupOf
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.named_state import Tensors
 from plait.schema.settings import TrainSettings
-from plait.schema.sync_options import options_among
+from plait.schema.sync_options import COLLECTIVE, options_among
 from plait.sync.averaging.base import Averaging
-from plait.sync.averaging.optimizer_state import rest_of_state
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
+from plait.training.engines.member import sync_states
 from plait.training.engines.replica_layout import in_order
-from plait.training.optimizers.lr_schedule import set_lr
+from plait.training.engines.train_step import AnyComponents
 
 # A partner that is late by this many steps may itself wait for this replica in another stage.
 OVERDUE = 1.0
@@ -31,23 +33,23 @@ class PipelineReplica:
     """This worker's part of one of the `replicas`, with its open pipeline; all workers make one together.
 
     All workers of a replica call `update` together; that of the first stage has the data. Workers with the
-    same stages share `prefix` in the store and, where the sync needs one, a process `group`. The run goes on
-    after `step` steps.
+    same stages share `prefix` in the store and, where the sync needs one, a process group of `group_of`. The
+    run goes on after `step` steps. The optimizer of `components` is the pipeline's.
     """
 
     def __init__(
         self,
         worker: Worker,
         settings: TrainSettings,
-        scaler: torch.amp.GradScaler,
+        components: AnyComponents,
         replicas: Sequence[PipelineLayout],
         pipeline: Pipeline,
         channels: Channels,
         prefix: str = PREFIX,
         step: int = 0,
-        group: dist.ProcessGroup | None = None,
+        group_of: GroupOf | None = None,
     ) -> None:
-        self._rank, self._settings = worker.rank, settings
+        self._rank, self._settings, self._components = worker.rank, settings, components
         self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
         self.pipeline_layout, self.pipeline = replicas[self.number], pipeline
         workers = in_order(self.pipeline_layout)
@@ -58,16 +60,12 @@ class PipelineReplica:
         # The workers that hold the same stages in all replicas.
         self.peers = tuple(in_order(replica)[position] for replica in replicas)
         self._options = options_among(settings.sync.kind, settings.sync.options, len(replicas))
-        self._loss = 0.0
-        self.averaging = self._open_averaging(worker, scaler, f"{prefix}/stage{position}", step, group)
+        self._losses = torch.zeros(components.trials, dtype=torch.float64)
+        group = None if group_of is None or settings.sync.kind not in COLLECTIVE else group_of(self.peers)
+        self.averaging = self._open_averaging(worker, f"{prefix}/stage{position}", step, group)
 
     def _open_averaging(
-        self,
-        worker: Worker,
-        scaler: torch.amp.GradScaler,
-        prefix: str,
-        step: int,
-        group: dist.ProcessGroup | None,
+        self, worker: Worker, prefix: str, step: int, group: dist.ProcessGroup | None
     ) -> Averaging:
         pipeline, options = self.pipeline, self._options
         # A stage without weights averages a number, so that its workers meet like all others.
@@ -87,47 +85,44 @@ class PipelineReplica:
             self.number,
             OVERDUE,
             step,
-            rest_of_state(worker.store, prefix, weights, buffers, pipeline.optimizer, scaler),
+            self._components.rest_of_state(worker.store, prefix, weights, buffers),
             self.peers,
             group,
         )
 
     def update(
-        self, step: int, share: int, sizes: Sequence[int], factor: float, contents: Iterable[Any] = ()
-    ) -> float:
-        """Update on microbatches of `sizes` samples and average; the loss, on the first worker.
+        self, microbatches: Sequence[Microbatch], fetch: Callable[[list[Microbatch]], Iterator[Any]]
+    ) -> Tensor:
+        """Update on microbatches of a step and average; the trials' losses, on the first worker.
 
-        It has the `contents` of the microbatches. The learning rates are the job's times `factor`. Without
-        samples this worker averages only.
+        It has the contents of the microbatches by `fetch`. Without any this worker averages only.
         """
-        if not sizes:
+        layout, self._losses = self.pipeline_layout, torch.zeros_like(self._losses)
+        if not microbatches:
             if not averages_gradients(self._options):
                 self.averaging.after_update()
-            return 0.0
-        layout, first = self.pipeline_layout, share * self.pipeline_layout.microbatches
-        microbatches = [Microbatch(step, first + i, 0, range(count)) for i, count in enumerate(sizes)]
-        set_lr(self.pipeline.optimizer, self.pipeline.base_lrs, factor)
+            return self._losses
         work = MicrobatchSource(
-            layout, self._rank, microbatches, seed=self._settings.seed, fetch=lambda local: iter(contents)
+            layout,
+            self._rank,
+            microbatches,
+            seed=self._settings.seed,
+            fetch=fetch,
+            weights_losses=not self._components.weights_losses,
         )
-        self.pipeline.run(one_batch(layout, self._rank, len(sizes)), work)
+        self.pipeline.run(one_batch(layout, self._rank, len(microbatches)), work)
         if self._rank == self._first != self._last:
-            self._loss = float(self.lockstep.receive_from(self._last, "a batch's loss")[0][0])
-        return self._loss
+            (self._losses,), _ = self.lockstep.receive_from(self._last, "a batch's losses")
+        return self._losses
 
     def _agree(self) -> None:
         """Send what others of the replica wait for, then average with the same stages of other replicas."""
         if self._rank == self._last:
-            self._loss = sum(float(loss) for loss in self.pipeline.losses.values())
-            self.pipeline.losses.clear()
+            self._losses = self.pipeline.take_losses().cpu()
             if self._rank != self._first:
-                self.lockstep.send_to_first([torch.tensor([self._loss], dtype=torch.float64)])
+                self.lockstep.send_to_first([self._losses])
         self.averaging.after_update()
 
-    def sync_state(self) -> Tensors:
-        """What the sync keeps for this worker's weights, by their names."""
-        return {
-            f"{name}/{key}": tensor
-            for key, tensors in self.averaging.state().items()
-            for name, tensor in zip(self.pipeline.parameters, tensors)
-        }
+    def sync_states(self) -> list[Tensors]:
+        """What the sync keeps of each trial for this worker's weights, by their names."""
+        return sync_states(self._components, list(self.pipeline.parameters), self.averaging)

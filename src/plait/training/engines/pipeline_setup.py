@@ -326,17 +326,10 @@ def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, eve
     components.optimizer.state.clear()
 
 
-def gathered_state(
-    components: Components, pipeline: pipelines.Pipeline, group: WorkerGroup, tied: Mapping[str, str]
-) -> EngineState | None:
-    """The state of the whole model on the first worker of the group; all its workers call it together."""
-    return gathered(components, pipeline.state(), group, tied)
-
-
 def gathered(
     components: Components, local: State, group: WorkerGroup, tied: Mapping[str, str]
 ) -> EngineState | None:
-    """As `gathered_state`, of what each worker has as `local`."""
+    """The state of the whole model on the first worker of the group, of what each worker has as `local`."""
     model, optimizer = map(group.gather, local)
     if not group.is_first:
         return None

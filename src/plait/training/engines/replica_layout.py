@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.core.errors import JobError, PlaitError
+from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
+from plait.profiler.traced import TracedModel
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import read_options
@@ -35,6 +37,16 @@ def workers_of_replica(pipeline_layout: PipelineLayout) -> int:
     return len(replica_layouts(pipeline_layout)[0].workers)
 
 
+def side_by_side(pipeline_layout: PipelineLayout) -> PipelineLayout:
+    """The layout with each pipeline replica as a pipeline of its own."""
+    return replace(pipeline_layout, layouts=tuple(each.layout for each in replica_layouts(pipeline_layout)))
+
+
+def check_averaged(traced: TracedModel, replica: PipelineLayout) -> None:
+    """Refuse weights that stages of a pipeline replica share, since each stage is averaged by itself."""
+    check_untied(traced, replica, "which average apart from each other under this sync")
+
+
 def in_order(replica: PipelineLayout) -> tuple[int, ...]:
     """The workers of a replica by position, in the order of their first stages."""
     return tuple(dict.fromkeys(worker for (worker,) in replica.layout.stages))
@@ -55,7 +67,7 @@ def among(pipeline_layout: PipelineLayout, positions: Sequence[int | None]) -> P
             f"with --resume and more workers"
         )
     if len(positions) == len(pipeline_layout.workers) and all(each is None for each in positions):
-        return replace(pipeline_layout, layouts=tuple(each.layout for each in replicas))
+        return side_by_side(pipeline_layout)
     chosen: list[list[int]] = [[0], *([] for _ in workers[1:])]
     for rank, position in enumerate(positions):
         if rank > 0 and position is not None and len(chosen[position]) < count:

@@ -68,8 +68,6 @@ class FusedComponents:
     ) -> None:
         first = entries[0]
         self._is_shared = is_shared
-        # The trials without samples in the current step of this worker alone, which they skip.
-        self._skip: Tensor | None = None
         self.verdict = verdict or FusionReport()
         self._stream = stream
         self._entries = [_without_state(entry) for entry in entries]
@@ -216,16 +214,21 @@ class FusedComponents:
     def seed_step(self, seed: int, step: int, rank: int) -> None:
         """Does nothing: each trial has a separate random stream."""
 
-    def seed_share(self, seed: int, steps: Sequence[int], share: int) -> None:
-        """Seed a worker's update on shares of the trials' steps, whichever worker takes it."""
+    def seed_share(self, seed: int, steps: Sequence[int], share: int, microbatches: int = 1) -> None:
+        """Seed a worker's update on shares of the trials' steps, whichever worker takes it.
+
+        A pipeline cuts each share into up to `microbatches`.
+        """
         self._stream, entries = share, self._entries
-        ages = [step * entry.settings.accumulate for step, entry in zip(steps, entries)]
+        ages = [step * entry.settings.accumulate * microbatches for step, entry in zip(steps, entries)]
         self.fused.seeds.copy_(torch.tensor(self._seeds(entries)))
         self.fused.ages.copy_(torch.tensor(ages))
 
-    def rest_of_state(self, store: dist.Store, prefix: str) -> list[WhenSynchronized]:
-        """What workers that average weights and buffers average besides when they synchronize."""
-        state = OptimizerState(store, f"{prefix}/optimizer", list(self.model.parameters()), self.optimizer)
+    def rest_of_state(
+        self, store: dist.Store, prefix: str, weights: Sequence[Tensor], buffers: Sequence[Tensor]
+    ) -> list[WhenSynchronized]:
+        """What workers that average these weights and buffers average besides when they synchronize."""
+        state = OptimizerState(store, f"{prefix}/optimizer", weights, self.optimizer)
         return [state, TrialCounters(self.fused, self.optimizer, self.scales)]
 
     def of_slot(self, tensor: Tensor, slot: int) -> Tensor:
@@ -235,7 +238,8 @@ class FusedComponents:
     def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
         """The rounds of a step on these batches, one of each trial."""
         without = [not batch.count for batch in batches]
-        self._skip = torch.tensor(without, device=self.device) if alone and any(without) else None
+        # Trials without samples skip the step of a worker alone.
+        self.optimizer.skip = torch.tensor(without, device=self.device) if alone and any(without) else None
         return rounds_of(batches, accumulate)
 
     def share(self, batches: Sequence[Batch]) -> float:
@@ -283,9 +287,9 @@ class FusedComponents:
     def update(self, clip_norm: float | None = None, seed: int | None = None) -> None:
         """Update all trials, each with its `clip_norm`; the optimizers draw no random numbers."""
         if self.is_scaled:
-            self.scales.step(self.optimizer, self._skip)
+            self.scales.step(self.optimizer, self.optimizer.skip)
         else:
-            self.optimizer.step(skip=self._skip)
+            self.optimizer.step()
 
     @contextmanager
     def drawing_alike(self, batches: Sequence[Batch], accumulate: int, workers: int) -> Iterator[None]:

@@ -91,7 +91,7 @@ class ModelStages(TrialStages):
         elastic = worker.memberships.can_change
         self.layout = check_pipeline(self._settings, None if elastic else worker.world_size)
         # What the sync keeps for this worker's parameters, if it averages.
-        self.sync: Tensors = {}
+        self.sync: Sequence[Tensors] = ({},)
         # After the pipeline was closed: what this worker holds, and the names that each worker holds.
         self._held: LayerState | None = None
         self._held_by: list[list[str]] = []
@@ -122,7 +122,7 @@ class ModelStages(TrialStages):
             # Without tensors: the layers are received from other workers when the pipeline opens.
             if state.model:
                 self.components.load(state)
-            self.sync = dict(state.sync)
+            self.sync = [dict(state.sync)]
         elif state.stored is not None:
             # Tensors are read one by one once it is known which rank holds them.
             self._stored = state.stored
@@ -194,7 +194,7 @@ class ModelStages(TrialStages):
     def _local_layers(self, optimizer: torch.optim.Optimizer) -> LayerState:
         """The layers of this worker, and those that it keeps for leavers."""
         local = layer_state(self.components, self._local_names, optimizer)
-        return replace(local, sync=self.sync) | self._held_for_leavers
+        return replace(local, sync=self.sync[0]) | self._held_for_leavers
 
     def _can_lose_replicas(self) -> bool:
         """Whether another worker may hold the layers of a lost one, after the same step."""
@@ -210,7 +210,7 @@ class ModelStages(TrialStages):
         moves = find_moves(self._held_by, needed)
         received = receive_layers(moves, self._held, self._worker.rank)
         merge_into(self.components, received)
-        self.sync = self._held.sync | received.sync
+        self.sync = [self._held.sync | received.sync]
         moved = {name for name, *_ in moves} | self._handed_over
         self._recorder.record(LayersMoved(self._trials[0].step, tuple(sorted(moved))))
         self._handed_over = set()
@@ -274,11 +274,7 @@ class ModelStages(TrialStages):
         self._is_whole = True
         return result
 
-    def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
-        return self._gather(pipeline.state(), group)
-
-    def _gather(self, local: State, group: WorkerGroup) -> EngineState | None:
-        """The state of the whole model on the first worker, of what each worker has as `local`."""
+    def gather(self, slot: int, local: State, group: WorkerGroup) -> EngineState | None:
         if self.components.local_tensors is not None:
             return self._write_in_turn(*local)
         return gathered(self.components, local, group, self._tied)
@@ -316,7 +312,7 @@ class ModelStages(TrialStages):
         if self._held is None and marks[rank] != NO_STATE:
             # It has not trained yet: it has the initial state.
             initial = layer_state(self.components, None, self.components.optimizer)
-            self._held = replace(initial, sync=self.sync)
+            self._held = replace(initial, sync=self.sync[0])
         marks = self._finish_step(marks)
         self._held = self._held if self._held is not None and self._is_whole else LayerState()
         self._held_by = all_gather_values(sorted(self._held.model))
@@ -329,7 +325,7 @@ class ModelStages(TrialStages):
         else:
             self._build_again(keep_scale=False)
             self._forget_held()
-            self.sync, self._commit = {}, None
+            self.sync, self._commit = ({},), None
         # Layers are exchanged when the pipeline opens.
         return None if source is None else (source, EngineState({}, {}))
 

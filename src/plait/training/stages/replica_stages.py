@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from plait.comm.channels import connect
 from plait.comm.clock import clock_offset
 from plait.comm.collectives import all_gather_values
-from plait.comm.groups import new_group
+from plait.comm.groups import new_group_of_members
+from plait.data import loader
+from plait.data.loader import Batch
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.named_state import Tensors
-from plait.training.checkpoint import EngineState
+from plait.pipeline.microbatches import Microbatch, microbatch_count
 from plait.training.checks.pipeline import check_pipeline
-from plait.training.engines.pipeline_setup import State
-from plait.training.engines.replica_layout import among, in_order, replica_layouts
+from plait.training.engines.replica_layout import among, check_averaged, in_order, replica_layouts
 from plait.training.stages.model_stages import ModelStages
-from plait.training.worker_group import WorkerGroup
 
 
 class ReplicaStages(ModelStages):
@@ -31,9 +30,7 @@ class ReplicaStages(ModelStages):
 
     # Where this worker is in its pipeline; None while it is in none.
     _position: int | None = None
-    # The pipelines, and the process group of the workers with the same stages, where the sync needs one.
     replicas: tuple[PipelineLayout, ...] = ()
-    group: dist.ProcessGroup | None = None
 
     def _arrange(self) -> PipelineLayout:
         worker, has_layers = self._worker, self._held is not None and bool(self._held.model)
@@ -44,20 +41,13 @@ class ReplicaStages(ModelStages):
     def _summed(self) -> PipelineLayout:
         return replica_layouts(self.layout)[0]
 
-    def open_replica(self, with_groups: bool) -> Pipeline | None:
-        """This worker's part of its pipeline; None if it is in none. All workers call it together.
-
-        `with_groups` has the workers that hold the same stages make a process group.
-        """
+    def open_replica(self) -> Pipeline | None:
+        """This worker's part of its pipeline; None if it is in none. All workers call it together."""
         traced, rank = self._distribute(), self._worker.rank
         self.replicas = replica_layouts(self.layout)
-        check_untied(traced, self.replicas[0], "which average apart from each other under this sync")
+        check_averaged(traced, self.replicas[0])
         own = next((each for each in self.replicas if rank in each.workers), None)
         self._position = None if own is None else in_order(own).index(rank)
-        if with_groups:
-            same_stages = zip(*map(in_order, self.replicas))
-            groups = [new_group(self._worker.rendezvous, ranks) for ranks in same_stages]
-            self.group = None if self._position is None else groups[self._position]
         if own is not None:
             return self._open(traced, own)
         self._link_alone()
@@ -74,7 +64,17 @@ class ReplicaStages(ModelStages):
         """Close a worker that is in no pipeline."""
         self._close(lambda: None)
 
-    def gather(self, local: State, sync: Tensors, group: WorkerGroup) -> EngineState | None:
-        """The state of the whole model, and of the sync, on the first worker of what each has of it."""
-        state, sync = self._gather(local, group), group.gather(sync)
-        return None if state is None else replace(state, sync=sync)
+    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A process group of the workers with the same stages, which all of them call for."""
+        group: dist.ProcessGroup = new_group_of_members(self._worker.rendezvous, ranks)
+        return group
+
+    def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
+        """The microbatches of a share of the trial's step; a small one has fewer (`microbatch_count`)."""
+        (step,), (batch,), most = steps, batches, self.replicas[0].microbatches
+        if not batch.count:
+            return []
+        usual = math.ceil(self._trials[0].batch.size / len(self.replicas))
+        cut = list(loader.cut(batch.content, batch.count, microbatch_count(batch.count, usual, most)))
+        self._contents = (self.components.stacked([content], count) for content, count in cut)
+        return [Microbatch(step, share * most + i, 0, range(count)) for i, (_, count) in enumerate(cut)]

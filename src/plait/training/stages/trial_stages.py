@@ -18,6 +18,7 @@ from plait.training.change.members import ProgressMark, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
+from plait.training.engines.pipeline_setup import State
 from plait.training.engines.train_step import AnyComponents
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
@@ -60,9 +61,17 @@ class TrialStages(ABC):
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
         """Inputs and targets of microbatches of `steps` that enter through this worker, on its device."""
 
-    @abstractmethod
     def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
         """The state of the trial in `slot`, on the first worker."""
+        return self.gather(slot, self.local_state(slot, pipeline), group)
+
+    def local_state(self, slot: int, pipeline: Pipeline) -> State:
+        """The part of a trial's state of which this worker is the first holder."""
+        return pipeline.state()
+
+    @abstractmethod
+    def gather(self, slot: int, local: State, group: WorkerGroup) -> EngineState | None:
+        """The whole state on the first worker, of what each worker of the group has as `local`."""
 
     def check_entering(self, entering: Sequence[TrialInit]) -> None:
         """Refuse trials that cannot join the present ones, before anything changes."""
