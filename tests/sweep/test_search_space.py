@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plait.core.errors import InputError
 from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.pruning import best_first, exploit, goes_on, rungs, survivors
-from plait.sweeping.search.space import Dimension, grid, parse_dimension, parse_over
+from plait.sweeping.search.space import Dimension, combinations, parse_dimension
 from support.sweeping import sweep_of
 
 results = st.dictionaries(st.integers(0, 50), st.floats(allow_nan=True, allow_infinity=True), min_size=1)
@@ -71,24 +71,23 @@ def test_losers_copy_winners_and_never_the_other_way(found, seed):
 
 
 def test_over_reads_lists_and_ranges():
-    assert parse_over("optimizer.weight_decay=0,1e-4") == ("optimizer.weight_decay", [0, 1e-4])
-    assert parse_over("optimizer.kind=sgd,adam") == ("optimizer.kind", ["sgd", "adam"])
-    key, values = parse_over("optimizer.lr=log:1e-4:1e-1:4")
-    assert key == "optimizer.lr"
-    assert values == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
-    assert parse_over("x=linear:0:1:3")[1] == [0.0, 0.5, 1.0]
+    decay, kind = "optimizer.weight_decay", "optimizer.kind"
+    assert parse_dimension(f"{decay}=0,1e-4") == Dimension(decay, (0, 1e-4))
+    assert parse_dimension(f"{kind}=sgd,adam") == Dimension(kind, ("sgd", "adam"))
+    assert parse_dimension("optimizer.lr=log:1e-4:1e-1:4").values == pytest.approx((1e-4, 1e-3, 1e-2, 1e-1))
+    assert parse_dimension("x=linear:0:1:3").values == (0.0, 0.5, 1.0)
 
 
 def test_a_grid_holds_every_combination_once():
-    trials = grid(["a=1,2", "b=x,y,z"])
+    trials = combinations([parse_dimension("a=1,2"), parse_dimension("b=x,y,z")])
     assert len(trials) == 6
     assert {(t["a"], t["b"]) for t in trials} == {(a, b) for a in (1, 2) for b in "xyz"}
 
 
-@pytest.mark.parametrize("text", ["lr", "lr=", "lr=log:1:2", "lr=log:0:1:4", "lr=linear:0:1:1", "=1"])
+@pytest.mark.parametrize("text", ["lr", "lr=", "lr=log:0:1:4", "lr=linear:0:1:1", "=1"])
 def test_a_malformed_range_is_refused_with_the_form(text):
     with pytest.raises(InputError, match="--over"):
-        grid([text])
+        parse_dimension(text)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +113,12 @@ def test_a_range_without_end_or_of_no_numbers_is_refused(text: str, words: str):
 def test_a_grid_of_too_many_combinations_is_refused_before_it_is_made():
     over = [f"{key}=" + ",".join(map(str, range(100))) for key in "abcd"]
     with pytest.raises(InputError, match="found 100,000,000 combinations, expected 10,000 at most"):
-        grid(over)
+        combinations([parse_dimension(text) for text in over])
 
 
 def test_a_key_given_twice_is_refused():
     with pytest.raises(InputError, match="lr is given twice"):
-        grid(["lr=1", "lr=2"])
+        combinations([parse_dimension("lr=1"), parse_dimension("lr=2")])
 
 
 def test_of_very_many_values_a_few_are_checked_and_what_cannot_stand_for_others_is_limited():

@@ -17,7 +17,7 @@ from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.pipeline.weight_stash import WeightVersions
 from plait.schema.settings import OptimizerSettings
 from plait.training.checkpoint import Checkpoint, load, save
-from plait.training.optimizers.build import build_optimizer, build_plain_optimizer
+from plait.training.optimizers.build import build_optimizer
 from plait.verification.twin import OptimizerTwin
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -270,7 +270,9 @@ def test_a_twin_steps_with_the_kernels_of_a_parameter_that_moves_for_the_first_t
     first.grad = torch.ones_like(first)
     optimizer.step()
     names = {first: "first", late: "late"}
-    twin = OptimizerTwin(optimizer, names, lambda own: build_plain_optimizer(settings, own), lambda _: None)
+    twin = OptimizerTwin(
+        optimizer, names, lambda own: build_optimizer(settings, own, plain=True), lambda _: None
+    )
     late.grad = torch.ones_like(late)
     optimizer.step()
     assert twin.updates == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -163,28 +164,31 @@ def _same(what: str, expected: dict[str, Any], found: dict[str, Any], number: in
 
 def hyperparameters(models: Sequence[nn.Module]) -> list[tuple[str, str, list[float]]]:
     """The float attributes that differ between models: module path, name, one value per model."""
-    differing = []
-    others = [dict(model.named_modules()) for model in models]
-    for path, part in models[0].named_modules():
-        for name in vars(part):
-            every: list[Any] = [vars(other[path]).get(name) for other in others]
-            is_float = any(isinstance(one, float) for one in every) and all(map(_is_number, every))
-            if is_float and name not in _SKIPPED and len(set(every)) > 1:
-                differing.append((path, name, [float(one) for one in every]))
-    return differing
+    return [
+        (path, name, [float(one) for one in every])
+        for path, name, every in _attributes(models)
+        if any(isinstance(one, float) for one in every)
+        and all(map(_is_number, every))
+        and len(set(every)) > 1
+    ]
 
 
 def tensor_attributes(models: Sequence[nn.Module]) -> list[tuple[str, str, list[Tensor]]]:
     """Tensors in plain attributes that differ between models: module path, name, one per model."""
-    differing = []
-    others = [dict(model.named_modules()) for model in models]
-    for path, part in models[0].named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor) and name not in _SKIPPED:
-                every = [vars(other[path])[name] for other in others]
-                if not all(_is_equal(value, one) for one in every[1:]):
-                    differing.append((path, name, every))
-    return differing
+    return [
+        (path, name, every)
+        for path, name, every in _attributes(models)
+        if isinstance(every[0], Tensor) and not all(_is_equal(every[0], one) for one in every[1:])
+    ]
+
+
+def _attributes(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, list[Any]]]:
+    """The plain attributes of all modules: module path, name, one value per model."""
+    parts = [dict(model.named_modules()) for model in models]
+    for path, part in parts[0].items():
+        for name in vars(part):
+            if name not in _SKIPPED:
+                yield path, name, [vars(other[path]).get(name) for other in parts]
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
@@ -232,20 +236,13 @@ def _is_number(value: Any) -> bool:
 
 def group_by_shape(items: Sequence[T], model_of: Callable[[T], nn.Module]) -> list[list[T]]:
     """`items` in groups whose models can be fused with each other, in order of appearance."""
-    groups: list[tuple[nn.Module, list[T]]] = []
+    groups: list[list[T]] = []
     for item in items:
-        model = model_of(item)
-        group = next((group for first, group in groups if _can_fuse(first, model)), None)
-        if group is None:
-            groups.append((model, [item]))
+        for group in groups:
+            with contextlib.suppress(FusionError):
+                check_models([model_of(group[0]), model_of(item)])
+                group.append(item)
+                break
         else:
-            group.append(item)
-    return [group for _, group in groups]
-
-
-def _can_fuse(first: nn.Module, other: nn.Module) -> bool:
-    try:
-        check_models([first, other])
-    except FusionError:
-        return False
-    return True
+            groups.append([item])
+    return groups

@@ -69,7 +69,7 @@ def fuse(
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
     made = FusedModule(models, seeds, rng_steps, reasons)
     if verify is True:
-        made.first_call = FirstCall(models)
+        made.first_call, made.plain_models = _verify_call, models
     elif verify is not False:
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
         _verify(made, CallCandidate(made, models, call_forward, *calls_on(batches, count)))
@@ -93,34 +93,20 @@ def _verify(fused: FusedModule, candidate: CallCandidate) -> None:
             fused.unfuse(name, why, candidate.models)
 
 
-class FirstCall:
-    """Verifies a fused module at its first call against the models that it was made of."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = list(models)
-
-    def keep(self, numbers: Sequence[int]) -> None:
-        """Keep only the trials `numbers`; a number may occur twice."""
-        self._models = [self._models[number] for number in numbers]
-
-    def replace(self, number: int, model: nn.Module) -> None:
-        """Replace the model of a trial."""
-        self._models[number] = model
-
-    def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compare the trials on these arguments, or at a later call if models cannot be run twice here."""
-        if _cannot_compare(fused, pytree.tree_leaves((args, kwargs))):
-            fused.first_call = self
-            return
-        # Even in inference mode or under no_grad, gradients are compared.
-        with torch.inference_mode(False), torch.enable_grad():
-            call = _plain((args, kwargs))
+def _verify_call(fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Compare the trials on these arguments, or at a later call if models cannot be run twice here."""
+    if _cannot_compare(fused, pytree.tree_leaves((args, kwargs))):
+        fused.first_call = _verify_call
+        return
+    models, fused.plain_models = fused.plain_models, []
+    # Even in inference mode or under no_grad, gradients are compared.
+    with torch.inference_mode(False), torch.enable_grad():
+        call = _plain((args, kwargs))
+        try:
             # The same call twice, as the models may not accept others.
-            candidate = CallCandidate(fused, self._models, function, (call, call))
-            try:
-                _verify(fused, candidate)
-            except NothingToCompareError as failure:
-                log.warning("fused trials were not verified: %s", failure)
+            _verify(fused, CallCandidate(fused, models, function, (call, call)))
+        except NothingToCompareError as failure:
+            log.warning("fused trials were not verified: %s", failure)
 
 
 def _plain(values: Any) -> Any:

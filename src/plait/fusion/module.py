@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +45,6 @@ from plait.fusion.trials.unfused import (
 )
 
 
-class BeforeFirstCall(Protocol):
-    """Called before a fused module's first call; notified of changes of the trials until then."""
-
-    def __call__(self, fused: FusedModule, function: Callable[..., Any], args: Any, kwargs: Any) -> None: ...
-
-    def keep(self, numbers: Sequence[int]) -> None: ...
-
-    def replace(self, number: int, model: nn.Module) -> None: ...
-
-
 class FusedModule(nn.Module):
     """K trials of one model. Inputs and outputs have the trials axis first.
 
@@ -73,8 +63,9 @@ class FusedModule(nn.Module):
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         # The trials' rng_steps, under the name that saved states have.
         self.register_buffer("ages", torch.tensor(rng_steps, dtype=torch.int64, device=device))
-        # Compares the trials with the single models before the first call.
-        self.first_call: BeforeFirstCall | None = None
+        # Compares the trials with the single models, which are kept until then, before the first call.
+        self.first_call: Callable[[FusedModule, Callable[..., Any], Any, Any], None] | None = None
+        self.plain_models: list[nn.Module] = []
         # The number of draws from the trials' streams that earlier stages have made in the same forward.
         self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
@@ -89,14 +80,19 @@ class FusedModule(nn.Module):
         self.freeze([])
         patch_norms(self.module)
         refuse_joint_clipping(self)
-        self.gradient_hooks = self._take_hooks(models)
+        # Of each parameter, for each trial.
+        self.gradient_hooks = [
+            [gradient_hooks(parameter) for parameter in every]
+            for every in zip(*(model.parameters() for model in models))
+        ]
         self._register_hooks()
-        needed = {
-            **dict.fromkeys(_scripted(models[0]), "it is a scripted module"),
-            **dict.fromkeys(_with_backward_hooks(models[0]), "it has backward hooks"),
-            **unfused,
-        }
-        for name in _outermost(needed):
+        needed = dict(unfused)
+        for path, part in models[0].named_modules():
+            if part._backward_hooks or part._backward_pre_hooks:  # they must see the gradients of one trial
+                needed.setdefault(path, "it has backward hooks")
+            elif isinstance(part, torch.jit.ScriptModule):
+                needed.setdefault(path, "it is a scripted module")
+        for name in sorted(needed, key=len):
             self.unfuse(name, needed[name], models)
 
     @property
@@ -108,11 +104,6 @@ class FusedModule(nn.Module):
     def trials(self) -> int:
         """How many trials there are."""
         return self._trials.count
-
-    def _take_hooks(self, models: Sequence[nn.Module]) -> list[list[list[Any]]]:
-        """The gradient hooks of each parameter, for each trial."""
-        every = [list(model.parameters()) for model in models]
-        return [[gradient_hooks(parameters[index]) for parameters in every] for index in range(len(every[0]))]
 
     def _register_hooks(self) -> None:
         for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
@@ -152,10 +143,10 @@ class FusedModule(nn.Module):
         parts = dict(self.module.named_modules())
         if name not in parts:
             raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
-        if any(name == other or name.startswith(f"{other}.") or not other for other in self._per_trial):
+        if is_within(name, self._per_trial):
             return
         models = self.split() if models is None else models
-        for other in [other for other in self._per_trial if other.startswith(f"{name}.") or not name]:
+        for other in [other for other in self._per_trial if is_within(other, [name])]:
             del self._per_trial[other]
         modules = [independent_copy(model.get_submodule(name)) for model in models]
         self._per_trial[name] = PerTrialModules(
@@ -179,15 +170,11 @@ class FusedModule(nn.Module):
         """The output of each trial's model for its slice of the arguments, trials axis first."""
         return self.call(call_forward, *args, **kwargs)
 
-    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Verify the trials before the first call, unless verification is off."""
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of `function(model, *args)` for each trial; `function` is written for one model."""
         if self.first_call is not None:
             first, self.first_call = self.first_call, None
             first(self, function, args, kwargs)
-
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of `function(model, *args)` for each trial; `function` is written for one model."""
-        self._begin(function, args, kwargs)
         with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
@@ -406,12 +393,9 @@ def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _outermost(names: Iterable[str]) -> list[str]:
-    """The names without those of submodules of other names."""
-    every = list(names)
-    if "" in every:
-        return [""]
-    return [name for name in every if not any(name.startswith(f"{other}.") for other in every)]
+def is_within(name: str, others: Iterable[str]) -> bool:
+    """Whether a module is one of others, or inside of one; "" is the whole model."""
+    return any(name == other or name.startswith(f"{other}.") or not other for other in others)
 
 
 def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
@@ -424,15 +408,6 @@ def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
     for name, child in part.named_children():
         made.add_module(name, _placeholder(child, memo))
     return made
-
-
-def _scripted(model: nn.Module) -> list[str]:
-    return [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-
-
-def _with_backward_hooks(model: nn.Module) -> list[str]:
-    """The submodules with backward hooks, which must see the gradients of one trial."""
-    return [path for path, part in model.named_modules() if part._backward_hooks or part._backward_pre_hooks]
 
 
 def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter]:

@@ -29,7 +29,6 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
 from plait.sweeping.elastic.assignments import Assignments
-from plait.sweeping.elastic.changes import workers_changed
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
@@ -37,6 +36,7 @@ from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
+from plait.training.change.members import workers_changed
 from plait.training.process import begin_process
 from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 

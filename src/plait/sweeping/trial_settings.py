@@ -99,16 +99,13 @@ def array_key(settings: TrainSettings) -> str:
     tree = {name: value for name, value in encode(settings).items() if name not in _PER_TRIAL}
     # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
     tree["data"] = {**tree["data"], "batch_size": None}
-    tree["optimizer"] = {**tree["optimizer"], "options": _switches(settings.optimizer.options)}
+    # Arrays hold one of each option that is no number.
+    switches = {name: value for name, value in settings.optimizer.options.items() if not is_number(value)}
+    tree["optimizer"] = {**tree["optimizer"], "options": switches}
     tree["loss_args"] = _loss_switches(settings)
     tree["model"] = _model_key(settings.model)
     text = json.dumps(tree, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _switches(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are no numbers: arrays hold one of each."""
-    return {name: value for name, value in options.items() if not is_number(value)}
 
 
 def _loss_switches(settings: TrainSettings) -> dict[str, Any]:

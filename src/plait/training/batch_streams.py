@@ -29,19 +29,22 @@ def open_stream(
     loads: bool = True,
     in_stages: bool = False,
     group: dist.ProcessGroup | None = None,
+    epochs: int | None = None,
+    last: int | None = None,
 ) -> BatchStream:
     """The next batches of a trial: the first of `share` of as many shares as the second says.
 
     Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
     Its other stages know where epochs end from the length of the data: `in_stages` a stream must have it.
-    The workers of `group`, who call it together, compare what they read of a stream.
+    The workers of `group`, who call it together, compare what they read of a stream, also after batch `last`;
+    it ends after as many `epochs` (None: never).
     """
     settings, position = trial.settings, trial.position
     data = settings.data
     if train_set.is_stream and not in_stages:
-        samples = StreamOrder(position, trial.batch.size, data.last_batch == "keep", None, settings.seed)
+        samples = StreamOrder(position, trial.batch.size, data.last_batch == "keep", epochs, settings.seed)
         stream = stream_batches(train_set, samples, *share, data.loaders, pin)
-        stream = stream if group is None else compared(stream, group)
+        stream = stream if group is None else compared(stream, group, last)
         return BatchStream(stream, position, order_of(trial))
     order = sample_order(train_set, trial)
     rank, world_size = share

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
 from plait.adapt.policy_source import PolicySource
-from plait.data.loader import Batch, BatchStream
+from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
@@ -120,7 +120,7 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
         worker,
         trials,
         run.components,
-        feed=lambda trial: BatchStream(run.own_batches(), trial.position),
+        feed=lambda trial: run.own_batches(),
         on_step=on_step,
         on_event=metrics.record,
         audit=ReplicaAudit(worker, trials, run.components, run.audits),

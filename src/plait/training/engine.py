@@ -40,7 +40,20 @@ class IntervalResult:
     losses: tuple[float, ...] = ()
 
 
-class Engine(Protocol):
+class TrialsEngine(Protocol):
+    """The part of an engine that the loop needs; slots number its trials."""
+
+    def train(self, steps: int) -> IntervalResult:
+        """Take `steps` steps, or fewer if a worker is asked to stop or the data end."""
+
+    def evaluate(self, slots: Sequence[int]) -> list[dict[str, float]]:
+        """Mean loss and metric of the trials in `slots` over the test split, the same on all workers."""
+
+    def state(self, slot: int) -> EngineState | None:
+        """The state of the trial in `slot`, on the worker that writes checkpoints."""
+
+
+class Engine(TrialsEngine, Protocol):
     """Computes intervals of steps, on this worker together with the others.
 
     All workers call each method together, in the same order, except `load`. A closed engine can be opened
@@ -52,15 +65,6 @@ class Engine(Protocol):
 
     def open(self) -> None:
         """Connect to the other workers and prepare to take steps."""
-
-    def train(self, steps: int) -> IntervalResult:
-        """Take `steps` steps, or fewer if a worker is asked to stop or the data end."""
-
-    def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
-        """Mean loss and metric of the trials in `slots` over the test split, the same on all workers."""
-
-    def state(self, slot: int = 0) -> EngineState | None:
-        """The state of the trial in `slot`, on the worker that writes checkpoints."""
 
     def apply(self, change: Change) -> None:
         """Apply a change between two steps; JobError if this engine does not support it."""

@@ -13,10 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from plait.training.checkpoint import EngineState
-from plait.training.engine import IntervalResult
+from plait.training.engine import IntervalResult, TrialsEngine
 from plait.training.trial import Due, Trial
 
 
@@ -24,19 +22,6 @@ def freeze_garbage_collector() -> None:
     """Exclude all existing objects from garbage collection, which would otherwise pause steps."""
     gc.collect()
     gc.freeze()
-
-
-class TrialsEngine(Protocol):
-    """The part of an engine that the loop needs; slots number its trials."""
-
-    def train(self, steps: int) -> IntervalResult:
-        """Take `steps` steps, or fewer if a worker is asked to stop or the data end."""
-
-    def evaluate(self, slots: Sequence[int]) -> list[dict[str, float]]:
-        """Mean loss and metric of the trials in `slots` over the test split, the same on all workers."""
-
-    def state(self, slot: int) -> EngineState | None:
-        """The state of the trial in `slot`, on the worker that writes checkpoints."""
 
 
 class Loop(ABC):

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from plait.adapt.history import SignalHistory
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.events import Event, EventLog
-from plait.data import loader
+from plait.data.loader import Batch, BatchStream
 from plait.data.sampler import GlobalBatch
-from plait.data.streams import StreamOrder, compared, has_state, stream_batches
+from plait.data.streams import has_state
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
-from plait.training.batch_streams import sample_order
+from plait.training.batch_streams import open_stream, sample_order
 from plait.training.components import Components
 from plait.training.run_record import RunRecorder
 from plait.training.trial import EarlyStopping, Trial
@@ -124,44 +124,28 @@ class Run:
         """The next batches, as sample numbers."""
         return sample_order(self.components.train_set, self.trial)
 
-    def load(
-        self,
-        source: loader.DataSource,
-        order: Iterator[GlobalBatch],
-        share: int = 0,
-        shares: int = 1,
-    ) -> Iterator[loader.Batch]:
-        """Share `share` of `shares` of each batch of `order`, read by the job's loader processes."""
-        return loader.load(
-            source,
-            order,
-            seed=self.settings.seed,
-            rank=share,
-            world_size=shares,
-            loaders=self.settings.data.loaders,
-            pin=self.components.device.type == "cuda",
-        )
-
-    def own_batches(self) -> Iterator[loader.Batch]:
+    def own_batches(self) -> BatchStream:
         """This worker's share of the next batches."""
-        if self.components.train_set.is_stream:
-            return self._stream()
-        worker = self.worker
-        return self.load(self.components.train_set, self.order(), worker.rank, worker.world_size)
-
-    def _stream(self) -> Iterator[loader.Batch]:
-        settings, data, components = self.settings, self.settings.data, self.components
-        source, worker = components.train_set, self.worker
-        order = StreamOrder(
-            self.trial.position, self.batch_size, data.last_batch == "keep", settings.epochs, settings.seed
+        settings, worker, source = self.settings, self.worker, self.components.train_set
+        stream = open_stream(
+            source,
+            self.trial,
+            (worker.rank, worker.world_size),
+            pin=self.components.device.type == "cuda",
+            group=dist.group.WORLD if worker.world_size > 1 else None,
+            epochs=settings.epochs,
+            last=None if settings.steps is None else settings.steps - self.trial.step,
         )
-        pin = components.device.type == "cuda"
-        batches = stream_batches(source, order, worker.rank, worker.world_size, data.loaders, pin)
-        if worker.world_size > 1:
-            last = None if settings.steps is None else settings.steps - self.trial.step
-            batches = compared(batches, last=last)
-        for number, batch in enumerate(batches):
-            if number == 0 and has_state(source.dataset) and batch.after.stream is None:
+        if not source.is_stream or not has_state(source.dataset):
+            return stream
+        return BatchStream(self._warned(stream), stream.position, stream.order)
+
+    def _warned(self, stream: BatchStream) -> Iterator[Batch]:
+        """The batches, with a warning if no checkpoint can hold the position of the stream."""
+        for number in itertools.count():
+            if (batch := stream.next()) is None:
+                return
+            if number == 0 and batch.after.stream is None:
                 self.metrics.warn(
                     "the stream's state_dict holds values that a checkpoint cannot keep (expected numbers, "
                     "text, None, lists, and dicts with text as keys); a resumed run will skip the samples "

@@ -114,7 +114,9 @@ class RunLoop(Loop):
         """Train to the end; if a worker is lost, the remaining workers continue."""
         while True:
             try:
-                return self._train_and_finish()
+                reason = self.take_steps()
+                self.run.metrics.log_rest()
+                return reason, self._finish(reason)
             except RuntimeError as failure:
                 loss = loss_of(self.run.worker, failure)
                 if loss is None:
@@ -157,11 +159,6 @@ class RunLoop(Loop):
         elif len(set(marks)) > 1:
             source, state = chosen
             self._take_progress(source, state, marks[worker.rank] == marks[source])
-
-    def _train_and_finish(self) -> tuple[str, dict[str, float]]:
-        reason = self.take_steps()
-        self.run.metrics.log_rest()
-        return reason, self._finish(reason)
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
@@ -414,7 +411,7 @@ class RunLoop(Loop):
 
     def _save(self, is_evaluation_due: bool) -> None:
         self.run.trial.owes_evaluation = is_evaluation_due
-        broken = self._checkpoints.save(self.engine.state())
+        broken = self._checkpoints.save(self.engine.state(0))
         if broken is not None:
             self.divergence.end(self.run.trial.step, broken)
 

@@ -77,7 +77,7 @@ class RunRecorder:
     def start(self, step: int, steps: int | None) -> None:
         self._total = steps
         settings = self._settings
-        self._record(
+        self.record(
             run_events.RunStarted(
                 name=settings.name,
                 model=settings.model.factory,
@@ -133,7 +133,7 @@ class RunRecorder:
 
     def _log_steps(self, step: int, epoch: int, lr: float, now: float) -> None:
         seconds, loss = now - self._mark, float(self._loss) / self._steps
-        self._record(run_events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
+        self.record(run_events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
         assert self._last_loss is not None
         self.on_loss(step, loss, float(self._last_loss))
         if self._board is not None:
@@ -164,7 +164,7 @@ class RunRecorder:
 
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
         numbers = {name: finite(value) for name, value in metrics.items()}
-        self._record(run_events.Evaluated(step, numbers, samples, round(seconds, 6)))
+        self.record(run_events.Evaluated(step, numbers, samples, round(seconds, 6)))
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(f"test/{name}", value, step)
@@ -173,7 +173,7 @@ class RunRecorder:
         self.leave_out(seconds)
 
     def saved(self, step: int, seconds: float, best: bool) -> None:
-        self._record(run_events.CheckpointSaved(step, round(seconds, 6), best))
+        self.record(run_events.CheckpointSaved(step, round(seconds, 6), best))
         self.leave_out(seconds)
 
     def leave_out(self, seconds: float) -> None:
@@ -184,7 +184,7 @@ class RunRecorder:
             self._last = step, epoch, lr, ended + seconds
 
     def refused(self, path: Path, reason: str) -> None:
-        self._record(run_events.CheckpointRefused(str(path), reason))
+        self.record(run_events.CheckpointRefused(str(path), reason))
         self.warn(f"checkpoint refused, trying the one before it: {reason}")
 
     def warn(self, message: str) -> None:
@@ -203,11 +203,8 @@ class RunRecorder:
         """Close the record; returns the result of the run, without its folder."""
         seconds = self._clock() - self._started
         rate = self._all_samples / self._training_s if self._training_s else 0.0
-        self._record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
-        if self._log is not None:
-            self._log.close()
-        if self._board is not None:
-            self._board.close()
+        self.record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
+        self._close()
         return RunResult(
             reason=reason,
             step=step,
@@ -235,35 +232,32 @@ class RunRecorder:
     def leave(self) -> None:
         """Close the record: another worker writes it from now on."""
         self.log_rest()
-        if self._log is not None:
-            self._log.close()
-        if self._board is not None:
-            self._board.close()
+        self._close()
+
+    def _close(self) -> None:
+        for writer in (self._log, self._board):
+            if writer is not None:
+                writer.close()
 
     def flush(self) -> None:
-        """Flush all records."""
-        if self._log is not None:
-            self._log.flush()
-        if self._board is not None:
-            self._board.flush()
+        for writer in (self._log, self._board):
+            if writer is not None:
+                writer.flush()
 
     def verified(self, event: run_events.Verified) -> None:
         """Record that what was built computes what the plain model computes; the run's result says so."""
         self._verified_s = event.seconds
-        self._record(event)
+        self.record(event)
 
     def signals(self, signals: run_events.Signals) -> None:
         """Record signals, as often as steps."""
         every, now = self._settings.log_every_steps, self._clock()
         if self._active and (signals.step % every == 0 if every else now - self._signals_at >= LOG_S):
             self._signals_at = now
-            self._record(signals)
+            self.record(signals)
 
     def record(self, event: Event) -> None:
-        """Record any other event."""
-        self._record(event)
-
-    def _record(self, event: Event) -> None:
+        """Write an event into the record."""
         if self._log is not None:
             self._log.record(event)
 

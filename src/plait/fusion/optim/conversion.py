@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> 
 
 def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
     """A torch optimizer with one trial's state, for the module that `fused.trial(number)` returned."""
-    parameters = _by_fused(fused.fused, module)
+    named = dict(module.named_parameters())
+    parameters = {parameter: named[name] for name, parameter in fused.fused.module.named_parameters()}
     make: Any = fused.kind.torch_class
     groups = [
         {
@@ -56,12 +58,6 @@ def _of_trial(value: Any, number: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_of_trial(one, number) for one in value)
     return value.of(number) if hasattr(value, "of") else value
-
-
-def _by_fused(fused: FusedModule, module: nn.Module) -> dict[Tensor, nn.Parameter]:
-    """Maps each fused parameter to the parameter of the same name in a trial's module."""
-    named = dict(module.named_parameters())
-    return {parameter: named[name] for name, parameter in fused.module.named_parameters()}
 
 
 def fuse_optimizers(
@@ -190,45 +186,33 @@ def _names_by_group(
     if model is not None:
         names = {parameter: name for name, parameter in model.named_parameters()}
         return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    free = {name: parameter[number].detach() for name, parameter in fused.module.named_parameters()}
+    values = {name: parameter[number].detach() for name, parameter in fused.module.named_parameters()}
     # The usual order: an optimizer over all parameters, or over the trained ones.
-    usual = list(free)
     trained = [name for name, parameter in fused.module.named_parameters() if parameter.requires_grad]
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    usual = trained if count == len(trained) else usual
-    names_by_group: list[list[str]] = []
-    position = 0
-    for group in optimizer.param_groups:
-        names_by_group.append([])
-        for parameter in group["params"]:
-            likely = usual[position] if position < len(usual) else ""
-            order = sorted(free, key=lambda name: name != likely)
-            same = [name for name in order if _is_same(free[name], parameter)]
-            if not same:
+    given = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    usual = trained if len(given) == len(trained) else list(values)
+    free = dict(values)
+    names_by_group: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for position, (index, parameter) in enumerate(given):
+        order = sorted(free, key=lambda name: name not in usual[position : position + 1])
+        same = next((name for name in order if _is_same(free[name], parameter)), None)
+        if same is None:
+            raise FusionError(
+                f"fuse_optimizers: parameter {position} of trial {number}'s optimizer, of shape "
+                f"{tuple(parameter.shape)}, does not equal any parameter of the fused trial; expected "
+                f"the optimizer of the model that was fused, with the same values"
+            )
+        names_by_group[index].append(same)
+        del free[same]
+    # Values do not identify equal parameters in different groups.
+    for first, second in itertools.combinations(names_by_group, 2):
+        for one, other in itertools.product(first, second):
+            if _is_same(values[one], values[other]):
                 raise FusionError(
-                    f"fuse_optimizers: parameter {position} of trial {number}'s optimizer, of shape "
-                    f"{tuple(parameter.shape)}, does not equal any parameter of the fused trial; expected "
-                    f"the optimizer of the model that was fused, with the same values"
+                    f"fuse_optimizers: {one!r} and {other!r} are equal and in two groups of trial "
+                    f"{number}'s optimizer; tell them apart with fuse_optimizers(..., models=models)"
                 )
-            names_by_group[-1].append(same[0])
-            del free[same[0]]
-            position += 1
-    _refuse_ambiguous(fused, names_by_group, number)
     return names_by_group
-
-
-def _refuse_ambiguous(fused: FusedModule, names_by_group: Sequence[Sequence[str]], number: int) -> None:
-    """Raise if equal parameters are in different groups, as values then do not identify them."""
-    parameters = dict(fused.module.named_parameters())
-    for group, names in enumerate(names_by_group):
-        for other in names_by_group[group + 1 :]:
-            for one in names:
-                for two in other:
-                    if _is_same(parameters[one][number], parameters[two][number]):
-                        raise FusionError(
-                            f"fuse_optimizers: {one!r} and {two!r} are equal and in two groups of trial "
-                            f"{number}'s optimizer; tell them apart with fuse_optimizers(..., models=models)"
-                        )
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -88,7 +88,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        self.kind_name = _known_kind(kind)
+        if kind not in KINDS:
+            raise FusionError(f"optimizer: no fused {kind!r}{did_you_mean(kind, KINDS)}")
+        self.kind_name = kind
         self.fused = fused
         check_options(kind, options)
         defaults = {**torch_names(self.kind), **self.kind.common, **options}
@@ -247,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         skip = _either(self.skip if skip is None else skip, self._overflowed(gradients))
         moving = self.active if skip is None else ~skip if self.active is None else self.active & ~skip
         if self.clip_norm is not None:
-            counted = None
+            counted = gradients
             if self.counted is not None:
                 counted = [p.grad for p in self.counted if p.grad is not None]
             clip_gradients(gradients, self.clip_norm, self.sum_squares, counted)
@@ -309,21 +311,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         on_gpu = group.device.type == "cuda"
         rates = group.vectors["lr"].to(torch.float32).unbind() if on_gpu else None
         infs = None if skip is None else skip.to(torch.float32).unbind()
-        switches = group.switches
         for trial in range(self.fused.trials):
             if trial in self._finished:
                 continue
-            tensors = UpdateTensors(
-                [p[trial] for p in parameters],
-                [g[trial] for g in slices],
-                {name: [part[trial] for part in parts] for name, parts in states.items()},
-                [part[trial] for part in steps],
-                group.numbers["lr"][trial] if rates is None else rates[trial],
-                {name: values[trial] for name, values in group.numbers.items()},
-                switches,
-                None if infs is None else infs[trial],
+            kernel(
+                UpdateTensors(
+                    [p[trial] for p in parameters],
+                    [g[trial] for g in slices],
+                    {name: [part[trial] for part in parts] for name, parts in states.items()},
+                    [part[trial] for part in steps],
+                    group.numbers["lr"][trial] if rates is None else rates[trial],
+                    {name: values[trial] for name, values in group.numbers.items()},
+                    group.switches,
+                    None if infs is None else infs[trial],
+                )
             )
-            kernel(tensors)
 
     def _slices_of(self, group: FusedGroup, updated: Updated, clocks: list[StepClock]) -> Slices:
         """Each trial's views of parameters, states and steps; cached while the tensors do not change."""
@@ -374,12 +376,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.active[finished] = False
         if finished != self.fused.frozen:
             self.fused.freeze(finished)
-
-
-def _known_kind(name: str) -> str:
-    if name not in KINDS:
-        raise FusionError(f"optimizer: no fused {name!r}{did_you_mean(name, KINDS)}")
-    return name
 
 
 def _plain(value: Any) -> Any:

@@ -112,17 +112,16 @@ class FusedGroup(dict[str, Any]):
         else:
             self.vectors[name] = vector.to(self.device)
         self.numbers[name] = values
-        return as_number(values)
+        return values[0] if len(set(values)) == 1 else PerTrial(values)
 
     def set_trial(self, number: int, values: Mapping[str, Any]) -> None:
         """Set hyperparameters of one trial, under torch's names."""
         for name, value in values.items():
             names, values_given = (("beta1", "beta2"), value) if name == "betas" else ((name,), (value,))
-            pairs = [self._with(one, number, given) for one, given in zip(names, values_given)]
-            self[name] = tuple(pairs) if name == "betas" else pairs[0]
-
-    def _with(self, name: str, number: int, value: float) -> PerTrial:
-        return PerTrial([value if n == number else other for n, other in enumerate(self.numbers[name])])
+            every = [list(self.numbers[one]) for one in names]
+            for numbers, given in zip(every, values_given):
+                numbers[number] = given
+            self[name] = tuple(map(PerTrial, every)) if name == "betas" else every[0]
 
     def clocks_for(self, parameters: Sequence[Tensor], absent: Sequence[tuple[int, ...]]) -> list[StepClock]:
         """The clocks of `parameters`, which are updated now except for the trials that are `absent`.
@@ -193,11 +192,6 @@ def distinct(clocks: Iterable[StepClock]) -> list[StepClock]:
     """Each clock once."""
     every = list(clocks)
     return list(dict(zip(map(id, every), every)).values())
-
-
-def as_number(values: Sequence[float]) -> float:
-    """One number if all trials have the same, else one per trial."""
-    return values[0] if len(set(values)) == 1 else PerTrial(values)
 
 
 def _split_betas(betas: Any) -> tuple[Any, Any]:

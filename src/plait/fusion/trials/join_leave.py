@@ -38,8 +38,8 @@ def keep_trials(
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [position for position, number in enumerate(numbers) if number in fused.frozen]
     before = fused.trials
-    if fused.first_call is not None:
-        fused.first_call.keep(numbers)
+    if fused.plain_models:
+        fused.plain_models = [fused.plain_models[number] for number in numbers]
     _rewrite(fused, lambda tensor: tensor[index])
     _rewrite_lists(fused, before, lambda values: [values[number] for number in numbers])
     optimizer.rewrite(lambda tensor: tensor[index], numbers)
@@ -84,8 +84,8 @@ def replace_trial(
     """
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
-    if fused.first_call is not None:
-        fused.first_call.replace(number, model)
+    if fused.plain_models:
+        fused.plain_models[number] = model
     for name, modules in fused.per_trial_modules().items():
         modules.replace(number, independent_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0
@@ -117,11 +117,7 @@ def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
     """Unfuse submodules whose Python state, such as a counter, differs from that of the new model."""
     check_structure([fused.trial(number), model])
     for path, name in different_attributes(fused.trial(number), model):
-        if not any(
-            path == unfused or path.startswith(f"{unfused}.") or not unfused
-            for unfused in fused.per_trial_modules()
-        ):
-            fused.unfuse(path, f"its attribute {name} changes as it trains")
+        fused.unfuse(path, f"its attribute {name} changes as it trains")
 
 
 def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> None:

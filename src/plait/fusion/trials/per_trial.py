@@ -62,26 +62,8 @@ class PerTrial(float):
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 
-    def __int__(self) -> int:
-        return int(self._one())
-
-    def __trunc__(self) -> int:
-        return math.trunc(self._one())
-
-    def __floor__(self) -> int:
-        return math.floor(self._one())
-
-    def __ceil__(self) -> int:
-        return math.ceil(self._one())
-
-    def is_integer(self) -> bool:
-        return self._one().is_integer()
-
     def __format__(self, spec: str) -> str:
         return ", ".join(format(value, spec) for value in self.values)
-
-    def __float__(self) -> float:
-        return self._one()
 
     def _one(self) -> float:
         if len(set(self.values)) > 1:
@@ -161,6 +143,12 @@ def _comparison(operation: Callable[[float, float], bool]) -> Callable[..., Any]
     return apply
 
 
+def _of_one(name: str) -> Callable[[PerTrial], Any]:
+    return lambda self: getattr(self._one(), name)()
+
+
+for _name in ("__int__", "__trunc__", "__floor__", "__ceil__", "__float__", "is_integer"):
+    setattr(PerTrial, _name, _of_one(_name))
 for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
     setattr(PerTrial, f"__{_name}__", _arithmetic(getattr(operator, _name), swapped=False))
     setattr(PerTrial, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))

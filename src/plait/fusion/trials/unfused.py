@@ -136,7 +136,7 @@ class PerTrialModules:
         with _one_by_one(self.trials) as singles:
             outcomes = self._outcomes(singles, slices, args, kwargs)
         self._keep_written()
-        return _Joiner(self.trials, type(self.part).__qualname__).join(outcomes)
+        return _joined(outcomes, self.trials, type(self.part).__qualname__)
 
     def _outcomes(
         self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
@@ -154,23 +154,19 @@ class PerTrialModules:
                 trial_args, trial_kwargs = _with_copies((trial_args, trial_kwargs), plain, pristine)
             _follow_modes(self.part, module)
             shape = _shape_of_objects(trial_args, trial_kwargs) if self._copies is None else None
-            with _Slices(self, module, number, slices), seeded_for(streams), SingleTrialMode(streams):
+            with _holding(slices, module, self.part, number), seeded_for(streams), SingleTrialMode(streams):
                 outcomes.append(module(*trial_args, **trial_kwargs))
             if self._copies is None:
-                self._refuse_changed(shape, _shape_of_objects(trial_args, trial_kwargs))
+                if shape != _shape_of_objects(trial_args, trial_kwargs):  # such as a cache
+                    raise FusionError(
+                        f"{type(self.part).__qualname__} changes an argument object that all trials "
+                        f"share; run the module that calls it trial by trial"
+                    )
                 if counted:
                     self._copies = versions != [leaf._version for leaf in plain]
                 else:  # inference mode has no version counters
                     self._copies = any(not torch.equal(leaf, pristine[id(leaf)]) for leaf in plain)
         return outcomes
-
-    def _refuse_changed(self, before: Any, after: Any) -> None:
-        """Raise FusionError if a module changes an argument object, such as a cache, that trials share."""
-        if before != after:
-            raise FusionError(
-                f"{type(self.part).__qualname__} changes an argument object that all trials "
-                f"share; run the module that calls it trial by trial"
-            )
 
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
         slices = {}
@@ -202,43 +198,36 @@ class PerTrialModules:
                 holder[name] = TrialTensor(torch.stack(values), self.trials)
 
 
-class _Joiner:
-    """Joins the results of all trials into one."""
+def _joined(outcomes: list[Any], trials: Trials, who: str) -> Any:
+    """The results of all trials as one."""
+    flat = [pytree.tree_flatten(outcome) for outcome in outcomes]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
+    leaves = [_joined_leaf(values, trials, who) for values in zip(*(values for values, _ in flat))]
+    return pytree.tree_unflatten(leaves, flat[0][1])
 
-    def __init__(self, trials: Trials, who: str) -> None:
-        self.trials = trials
-        self.who = who
 
-    def join(self, outcomes: list[Any]) -> Any:
-        flat = [pytree.tree_flatten(outcome) for outcome in outcomes]
-        if any(spec != flat[0][1] for _, spec in flat):
-            raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
-        joined = [self._join_one(values) for values in zip(*(values for values, _ in flat))]
-        return pytree.tree_unflatten(joined, flat[0][1])
-
-    def _join_one(self, values: tuple[Any, ...]) -> Any:
-        if all(value is values[0] for value in values):
-            return values[0]
-        if all(isinstance(value, Tensor) for value in values):
-            return TrialTensor(torch.stack(_padded(values, self.trials.rows)), self.trials)
-        if all(isinstance(value, float) for value in values):
-            return values[0] if len(set(values)) == 1 else PerTrial(values)
-        if len({describe(value) for value in values}) == 1 and not _holds_tensors(values[0]):
-            return values[0]
-        if len({type(value) for value in values}) == 1 and hasattr(values[0], "__dict__"):
-            return self._join_objects(values)
+def _joined_leaf(values: tuple[Any, ...], trials: Trials, who: str) -> Any:
+    first = values[0]
+    if all(value is first for value in values):
+        return first
+    if all(isinstance(value, Tensor) for value in values):
+        return TrialTensor(torch.stack(_padded(values, trials.rows)), trials)
+    if all(isinstance(value, float) for value in values):
+        return first if len(set(values)) == 1 else PerTrial(values)
+    if len({describe(value) for value in values}) == 1 and not _holds_tensors(first):
+        return first
+    if len({type(value) for value in values}) > 1 or not hasattr(first, "__dict__"):
         raise FusionError(
-            f"{self.who} returns {values[0]!r} in one trial and "
-            f"{next(v for v in values if describe(v) != describe(values[0]))!r} in another, and the "
+            f"{who} returns {first!r} in one trial and "
+            f"{next(v for v in values if describe(v) != describe(first))!r} in another, and the "
             f"fused model around it cannot use both; run the module that calls it trial by trial"
         )
-
-    def _join_objects(self, values: tuple[Any, ...]) -> Any:
-        """An object of the user's class that holds each trial's tensors."""
-        made = copy.copy(values[0])
-        for name in vars(values[0]):
-            made.__dict__[name] = self.join([getattr(value, name) for value in values])
-        return made
+    # An object of the user's class that holds each trial's tensors.
+    made = copy.copy(first)
+    for name in vars(first):
+        made.__dict__[name] = _joined([getattr(value, name) for value in values], trials, who)
+    return made
 
 
 @contextmanager
@@ -264,7 +253,7 @@ def apply_alone(
             trial_args, trial_kwargs = _slice_of((args, kwargs), number, None)
             with SingleTrialMode(streams):
                 outcomes.append(function(*trial_args, **trial_kwargs))
-    return _Joiner(trials, getattr(function, "__qualname__", "a function")).join(outcomes)
+    return _joined(outcomes, trials, getattr(function, "__qualname__", "a function"))
 
 
 class _Deliver:
@@ -311,25 +300,23 @@ def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
             parameter.grad.__dict__["of_trials"] = set(trials)
 
 
-class _Slices:
-    """Context in which one trial's module holds slices of tied fused parameters."""
-
-    def __init__(
-        self, modules: PerTrialModules, module: nn.Module, number: int, slices: dict[int, tuple[Tensor, ...]]
-    ) -> None:
-        stacked = dict(_named(modules.part, "_parameters"))
-        self._held = [
-            (holder, name, holder[name], slices[id(_inner(stacked[key]))][number])
-            for holder, name, key in (_slots(module, "_parameters") if slices else ())
-            if key in stacked and id(_inner(stacked[key])) in slices
-        ]
-
-    def __enter__(self) -> None:
-        for holder, name, _, slice_ in self._held:
-            holder[name] = slice_
-
-    def __exit__(self, *_: object) -> None:
-        for holder, name, parameter, slice_ in self._held:
+@contextmanager
+def _holding(
+    slices: dict[int, tuple[Tensor, ...]], module: nn.Module, part: nn.Module, number: int
+) -> Iterator[None]:
+    """Context in which one trial's module holds slices of tied parameters of the fused `part`."""
+    stacked = dict(_named(part, "_parameters")) if slices else {}
+    held = [
+        (holder, name, holder[name], slices[id(_inner(stacked[key]))][number])
+        for holder, name, key in (_slots(module, "_parameters") if slices else ())
+        if key in stacked and id(_inner(stacked[key])) in slices
+    ]
+    for holder, name, _, slice_ in held:
+        holder[name] = slice_
+    try:
+        yield
+    finally:
+        for holder, name, parameter, slice_ in held:
             if not _is_same_memory(slice_, parameter):  # its data was replaced
                 parameter.data.copy_(slice_.data)
             holder[name] = parameter

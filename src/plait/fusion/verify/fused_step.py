@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.fusion.module import FusedModule
+from plait.fusion.module import FusedModule, is_within
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import trials_without_gradient
 from plait.verification import BUFFER, GRADIENT, Observation, observe_outputs
@@ -101,7 +101,3 @@ def changes_in_python(seen: Sequence[Observation]) -> bool:
         return False
     first, second = ({n: v for n, v in one.items() if n.startswith(ATTRIBUTE)} for one in seen[:2])
     return any(value is not None and not torch.equal(value, second[name]) for name, value in first.items())  # type: ignore[arg-type]
-
-
-def is_within(name: str, others: Mapping[str, Any]) -> bool:
-    return any(name == other or name.startswith(f"{other}.") or not other for other in others)

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from plait.core.errors import PlaitError
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.module import FusedModule
+from plait.fusion.module import FusedModule, is_within
 from plait.fusion.verify.candidates import Candidate
 from plait.fusion.verify.fused_step import (
     ATTRIBUTE,
     FusedStep,
     changes_in_python,
-    is_within,
     numbers_in,
 )
 from plait.fusion.verify.plain_run import PlainRun
@@ -234,7 +233,7 @@ class _Verifier:
         is_late = self._mends > _ATTEMPTS or self._searched_s > self._limit_s
         blamed = mismatch.module if mismatch.module is not None else self._locate(mismatch)
         for name in [""] if is_late else self._to_unfuse(blamed):
-            for inner in [one for one in self.unfused if one.startswith(f"{name}.") or not name]:
+            for inner in [one for one in self.unfused if is_within(one, [name])]:
                 del self.unfused[inner]
             self.unfused[name] = mismatch.why
         return True

@@ -23,24 +23,17 @@ def best_first(results: Mapping[Id, float]) -> list[Id]:
 
 def survivors(results: Mapping[Id, float], eta: int = 3) -> list[Id]:
     """The best of each `eta` trials, at least one, best first: one round of successive halving."""
-    _check_eta(eta)
     return best_first(results)[: max(1, len(results) // eta)]
 
 
 def rungs(least: int, most: int, eta: int = 3) -> list[int]:
     """The steps after which trials are compared: `least`, `eta` times that, ... up to `most`."""
-    _check_eta(eta)
     if not 1 <= least <= most:
         raise InputError(f"rungs: found least {least} and most {most} steps, expected 1 <= least <= most")
     steps = [least]
     while steps[-1] * eta < most:
         steps.append(steps[-1] * eta)
     return [*steps, most] if steps[-1] != most else steps
-
-
-def _check_eta(eta: int) -> None:
-    if eta < 2:
-        raise InputError(f"search: found eta = {eta}, expected 2 or more: one in eta trials goes on")
 
 
 def goes_on(result: float, reached: Sequence[float], eta: int = 3) -> bool:
@@ -50,7 +43,6 @@ def goes_on(result: float, reached: Sequence[float], eta: int = 3) -> bool:
     the best 1/eta of those and itself, rounded down but at least one. The first trial at a rung always
     continues, so no trial waits for a rung to fill.
     """
-    _check_eta(eta)
     if math.isnan(result):
         return False
     better = sum(other < result for other in reached)

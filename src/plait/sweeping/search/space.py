@@ -107,17 +107,6 @@ def parse_dimension(text: str) -> Dimension:
     return Dimension(key, tuple(_value(part, key) for part in parts))
 
 
-def parse_over(text: str) -> tuple[str, list[Any]]:
-    """The key of a hyperparameter and the values to try; a range needs a count here."""
-    dimension = parse_dimension(text)
-    if dimension.is_range:
-        raise InputError(
-            f"--over: found {shown(text)}, which has no end of values; add a count, as in "
-            f"{shortened(dimension.key)}=log:1e-4:1e-1:16, or draw from it with --search random or asha"
-        )
-    return dimension.key, list(dimension.values)
-
-
 def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
     prefix = f"--over: found {shown(text)}, expected"
     try:
@@ -178,11 +167,6 @@ def check_keys(dimensions: Sequence[Dimension]) -> None:
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise InputError(f"--over: {shortened(twice)} is given twice; give all its values at once")
-
-
-def grid(over: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Every combination of the given values: one mapping from keys to values for each trial."""
-    return combinations([Dimension(key, tuple(values)) for key, values in map(parse_over, over)])
 
 
 def count_combinations(dimensions: Sequence[Dimension]) -> int:

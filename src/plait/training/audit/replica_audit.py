@@ -23,12 +23,10 @@ from plait.data.loader import Batch
 from plait.data.sampler import mix
 from plait.launch.worker_process import Worker
 from plait.training.audit.record import AuditRecord, Findings
-from plait.training.audit.reference import take_reference
+from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.schedule import is_audited
 from plait.training.checks.replicas import can_describe_rows, describe_rows, own_buffers
 from plait.training.components import Components
-from plait.training.optimizers.build import build_plain_optimizer
-from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.trial import Trial
 from plait.verification.attributes import load_attributes
 from plait.verification.audit import (
@@ -80,17 +78,8 @@ class AuditedStep:
         record.metrics.leave_out(self._seconds)
 
     def _make_twin(self) -> OptimizerTwin:
-        trial, components = self._trial, self._components
-        return OptimizerTwin(
-            components.optimizer,
-            components.names,
-            lambda twins: build_plain_optimizer(trial.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, components.base_lrs, trial.lr_factor(self._step)),
-        )
-
-    def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
-        own = [p for group in self._components.optimizer.param_groups for p in group["params"]]
-        return {twin: self._components.names[p] for p, twin in zip(own, twins)}
+        each = self._components
+        return make_twin(each.optimizer, each.names, each.base_lrs, self._trial, self._step)
 
     @contextlib.contextmanager
     def averaging_before_update(self) -> Iterator[None]:
@@ -160,13 +149,8 @@ class AuditedStep:
         """Sum over the workers, take the loss scale out and clip, as was done to the gradients compared."""
         if self._together:
             loss = sum_over_workers(loss, parameters)
-        if self._noted is not None:
-            return loss
-        for parameter in parameters if self._scale != 1.0 else ():
-            if parameter.grad is not None:
-                parameter.grad.div_(self._scale)
-        if (most := self._trial.settings.clip_norm) is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, most)
+        if self._noted is None:
+            unscale_and_clip(parameters, self._scale, self._trial.settings.clip_norm)
         return loss
 
     def _gather(self, value: Any) -> list[Any]:

@@ -21,11 +21,11 @@ from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state
 from plait.training.audit.record import AuditRecord, Findings
-from plait.training.audit.reference import take_reference
+from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.replica_audit import unlike_replicas
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
 from plait.training.components import Components, has_room_for_whole
-from plait.training.optimizers.build import build_plain_optimizer
+from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.trial import Trial
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
@@ -34,7 +34,7 @@ from plait.verification.compare import Difference, Noise, find_differences
 from plait.verification.observe import unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
 from plait.verification.replay import LOSS, Named, Part, State, keeping_attributes
-from plait.verification.twin import OptimizerTwin, is_torchs
+from plait.verification.twin import is_torchs
 
 FIRST = 0
 _ADVICE = (
@@ -79,12 +79,7 @@ class AuditedStages:
         if not self._blind:
             self._gather_before()
             pipeline.on_content, pipeline.carries_random_state = self._note_content, True
-        self._twin = OptimizerTwin(
-            pipeline.optimizer,
-            self._names,
-            lambda twins: build_plain_optimizer(trial.settings.optimizer, twins, self._names_of(twins)),
-            lambda twin: set_lr(twin, pipeline.base_lrs, trial.lr_factor(trial.step)),
-        )
+        self._twin = make_twin(pipeline.optimizer, self._names, pipeline.base_lrs, trial, trial.step)
         self._ready = time.perf_counter()
         self._seconds = self._ready - started
         record.metrics.leave_out(self._seconds)
@@ -102,10 +97,6 @@ class AuditedStages:
         if tied and not self._layout.schedule.synchronous:
             return f"under schedule {self._layout.schedule.value} stages share parameters"
         return ""
-
-    def _names_of(self, twins: Sequence[Tensor]) -> dict[Tensor, str]:
-        parameters = [p for group in self._pipeline.optimizer.param_groups for p in group["params"]]
-        return {twin: self._names.get(parameter, "") for parameter, twin in zip(parameters, twins)}
 
     def _note_content(self, part: Part, samples: int) -> None:
         layout = self._layout
@@ -309,13 +300,8 @@ class AuditedStages:
 
     def _finish(self, loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
         """Take the loss scale out and clip, unless each update has."""
-        if self._pipeline.loss_scale != 1.0:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._pipeline.loss_scale)
-        clip_norm = self._trial.settings.clip_norm
-        if clip_norm is not None and self._layout.schedule.synchronous:
-            torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        clip_norm = self._trial.settings.clip_norm if self._layout.schedule.synchronous else None
+        unscale_and_clip(parameters, self._pipeline.loss_scale, clip_norm)
         return loss
 
     def _make_optimizer(self, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -323,7 +309,7 @@ class AuditedStages:
         trial = self._trial
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         trained = [p for p in parameters.values() if p.requires_grad]
-        optimizer = build_plain_optimizer(trial.settings.optimizer, trained, names)
+        optimizer = build_optimizer(trial.settings.optimizer, trained, names, plain=True)
         state = {name: tensor.clone() for name, tensor in self._optimizer_before.items()}
         load_optimizer_state(optimizer, names, state)
         set_lr(optimizer, self._components.base_lrs, trial.lr_factor(trial.step))

@@ -53,6 +53,22 @@ def most_advanced(marks: Sequence[ProgressMark]) -> int:
     return best
 
 
+def workers_changed(before: Membership, now: Membership, step: int, seconds: float = 0.0) -> WorkersChanged:
+    """The event of a change of members after `step` steps, for which those that stay waited `seconds`."""
+    gone, lost = set(before.members) - set(now.members), set(now.lost)
+    return WorkersChanged(
+        step=step,
+        version=now.version,
+        members=now.members,
+        joined=tuple(sorted(set(now.members) - set(before.members))),
+        left=tuple(sorted(gone - lost)),
+        lost=tuple(sorted(gone & lost)),
+        seconds=seconds,
+        by=now.by,
+        why=now.why,
+    )
+
+
 def join_members(worker: Worker, settings: TrainSettings) -> None:
     """Create the process group of the members, if this worker is a member and the group is used."""
     averages = settings.sync.kind != "all-reduce" or bool(settings.adapt)
@@ -133,17 +149,5 @@ class RunMembers:
         self._before, self._since = now, None
         if before is None or since is None:
             return
-        removed = set(before.members) - set(now.members)
-        self._run.metrics.record(
-            WorkersChanged(
-                step=self._run.trial.step,
-                version=now.version,
-                members=now.members,
-                joined=tuple(sorted(set(now.members) - set(before.members))),
-                left=tuple(sorted(removed - set(now.lost))),
-                lost=tuple(sorted(removed & set(now.lost))),
-                seconds=round(time.perf_counter() - since, 6),
-                by=now.by,
-                why=now.why,
-            )
-        )
+        seconds = round(time.perf_counter() - since, 6)
+        self._run.metrics.record(workers_changed(before, now, self._run.trial.step, seconds))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from plait.comm.collectives import all_gather_values
+from plait.data.loader import load
 from plait.data.loader_processes import load_aside
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import checksum, refuse_unlike
@@ -106,10 +107,10 @@ def _first_samples(run: Run) -> tuple[int, ...]:
 
 def _read_in_turn(run: Run) -> Iterator[int]:
     """Checksums of the same first samples, read twice by the process that reads the run's data."""
-    source, loaders = run.components.train_set, run.settings.data.loaders
+    source, loaders, seed = run.components.train_set, run.settings.data.loaders, run.settings.seed
     samples = _first_samples(run)
     # Loader processes take turns: the first is asked first and last.
     order = itertools.repeat(GlobalBatch(0, samples, Position()), max(loaders, 1) + 1)
-    with same_random_numbers(run.settings.seed):
-        for batch in run.load(source, order):
+    with same_random_numbers(seed):
+        for batch in load(source, order, seed=seed, rank=0, world_size=1, loaders=loaders):
             yield checksum(batch.content)

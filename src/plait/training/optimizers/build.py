@@ -40,17 +40,12 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
             f"optimizer.kind: found {kind!r}, expected an optimizer of torch.optim in lower case "
             f"or 'package.module:name'{did_you_mean(kind, kinds)}"
         )
-    check_arguments(factory, settings.options, "optimizer", JobError, positional=1)
-    _check_numbers(factory, settings.options, "optimizer")
-    for number, group in enumerate(settings.groups):
-        check_arguments(
-            factory,
-            {**settings.options, **group.options},
-            f"optimizer.groups[{number}]",
-            JobError,
-            positional=1,
-        )
-        _check_numbers(factory, group.options, f"optimizer.groups[{number}]")
+    sections: dict[str, Mapping[str, Any]] = {"optimizer": {}}
+    sections |= {f"optimizer.groups[{number}]": group.options for number, group in enumerate(settings.groups)}
+    for where, options in sections.items():
+        given = {**settings.options, **options}
+        check_arguments(factory, given, where, JobError, positional=1)
+        _check_numbers(factory, options or given, where)
     take_step = getattr(factory, "step", None)
     closure = parameters_of(take_step).get("closure") if take_step is not None else None
     if closure is not None and closure.default is closure.empty:
@@ -127,29 +122,18 @@ def build_optimizer(
     settings: OptimizerSettings,
     parameters: Iterable[torch.nn.Parameter],
     names: Mapping[torch.Tensor, str] | None = None,
+    plain: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer of `parameters`, which steps with torch's fused kernels where that is faster.
 
-    Their `names` say in which of the settings' groups they are.
+    Their `names` say in which of the settings' groups they are. With `plain`, torch chooses the kernels.
     """
-    optimizer = build_plain_optimizer(settings, parameters, names)
-    use_fused_kernels(optimizer)
-    return optimizer
-
-
-def build_plain_optimizer(
-    settings: OptimizerSettings,
-    parameters: Iterable[torch.nn.Parameter],
-    names: Mapping[torch.Tensor, str] | None = None,
-) -> torch.optim.Optimizer:
-    """As `build_optimizer`, with torch's own choice of kernels."""
     factory = find_optimizer(settings)
-    options = _as_tuples(settings.options)
     content: list[Any] = list(parameters)
     if settings.groups:
         content = _grouped(settings.groups, content, names or {})
     try:
-        optimizer = factory(content, **options)
+        optimizer = factory(content, **_as_tuples(settings.options))
     except (ValueError, TypeError) as failure:
         raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -158,6 +142,8 @@ def build_plain_optimizer(
         )
     set_mode(optimizer, training=True)
     remember_start(optimizer)
+    if not plain:
+        use_fused_kernels(optimizer)
     return optimizer
 
 
