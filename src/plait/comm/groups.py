@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from plait.comm.handshake import Address
 from plait.comm.ports import close_ports, listening, raise_descriptor_limit, stop_accepting, tcp_sockets
 from plait.comm.rendezvous import CHECK_S, Rendezvous
 from plait.comm.tags import Tag
@@ -112,12 +113,12 @@ def _connected(rendezvous: Rendezvous) -> dict[int, int]:
     """The descriptors of TCP connections to other workers, by inode."""
     if rendezvous.check is None:
         return {}
-    store = getattr(rendezvous.store, "address", "")
+    store = getattr(rendezvous.store, "address", None)
     connections = {}
     for identity, descriptor in tcp_sockets(listening=False).items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
             host, port = copy.getpeername()[:2]
-            if f"tcp:{host}:{port}" != store:
+            if Address(f"tcp:{host}:{port}") != store:
                 connections[identity] = descriptor
     return connections
 

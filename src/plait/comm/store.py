@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 
 from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
@@ -74,29 +73,11 @@ def _unpack(content: bytes) -> tuple[int, list[bytes]]:
     return content[0], fields
 
 
-@dataclass(eq=False)
-class _Client:
-    """A client's connection on the server."""
-
-    connection: socket.socket
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
-
-
-@dataclass(eq=False)
-class _Wait:
-    """A client that waits for keys; with `value`, it wants the value of the only key."""
-
-    client: _Client
-    missing: set[bytes]
-    end: float
-    key: bytes | None
-
-
 class StoreServer(threading.Thread):
     """Serves the store until the process ends; `address` is where its clients connect.
 
-    Without a `host`, only processes of this machine can connect.
+    Without a `host`, only processes of this machine can connect. Each connection has a thread, so that a
+    client that waits, or reads slowly, delays no other.
     """
 
     def __init__(self, secret: bytes, host: str | None = None) -> None:
@@ -104,162 +85,94 @@ class StoreServer(threading.Thread):
         self._listener = Listener(secret, PURPOSE, host)
         self.address = self._listener.address
         self._values: dict[bytes, bytes] = {}
-        self._waits: dict[bytes, list[_Wait]] = {}
-        self._all_waits: set[_Wait] = set()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        # The values of keys that clients wait for.
+        self._awaited: dict[bytes, Future[bytes]] = {}
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
         self._closed = False
         self.start()
 
     def run(self) -> None:
         while not self._closed:
-            for key, events in self._selector.select(self._seconds_left()):
-                if key.fileobj is self._listener:
-                    self._take_clients()
-                else:
-                    self._serve(key.data, events)
-            self._end_waits()
+            for _, connection in self._listener.poll(1.0):
+                self._connections.add(connection)
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="plait-store", daemon=True
+                ).start()
 
     def close(self) -> None:
         """Stop the thread within a second, and close all connections; for tests."""
         self._closed = True
         self.join()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Client):
-                key.data.connection.close()
         self._listener.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
-    def _seconds_left(self) -> float:
-        ends = [wait.end for wait in self._all_waits]
-        return max(0.0, min([1.0, *(end - time.monotonic() for end in ends)]))
+    def _serve(self, connection: socket.socket) -> None:
+        # Until it is gone, or sends invalid data.
+        with connection, contextlib.suppress(OSError, ValueError, IndexError):
+            while True:
+                status, reply = self._answer(*_unpack(_receive_frame(connection)))
+                connection.sendall(_pack(status, reply))
+        self._connections.discard(connection)
 
-    def _take_clients(self) -> None:
-        for _, connection in self._listener.poll(0.0):
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, _Client(connection))
-
-    def _serve(self, client: _Client, events: int) -> None:
+    def _answer(self, code: int, fields: list[bytes]) -> tuple[_Status, list[bytes]]:
         try:
-            if events & selectors.EVENT_WRITE:
-                self._send(client)
-            if events & selectors.EVENT_READ:
-                self._receive(client)
-        except BlockingIOError:
-            return
-        except (OSError, ValueError, IndexError):
-            # It is gone, or sends invalid data.
-            self._drop(client)
+            match Op(code):
+                case Op.GET:
+                    return _Status.OK, self._await(fields[:1], float(fields[1]))
+                case Op.WAIT:
+                    self._await(fields[:-1], float(fields[-1]))
+                    return _Status.OK, []
+                case op:
+                    with self._lock:
+                        return self._answer_at_once(op, fields)
+        except TimeoutError:
+            return _Status.TIMEOUT, []
 
-    def _receive(self, client: _Client) -> None:
-        data = client.connection.recv(_CHUNK)
-        if not data:
-            raise ConnectionError
-        client.received += data
-        while len(client.received) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(client.received)
-            if length > MOST_BYTES:
-                raise ValueError("a frame that is too long")
-            end = _LENGTH.size + length
-            if len(client.received) < end:
-                return
-            content = bytes(client.received[_LENGTH.size : end])
-            del client.received[:end]
-            self._answer(client, *_unpack(content))
-
-    def _answer(self, client: _Client, code: int, fields: list[bytes]) -> None:
+    def _answer_at_once(self, op: Op, fields: list[bytes]) -> tuple[_Status, list[bytes]]:
         values = self._values
-        match Op(code):
+        match op:
             case Op.SET:
                 self._put(fields[0], fields[1])
-                self._reply(client)
-            case Op.GET:
-                self._wait(client, {fields[0]}, float(fields[1]), fields[0])
-            case Op.WAIT:
-                self._wait(client, set(fields[1:]), float(fields[0]), None)
+            case Op.APPEND:
+                self._put(fields[0], values.get(fields[0], b"") + fields[1])
             case Op.ADD:
                 try:
                     total = int(values.get(fields[0], b"0")) + int(fields[1])
                 except ValueError:
-                    self._reply(client, b"the value is no whole number", status=_Status.REFUSED)
-                    return
-                self._put(fields[0], str(total).encode())
-                self._reply(client, str(total).encode())
+                    return _Status.REFUSED, [b"the value is no whole number"]
+                return self._put(fields[0], str(total).encode())
             case Op.COMPARE_SET:
-                self._reply(client, self._compare_set(*fields[:3]))
+                key, expected, desired = fields[:3]
+                # As in torch's stores: an absent key equals an empty `expected`.
+                if values.get(key, b"") == expected:
+                    return self._put(key, desired)
+                return _Status.OK, [values.get(key, expected)]
             case Op.CHECK:
-                self._reply(client, b"1" if all(key in values for key in fields) else b"0")
+                return _Status.OK, [b"1" if all(key in values for key in fields) else b"0"]
             case Op.DELETE:
-                self._reply(client, b"0" if values.pop(fields[0], None) is None else b"1")
-            case Op.APPEND:
-                self._put(fields[0], values.get(fields[0], b"") + fields[1])
-                self._reply(client)
+                return _Status.OK, [b"0" if values.pop(fields[0], None) is None else b"1"]
             case Op.COUNT:
-                self._reply(client, str(len(values)).encode())
+                return _Status.OK, [str(len(values)).encode()]
+        return _Status.OK, []
 
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """As in torch's stores: an absent key equals an empty `expected`."""
-        current = self._values.get(key)
-        if current == expected or (current is None and not expected):
-            self._put(key, desired)
-            return desired
-        return expected if current is None else current
-
-    def _put(self, key: bytes, value: bytes) -> None:
+    def _put(self, key: bytes, value: bytes) -> tuple[_Status, list[bytes]]:
         self._values[key] = value
-        for wait in self._waits.pop(key, ()):
-            wait.missing.discard(key)
-            if not wait.missing and wait in self._all_waits:
-                self._all_waits.discard(wait)
-                self._grant(wait.client, wait.key)
+        if (awaited := self._awaited.pop(key, None)) is not None:
+            awaited.set_result(value)
+        return _Status.OK, [value]
 
-    def _wait(self, client: _Client, keys: set[bytes], seconds: float, key: bytes | None) -> None:
-        missing = {each for each in keys if each not in self._values}
-        if not missing:
-            self._grant(client, key)
-            return
-        wait = _Wait(client, missing, time.monotonic() + seconds, key)
-        self._all_waits.add(wait)
-        for each in missing:
-            self._waits.setdefault(each, []).append(wait)
-
-    def _grant(self, client: _Client, key: bytes | None) -> None:
-        self._reply(client, *([] if key is None else [self._values[key]]))
-
-    def _end_waits(self) -> None:
-        now = time.monotonic()
-        for wait in [w for w in self._all_waits if w.end <= now]:
-            self._remove(wait)
-            self._reply(wait.client, status=_Status.TIMEOUT)
-
-    def _remove(self, wait: _Wait) -> None:
-        self._all_waits.discard(wait)
-        for key in wait.missing:
-            waits = self._waits.get(key, [])
-            if wait in waits:
-                waits.remove(wait)
-            if not waits:
-                self._waits.pop(key, None)
-
-    def _reply(self, client: _Client, *fields: bytes, status: _Status = _Status.OK) -> None:
-        client.unsent += _pack(status, fields)
-        with contextlib.suppress(OSError):  # a lost client is noticed when it is read
-            self._send(client)
-
-    def _send(self, client: _Client) -> None:
-        try:
-            sent = client.connection.send(client.unsent)
-            del client.unsent[:sent]
-        except BlockingIOError:
-            pass
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
-        if self._selector.get_key(client.connection).events != wanted:
-            self._selector.modify(client.connection, wanted, client)
-
-    def _drop(self, client: _Client) -> None:
-        for wait in [w for w in self._all_waits if w.client is client]:
-            self._remove(wait)
-        self._selector.unregister(client.connection)
-        client.connection.close()
+    def _await(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
+        """The values of all keys, once they have one; TimeoutError after `seconds`."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            known = [
+                self._values[key] if key in self._values else self._awaited.setdefault(key, Future())
+                for key in keys
+            ]
+        return [each.result(end - time.monotonic()) if isinstance(each, Future) else each for each in known]
 
 
 class StoreTimeout(PeerError):
@@ -287,47 +200,51 @@ class StoreClient:
         self.timeout_s = timeout_s
         self._answer_s = max(ANSWER_S, timeout_s) if answer_s is None else answer_s
         self._idle: deque[socket.socket] = deque()
+        self._prefix = ""
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(Op.SET, key, value)
+        self._ask(Op.SET, [key], value)
 
     def get(self, key: str, seconds: float | None = None) -> bytes:
         """Wait for the key's value; raises PeerError on timeout."""
-        wait_s = self.timeout_s if seconds is None else seconds
-        return self._ask(Op.GET, key, str(wait_s), wait_s=wait_s)[0]
+        return self._await(Op.GET, [key], seconds)[0]
 
     def add(self, key: str, number: int) -> int:
         """Add to the key's number, initially 0; returns the sum."""
-        return int(self._ask(Op.ADD, key, str(number))[0])
+        return int(self._ask(Op.ADD, [key], str(number))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Atomic compare-and-set; an absent key equals an empty `expected`. Returns the value afterwards."""
-        return self._ask(Op.COMPARE_SET, key, expected, desired)[0]
+        return self._ask(Op.COMPARE_SET, [key], expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of the keys have values."""
-        return self._ask(Op.CHECK, *keys)[0] == b"1"
+        return self._ask(Op.CHECK, keys)[0] == b"1"
 
     def wait(self, keys: Sequence[str], seconds: float | None = None) -> None:
         """Wait until all keys have values; raises PeerError on timeout."""
-        wait_s = self.timeout_s if seconds is None else seconds
-        self._ask(Op.WAIT, str(wait_s), *keys, wait_s=wait_s)
+        self._await(Op.WAIT, keys, seconds)
 
     def delete_key(self, key: str) -> bool:
         """Delete the key; returns whether it had a value."""
-        return self._ask(Op.DELETE, key)[0] == b"1"
+        return self._ask(Op.DELETE, [key])[0] == b"1"
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(Op.APPEND, key, value)
+        self._ask(Op.APPEND, [key], value)
 
     def num_keys(self) -> int:
-        return int(self._ask(Op.COUNT)[0])
+        return int(self._ask(Op.COUNT, [])[0])
 
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
 
-    def _ask(self, op: Op, *fields: str | bytes, wait_s: float = 0.0) -> list[bytes]:
+    def _await(self, op: Op, keys: Sequence[str], seconds: float | None) -> list[bytes]:
+        wait_s = self.timeout_s if seconds is None else seconds
+        return self._ask(op, keys, str(wait_s), wait_s=wait_s)
+
+    def _ask(self, op: Op, keys: Sequence[str], *values: str | bytes, wait_s: float = 0.0) -> list[bytes]:
+        fields = [*(self._prefix + key for key in keys), *values]
         question = _pack(op, [each.encode() if isinstance(each, str) else each for each in fields])
         try:
             with self._connection() as connection:
@@ -337,8 +254,9 @@ class StoreClient:
         except OSError as failure:
             raise PeerError(f"the job's store does not answer: {failure}", LostPeer.GONE) from failure
         if status == _Status.TIMEOUT:
-            keys = ", ".join(str(each) for each in (fields[1:4] if op is Op.WAIT else fields[:1]))
-            raise StoreTimeout(f"waited {wait_s:g} s for another worker to set {keys}", LostPeer.SILENT)
+            raise StoreTimeout(
+                f"waited {wait_s:g} s for another worker to set {', '.join(keys[:3])}", LostPeer.SILENT
+            )
         if status != _Status.OK:
             raise ValueError(f"the store refused {op.name} {fields[0]!r}: {reply[0].decode()}")
         return reply
@@ -369,4 +287,6 @@ def _receive_frame(connection: socket.socket) -> bytes:
         if length is None and len(data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(data)
             del data[: _LENGTH.size]
+            if length > MOST_BYTES:
+                raise ValueError("a frame that is too long")
     return bytes(data)

@@ -54,8 +54,8 @@ _TORCH_GONE = ("Connection closed by peer", "Connection reset", "Broken pipe", "
 _TORCH_SILENT = ("Timed out waiting", "timed out", "Timeout")
 
 
-class JobStore(dist.Store):
-    """The job's store with the interface of torch's `Store`: all its keys, or those below `prefix`.
+class JobStore(StoreClient, dist.Store):
+    """`client` with the interface of torch's `Store`: all its keys, or those below `prefix`.
 
     `check` is called during waits and raises if a member is lost, which would never set the key.
     """
@@ -63,58 +63,33 @@ class JobStore(dist.Store):
     def __init__(
         self, client: StoreClient, prefix: str = "", check: Callable[[], None] | None = None
     ) -> None:
-        super().__init__()
-        self._client = client
+        dist.Store.__init__(self)
+        vars(self).update(vars(client))  # its connections are shared
         self._prefix = prefix
         self._check = check
-        self.address = client.address.text
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._client.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, seconds: float | None = None) -> bytes:
         if self._check is not None:
             self.wait([key])
-        return self._client.get(self._prefix + key)
+        return super().get(key)
 
-    def add(self, key: str, number: int) -> int:
-        return self._client.add(self._prefix + key, number)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return self._client.compare_set(self._prefix + key, expected, desired)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._client.check([self._prefix + key for key in keys])
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        names = [self._prefix + key for key in keys]
-        seconds = self._client.timeout_s if timeout is None else timeout.total_seconds()
-        if self._check is None:
-            self._client.wait(names, seconds)
-            return
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        seconds = self.timeout_s if timeout is None else timeout.total_seconds()
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > LOOK_S:
+        while self._check is not None and seconds > LOOK_S:
             self._check()
             with contextlib.suppress(StoreTimeout):
-                self._client.wait(names, LOOK_S)
+                super().wait(keys, LOOK_S)
                 return
-        self._client.wait(names, max(0.0, left))
-
-    def delete_key(self, key: str) -> bool:
-        return self._client.delete_key(self._prefix + key)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._client.append(self._prefix + key, value)
-
-    def num_keys(self) -> int:
-        return self._client.num_keys()
+            seconds = end - time.monotonic()
+        super().wait(keys, max(0.0, seconds))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._client.timeout_s = timeout.total_seconds()
+        self.timeout_s = timeout.total_seconds()
 
     # Torch calls these by their C++ names.
-    deleteKey = delete_key
-    getNumKeys = num_keys
+    deleteKey = StoreClient.delete_key
+    getNumKeys = StoreClient.num_keys
     setTimeout = set_timeout
 
 
