@@ -14,7 +14,7 @@ from plait.measure.plan_warnings import describe_memory
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
-from plait.planner import machines, with_memory_as_run
+from plait.planner import machines, with_runtime_memory
 from plait.planner.as_run import versions_of_vertical_sync
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Forward, Update
@@ -105,7 +105,7 @@ def test_a_run_holds_the_versions_and_activations_that_its_plan_says_for_the_job
     for rank, answer in enumerate(found):
         alone = answer["plain"][0] / (3 - rank)
         for name, (most, copies) in answer.items():
-            stage = with_memory_as_run(plan, PipelineOptions(**choices[name])).stages[rank]
+            stage = with_runtime_memory(plan, PipelineOptions(**choices[name])).stages[rank]
             assert stage.in_flight == 3 - rank
             # One gradient of the weights besides the versions; a forward that is computed again keeps its own
             # few running statistics.
@@ -151,8 +151,8 @@ def test_a_plan_that_no_longer_fits_with_what_the_job_sets_over_it_says_so() -> 
     bare = planned((1, 1), Schedule.STASH).pipeline.plan
     stages = tuple(replace(s, parameter_bytes=100.0) for s in bare.stages)
     plan = replace(bare, stages=stages, optimizer_copies=0.0, machines=machines(2, 1e9, memory_bytes=300.0))
-    assert with_memory_as_run(plan, PipelineOptions()).stages[1].memory_bytes == 200.0
-    assert describe_memory(with_memory_as_run(plan, PipelineOptions())) == ""
-    deeper = with_memory_as_run(plan, PipelineOptions(depths={0: 3}, vertical_sync=True))
+    assert with_runtime_memory(plan, PipelineOptions()).stages[1].memory_bytes == 200.0
+    assert describe_memory(with_runtime_memory(plan, PipelineOptions())) == ""
+    deeper = with_runtime_memory(plan, PipelineOptions(depths={0: 3}, vertical_sync=True))
     assert [stage.memory_bytes for stage in deeper.stages] == [400.0, 400.0]
     assert "device 0 would need" in describe_memory(deeper)

@@ -243,7 +243,7 @@ def take_first(self: AllReduce, index: int, place: int, parameter: Tensor) -> No
 
 def clip_each(self: GradientReducer, most: float, device: torch.device, everyone: object = None) -> None:
     """Each stage clips by its own norm."""
-    self.clip_own(most)
+    self.clip_stage(most)
 
 
 def use_model(run: Run) -> None:
@@ -264,7 +264,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "later parts are lost": ("plait.sync.allreduce.buckets.AllReduce._take", take_first),
     "state in Python is not seen": ("plait.profiler.trace.changed_state", lambda before, state: []),
     "a model that was used": ("plait.training.run_loop.check_loss", use_model),
-    "stages clip for themselves": ("plait.pipeline.gradient_sync.GradientReducer.clip", clip_each),
+    "stages clip for themselves": ("plait.pipeline.gradient_sync.GradientReducer.clip_model", clip_each),
 }
 
 

@@ -28,7 +28,7 @@ from plait.planner import (
     machines,
     measured_machines,
     model_parallel_plan,
-    with_memory_as_run,
+    with_runtime_memory,
 )
 from plait.planner.replan import plan_for
 from plait.schema.hosts import LOCAL, Host
@@ -112,7 +112,7 @@ def planned(
     else:
         plan, measured = measure_and_plan(settings, placement, request, measure_s)
         graph = measured
-    plan = with_memory_as_run(plan, request)
+    plan = with_runtime_memory(plan, request)
     if not may_plan_again(settings, placement):
         graph = None
     elif graph is None:

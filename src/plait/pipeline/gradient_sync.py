@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Parameter
 
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError, PlanError
+from plait.pipeline.gradient_clipping import clip_model, clip_stage
 from plait.pipeline.layout import PipelineLayout
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.traced import TracedModel
@@ -171,35 +171,13 @@ class GradientReducer:
         for reduce in self._sums:
             reduce.begin()
 
-    def clip(self, most: float, device: torch.device, everyone: dist.ProcessGroup | None) -> None:
-        """Clip the gradients of the whole model to the norm `most`; all workers call it together.
+    def clip_model(self, max_norm: float, device: torch.device, everyone: dist.ProcessGroup | None) -> None:
+        """Clip to the norm of the whole model's gradient; all workers of `everyone` call it together."""
+        clip_model(self._own.values(), self._counted, max_norm, device, everyone)
 
-        They are those of the process group `everyone`.
-        """
-        squares = torch.zeros((), dtype=torch.float64, device=device)
-        for parameter in self._counted:
-            if parameter.grad is not None:
-                squares += parameter.grad.double().square().sum()
-        dist.all_reduce(squares, group=everyone)
-        _scale_down(self._own.values(), most, float(squares.sqrt()))
-
-    def clip_own(self, most: float) -> None:
-        """Clip the gradients of these parameters to the norm `most`; equal on all holders."""
-        clip_alone(list(self._own.values()), most)
-
-
-def clip_alone(parameters: Sequence[Parameter], most: float) -> None:
-    """Clip the gradients of `parameters` to the norm `most`, without regard to other parameters."""
-    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
-    if squares:
-        _scale_down(parameters, most, float(torch.stack(squares).sum().sqrt()))
-
-
-def _scale_down(parameters: Iterable[Parameter], most: float, norm: float) -> None:
-    factor = most / (norm + 1e-6)
-    grads: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-    if factor < 1 and grads:
-        torch._foreach_mul_(grads, factor)
+    def clip_stage(self, max_norm: float) -> None:
+        """Clip to the norm of the gradients of these parameters; equal on all holders."""
+        clip_stage(list(self._own.values()), max_norm)
 
 
 def make_gradient_reducers(

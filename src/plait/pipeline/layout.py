@@ -11,7 +11,7 @@ from typing import Protocol
 from plait.core.errors import PlanError
 from plait.planner.schedules import orders
 from plait.planner.schedules.in_flight import Schedule, in_flight
-from plait.planner.schedules.merge_orders import Lane, play
+from plait.planner.schedules.merge_orders import ReplicaOrder, merged_order
 from plait.planner.schedules.operations import Backward, Op, Operations, Update
 from plait.planner.schedules.orders import batch_of_two_buffers, one_stage, operations
 from plait.schema.plans.plan import Layout, Plan
@@ -175,18 +175,18 @@ def stream(pipeline_layout: PipelineLayout, worker: int, interval: MicrobatchInt
     """
     if not pipeline_layout.shared:
         (stage,) = pipeline_layout.stages_of(worker)
-        return _lane(pipeline_layout, pipeline_layout.pipeline_of(worker), stage, worker, interval)
-    lanes = [
-        Lane(holder, _lane(pipeline_layout, pipeline, stage, holder, interval), pipeline)
+        return _ops_of_replica(pipeline_layout, pipeline_layout.pipeline_of(worker), stage, worker, interval)
+    orders = [
+        ReplicaOrder(holder, _ops_of_replica(pipeline_layout, pipeline, stage, holder, interval), pipeline)
         for pipeline, layout in enumerate(pipeline_layout.layouts)
         for stage, holders in enumerate(layout.stages)
         for holder in holders
     ]
-    every = play(lanes, pipeline_layout.last, lambda stage: len(pipeline_layout.holders(stage)))
+    every = merged_order(orders, pipeline_layout.last, lambda stage: len(pipeline_layout.holders(stage)))
     return (op for who, op in every if who == worker)
 
 
-def _lane(
+def _ops_of_replica(
     pipeline_layout: PipelineLayout, pipeline: int, stage: int, worker: int, interval: MicrobatchInterval
 ) -> Iterator[Op]:
     """The operations of a worker for one of its stages."""

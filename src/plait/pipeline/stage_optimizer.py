@@ -119,20 +119,20 @@ class StageOptimizer:
     def clip(
         self,
         updates: Sequence[Update],
-        most: float,
+        max_norm: float,
         device: torch.device,
         everyone: dist.ProcessGroup | None,
     ) -> None:
-        """Clip gradients to the norm `most`: of the whole model, or of each stage if they update separately.
+        """Clip gradients to `max_norm`: of the whole model, or of each stage if they update separately.
 
         If pipelines drain at updates, all workers call it together. Otherwise the gradient of the whole model
         never exists at one time, and each stage clips by its own norm, which is equal on all holders.
         """
         reducer = self._reducers[updates[-1].stage]
         if updates[-1].stage in self._versions:
-            reducer.clip_own(most)
+            reducer.clip_stage(max_norm)
         else:
-            reducer.clip(most, device, everyone)
+            reducer.clip_model(max_norm, device, everyone)
 
     def write(self, updates: Sequence[Update]) -> None:
         """Step the optimizer to write the next version, and clear the gradients."""

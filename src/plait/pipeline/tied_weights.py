@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
-from plait.pipeline.gradient_sync import clip_alone
+from plait.pipeline.gradient_clipping import clip_stage
 from plait.pipeline.layout import PipelineLayout, version_of
 from plait.pipeline.microbatches import Work
 from plait.pipeline.weight_stash import WeightVersions
@@ -105,7 +105,7 @@ class TiedWeights:
             for master, grad in zip(self.masters, round_.grads):
                 master.grad = grad
             if self._clip_norm is not None:
-                clip_alone(self.masters, self._clip_norm)
+                clip_stage(self.masters, self._clip_norm)
             # Other stages of this worker may have set the rate of a different update.
             work.set_rate(Update(self._own, following))
             self.versions.update(self._step, min(self._oldest.values()))

@@ -4,7 +4,7 @@ Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
 from plait.core.errors import PlanError
-from plait.planner.as_run import with_memory_as_run
+from plait.planner.as_run import with_runtime_memory
 from plait.planner.cluster import machines, measured_machines
 from plait.planner.explain import describe_plan, render_plan
 from plait.planner.partition.front import Settings
@@ -47,5 +47,5 @@ __all__ = [
     "render_plan",
     "save_plan",
     "summary",
-    "with_memory_as_run",
+    "with_runtime_memory",
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.in_flight import Schedule, in_flight
-from plait.planner.stage_memory import MemorySettings, held_by, versions
+from plait.planner.stage_memory import MemorySettings, memory_parts, versions
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
@@ -16,7 +16,7 @@ from plait.schema.settings import PipelineOptions
 _MANY = 1 << 40
 
 
-def with_memory_as_run(plan: Plan, chosen: PipelineOptions) -> Plan:
+def with_runtime_memory(plan: Plan, chosen: PipelineOptions) -> Plan:
     """`plan` with the microbatches in flight and the bytes of its stages as it is run."""
     layout = plan.layout()
     given = {**dict(enumerate(plan.depths)), **chosen.depths}
@@ -29,8 +29,10 @@ def with_memory_as_run(plan: Plan, chosen: PipelineOptions) -> Plan:
         count = copies + each * held[number]
         if chosen.vertical_sync and plan.schedule is Schedule.STASH:
             count = versions_of_vertical_sync(layout, number, given)
-        size = count * held_by(stage).weights + stage.summed_bytes
-        size += held_by(stage).state(plan.schedule, memory) + held[number] * held_by(stage).microbatch(memory)
+        size = count * memory_parts(stage).weights + stage.summed_bytes
+        size += memory_parts(stage).state(plan.schedule, memory) + held[number] * memory_parts(
+            stage
+        ).microbatch(memory)
         stages.append(replace(stage, in_flight=held[number], memory_bytes=size))
     return replace(plan, stages=tuple(stages))
 

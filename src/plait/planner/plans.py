@@ -24,11 +24,11 @@ from plait.planner.partition.fits import check_memory, check_work, misfit
 from plait.planner.partition.front import (
     Partition,
     Settings,
-    as_run,
     check,
     make_partition,
     planning_graph,
     straight_partition,
+    with_step_costs,
 )
 from plait.planner.partition.heterogeneous import Placed
 from plait.planner.partition.ties import find_tied, update_together
@@ -43,7 +43,7 @@ from plait.planner.predict import (
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
-from plait.planner.stage_memory import MemorySettings, held_by, kept_bytes, versions, working_bytes
+from plait.planner.stage_memory import MemorySettings, kept_bytes, memory_parts, versions, working_bytes
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage, Tied
@@ -345,7 +345,7 @@ def _build_stage(
 
 def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
     copies, each = versions(settings.schedule)
-    parts = held_by(stage)
+    parts = memory_parts(stage)
     weights = parts.weights * (copies + each * held) + stage.summed_bytes
     memory = settings.memory
     return weights + parts.state(settings.schedule, memory) + held * parts.microbatch(memory)
@@ -382,7 +382,7 @@ def _speedups(graph: Graph, machines: Cluster, settings: Settings, partition: Pa
     stages = _build_stages(graph, machines, settings, replace(partition, stages=straight), 1)
     seconds = partition.bottleneck_s
     # Compare with plans that also update after every microbatch, but do not recompute.
-    plain = as_run(graph, replace(settings, memory=MemorySettings()))
+    plain = with_step_costs(graph, replace(settings, memory=MemorySettings()))
     return Speedups(
         single=single_s(plain, machines) / seconds,
         data_parallel=data_parallel_s(plain, machines) / seconds,

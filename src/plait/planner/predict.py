@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
 from plait.planner.schedules.simulator import SimulatedLink, Simulation, StageCosts, simulate
-from plait.planner.stage_memory import MemorySettings, held_by
+from plait.planner.stage_memory import MemorySettings, memory_parts
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Stage
@@ -92,9 +92,9 @@ def _costs(stage: Stage, schedule: Schedule, memory: MemorySettings, overhead_s:
         backward_s=stage.backward_s + overhead_s,
         output_bytes=stage.output_bytes,
         update_s=stage.update_s,
-        parameter_bytes=held_by(stage).weights,
-        state_bytes=held_by(stage).state(schedule, memory) + stage.summed_bytes,
-        microbatch_bytes=held_by(stage).microbatch(memory),
+        parameter_bytes=memory_parts(stage).weights,
+        state_bytes=memory_parts(stage).state(schedule, memory) + stage.summed_bytes,
+        microbatch_bytes=memory_parts(stage).microbatch(memory),
     )
 
 

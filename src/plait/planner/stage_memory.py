@@ -56,12 +56,13 @@ class MemorySettings:
 
 
 @dataclass(frozen=True, eq=False)
-class Held(Generic[Amount]):
-    """The parts of a stage's memory (or of every stage of a family): weights, buffers, per microbatch.
+class MemoryParts(Generic[Amount]):
+    """The parts of a stage's memory in bytes, or of every stage of a family.
 
-    `kept` is what autograd saves besides the inputs, `working` the working memory of a layer beyond it.
-    `shared` are the weights that other stages also use, `waiting` their gradients that wait for the others
-    under stash.
+    Per microbatch: `received` inputs, `sent` outputs and what autograd saves besides the inputs (`kept`).
+    `working` is the largest temporary memory of one layer in addition to `kept`. `shared` are the weights
+    that other stages also use, `waiting` the gradients of these weights until the other stages have theirs
+    (schedule stash only).
     """
 
     weights: Amount
@@ -92,9 +93,9 @@ class Held(Generic[Amount]):
         return 3 * self.received + 2 * self.sent
 
 
-def held_by(stage: Stage) -> Held[float]:
+def memory_parts(stage: Stage) -> MemoryParts[float]:
     """The parts of the memory of a plan's stage."""
-    return Held(
+    return MemoryParts(
         stage.parameter_bytes + stage.tied.copied_bytes,
         stage.buffer_bytes,
         stage.activation_bytes,
@@ -152,7 +153,7 @@ def stage_memory(
     adds = schedule is not Schedule.STASH
     received, shape = ideals.crossing_bytes[:, None], (len(ideals), len(ideals))
     shared, copied = _tied(ideals)
-    held = Held(
+    held = MemoryParts(
         weights=_ranges(ideals.parameter_bytes) + copied,
         buffers=_ranges(ideals.sums([node.buffer_bytes for node in nodes])),
         kept=_ranges(ideals.sums([kept[node.id] for node in nodes])) - ideals.kept_behind_bytes[:, None],

@@ -83,7 +83,7 @@ def make_partition(graph: Graph, machines: Cluster, settings: Settings) -> Parti
     """The best partition of `graph` (already without its inputs) over `machines`."""
     check(graph, machines, settings)
     started = time.process_time()
-    search = _PlanSearch(as_run(graph, settings), machines, settings)
+    search = _PlanSearch(with_step_costs(graph, settings), machines, settings)
     partition = search.run()
     return replace(partition, solve_s=time.process_time() - started)
 
@@ -143,7 +143,7 @@ def check(graph: Graph, machines: Cluster, settings: Settings) -> None:
             )
 
 
-def as_run(graph: Graph, settings: Settings) -> Graph:
+def with_step_costs(graph: Graph, settings: Settings) -> Graph:
     """The graph with all costs of a microbatch added to the backward seconds.
 
     Recomputation repeats each forward, and stash updates the weights after every backward.

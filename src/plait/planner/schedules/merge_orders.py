@@ -1,4 +1,4 @@
-"""Merges the operation orders of stage replicas into one order per worker, by playing a schedule through.
+"""Merges the operation orders of stage replicas into one order per worker, by simulating the schedule.
 
 All operations take one unit of time, updates none. The result is valid for any costs: it is an order of all
 operations in which none depends on a later one, and each worker follows its part of it.
@@ -23,7 +23,7 @@ class ScheduleDeadlock(PlanError):
 
 
 @dataclass
-class Lane:
+class ReplicaOrder:
     """The operations of one replica of a stage, in order, and its worker.
 
     They are read one by one, when the earlier ones are done. `pipeline` distinguishes the microbatches of
@@ -66,30 +66,32 @@ class Lane:
         return self.room is None or self.held < self.room or not isinstance(self.head, Forward)
 
 
-def played(layout: Layout, lanes: Sequence[Lane]) -> dict[int, list[Op]]:
-    """The operations of each worker of one pipeline, in order; raises for lanes that deadlock."""
+def merged_by_worker(layout: Layout, orders: Sequence[ReplicaOrder]) -> dict[int, list[Op]]:
+    """The operations of each worker of one pipeline, in order; raises for orders that deadlock."""
     operations: dict[int, list[Op]] = {worker: [] for worker in layout.workers}
-    for worker, op in play(lanes, len(layout.stages) - 1, layout.replicas):
+    for worker, op in merged_order(orders, len(layout.stages) - 1, layout.replicas):
         operations[worker].append(op)
     return operations
 
 
-def play(lanes: Sequence[Lane], last: int, replicas: Callable[[int], int]) -> Iterator[tuple[int, Op]]:
-    """All operations of `lanes` in one order, each with its worker.
+def merged_order(
+    orders: Sequence[ReplicaOrder], last: int, replicas: Callable[[int], int]
+) -> Iterator[tuple[int, Op]]:
+    """All operations of `orders` in one order, each with its worker.
 
     A worker runs what can start, backwards before forwards and earlier microbatches before later ones,
     otherwise a weight gradient. `last` is the last stage. An update runs as soon as it is the next operation
     of all `replicas` of its stage.
     """
-    by_worker: dict[int, list[Lane]] = {}
-    for lane in lanes:
-        by_worker.setdefault(lane.worker, []).append(lane)
+    by_worker: dict[int, list[ReplicaOrder]] = {}
+    for ops in orders:
+        by_worker.setdefault(ops.worker, []).append(ops)
     done: set[_Result] = set()
     while True:
-        yield from _updates(lanes, replicas)
+        yield from _updates(orders, replicas)
         started = []
-        for worker, lanes_of in by_worker.items():
-            chosen = _next_of(lanes_of, last, done)
+        for worker, of_worker in by_worker.items():
+            chosen = _next_of(of_worker, last, done)
             if chosen is not None:
                 started.append(chosen)
                 yield worker, chosen[1]
@@ -98,40 +100,40 @@ def play(lanes: Sequence[Lane], last: int, replicas: Callable[[int], int]) -> It
         # Results are available from the next unit of time on.
         for pipeline, op in started:
             _record(pipeline, op, done)
-    waiting = {lane.worker: lane.head for lane in lanes if lane.head is not None}
+    waiting = {ops.worker: ops.head for ops in orders if ops.head is not None}
     if waiting:
         raise ScheduleDeadlock(f"the schedule stops: every worker waits for another: {waiting}")
 
 
-def _updates(lanes: Sequence[Lane], replicas: Callable[[int], int]) -> Iterator[tuple[int, Op]]:
+def _updates(orders: Sequence[ReplicaOrder], replicas: Callable[[int], int]) -> Iterator[tuple[int, Op]]:
     """The updates that all replicas of a stage have reached."""
     while True:
-        waiting: dict[Update, list[Lane]] = {}
-        for lane in lanes:
-            if isinstance(lane.head, Update):
-                waiting.setdefault(lane.head, []).append(lane)
+        waiting: dict[Update, list[ReplicaOrder]] = {}
+        for ops in orders:
+            if isinstance(ops.head, Update):
+                waiting.setdefault(ops.head, []).append(ops)
         ready = [
-            lane
-            for op, waiting_lanes in waiting.items()
-            if len(waiting_lanes) == replicas(op.stage)
-            for lane in waiting_lanes
+            ops
+            for op, waiting_ops in waiting.items()
+            if len(waiting_ops) == replicas(op.stage)
+            for ops in waiting_ops
         ]
         if not ready:
             return
-        for lane in ready:
-            yield lane.worker, lane.take()
+        for ops in ready:
+            yield ops.worker, ops.take()
 
 
-def _next_of(lanes: Sequence[Lane], last: int, done: set[_Result]) -> tuple[int, Op] | None:
-    """The next operation of a worker with these lanes, and its pipeline; None if it waits."""
-    ready = [lane for lane in lanes if lane.has_room and _can_start(lane, last, done)]
+def _next_of(orders: Sequence[ReplicaOrder], last: int, done: set[_Result]) -> tuple[int, Op] | None:
+    """The next operation of a worker that holds these replicas, and its pipeline; None if it waits."""
+    ready = [ops for ops in orders if ops.has_room and _can_start(ops, last, done)]
     if ready:
-        lane = min(ready, key=lambda lane: _urgency(lane.head))
-        return lane.pipeline, lane.take()
-    left = [lane for lane in lanes if lane.weights]
+        ops = min(ready, key=lambda ops: _urgency(ops.head))
+        return ops.pipeline, ops.take()
+    left = [ops for ops in orders if ops.weights]
     if left:
-        lane = min(left, key=lambda lane: (lane.weights[0].microbatch, lane.weights[0].stage))
-        return lane.pipeline, lane.take_weight()
+        ops = min(left, key=lambda ops: (ops.weights[0].microbatch, ops.weights[0].stage))
+        return ops.pipeline, ops.take_weight()
     return None
 
 
@@ -141,13 +143,13 @@ def _urgency(op: Op | None) -> tuple[bool, int, int]:
     return isinstance(op, Forward), op.microbatch, op.stage
 
 
-def _can_start(lane: Lane, last: int, done: set[_Result]) -> bool:
-    op, pipeline = lane.head, lane.pipeline
+def _can_start(ops: ReplicaOrder, last: int, done: set[_Result]) -> bool:
+    op, pipeline = ops.head, ops.pipeline
     if op is None or isinstance(op, Update):
         return False
     if isinstance(op, Forward):
         return op.stage == 0 or ("forward", pipeline, op.stage - 1, op.microbatch) in done
-    # If a lane has several stages, a backward may be listed before its forward.
+    # If a worker has several stages, a backward may be listed before its forward.
     if ("forward", pipeline, op.stage, op.microbatch) not in done:
         return False
     return op.stage == last or ("backward", pipeline, op.stage + 1, op.microbatch) in done

@@ -12,9 +12,9 @@
 
 depth(s) is the number of devices from stage s on, divided by the replicas of s, rounded up: what keeps every
 device busy (PipeDream's NOAM, per stage). A worker may hold several stages under any schedule: each stage
-keeps its order, and thereby its versions and its memory; `play` finds an order for the worker. Sends and
-receives are implied by the layout: the other end is the worker of the previous or next stage, and since every
-worker processes its microbatches in increasing order, both ends of each channel agree on the order.
+keeps its order, and thereby its versions and its memory; `merged_order` finds an order for the worker. Sends
+and receives are implied by the layout: the other end is the worker of the previous or next stage, and since
+every worker processes its microbatches in increasing order, both ends of each channel agree on the order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from plait.core.errors import PlanError
 from plait.planner.schedules import several_stages
 from plait.planner.schedules.in_flight import Schedule, in_flight
-from plait.planner.schedules.merge_orders import Lane, ScheduleDeadlock, played
+from plait.planner.schedules.merge_orders import ReplicaOrder, ScheduleDeadlock, merged_by_worker
 from plait.planner.schedules.operations import Backward, Forward, Op, Operations, Update
 from plait.schema.plans.plan import Layout
 
@@ -182,9 +182,9 @@ def _check_progress(
     schedule: Schedule, layout: Layout, lists: Operations, microbatches: int, depths: Mapping[int, int]
 ) -> None:
     """Raise PlanError for depths under which workers deadlock, found by simulating them."""
-    lanes = [Lane(worker, iter(ops)) for worker, ops in lists.items()]
+    replicas = [ReplicaOrder(worker, iter(ops)) for worker, ops in lists.items()]
     try:
-        played(layout, lanes)
+        merged_by_worker(layout, replicas)
     except ScheduleDeadlock:
         _name_shallow_stage(schedule, layout, microbatches, depths)
         raise PlanError(

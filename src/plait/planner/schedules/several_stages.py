@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from plait.core.errors import PlanError
 from plait.planner.schedules.in_flight import Schedule, in_flight
-from plait.planner.schedules.merge_orders import Lane, ScheduleDeadlock, played
+from plait.planner.schedules.merge_orders import ReplicaOrder, ScheduleDeadlock, merged_by_worker
 from plait.planner.schedules.operations import Backward, BackwardInput, Forward, Op, Operations, Update
 from plait.schema.plans.plan import Layout
 
@@ -22,15 +22,17 @@ def zero_bubble(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
     done; each replica may hold as many as the pipeline is deep, as in ZB-H1, which is no more than the first
     stage of 1F1B holds.
     """
-    lanes = []
+    replicas = []
     for stage, ids in enumerate(layout.stages):
         room = in_flight(Schedule.ZERO_BUBBLE, layout, stage, microbatches, depths)
         depth = min(room, in_flight(Schedule.FLUSH, layout, stage, microbatches))
         for replica, worker in enumerate(ids):
             pairs = [(stage, b) for b in range(replica, microbatches, len(ids))]
-            lanes.append(Lane(worker, iter(alternate(pairs, pairs, depth, BackwardInput)), room=room))
+            replicas.append(
+                ReplicaOrder(worker, iter(alternate(pairs, pairs, depth, BackwardInput)), room=room)
+            )
     try:
-        return _with_updates(played(layout, lanes), layout)
+        return _with_updates(merged_by_worker(layout, replicas), layout)
     except ScheduleDeadlock:
         raise PlanError(
             f"depths {dict(depths)} leave some stage waiting for ever; give earlier stages more"
@@ -56,7 +58,9 @@ def interleaved(layout: Layout, microbatches: int, depths: Mapping[int, int]) ->
             for w in layout.workers
         }
         with contextlib.suppress(ScheduleDeadlock):
-            return _with_updates(played(layout, [Lane(w, iter(ops)) for w, ops in lists.items()]), layout)
+            return _with_updates(
+                merged_by_worker(layout, [ReplicaOrder(w, iter(ops)) for w, ops in lists.items()]), layout
+            )
     raise AssertionError("with all forwards before all backwards there is no deadlock")
 
 
@@ -67,8 +71,10 @@ def merged(layout: Layout, lists: Mapping[Turn, Sequence[Op]], together: bool) -
     """
     if together:
         lists = {key: [op for op in ops if not isinstance(op, Update)] for key, ops in lists.items()}
-    lanes = [Lane(layout.stages[stage][replica], iter(ops)) for (stage, replica), ops in lists.items()]
-    orders = played(layout, lanes)
+    replicas = [
+        ReplicaOrder(layout.stages[stage][replica], iter(ops)) for (stage, replica), ops in lists.items()
+    ]
+    orders = merged_by_worker(layout, replicas)
     if together:
         return _with_updates(orders, layout)
     return {worker: tuple(ops) for worker, ops in orders.items()}

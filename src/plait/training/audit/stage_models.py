@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from plait.pipeline.gradient_sync import clip_alone
+from plait.pipeline.gradient_clipping import clip_stage
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, version_of
 from plait.verification.replay import Part, PlainModel, State
 
@@ -121,7 +121,7 @@ class DelayedModel(ReplicatedModel):
             if means:
                 parameters[name].grad = torch.stack(means).sum(0)
         if self.clip_norm is not None:
-            clip_alone([parameters[name] for name in names], self.clip_norm)
+            clip_stage([parameters[name] for name in names], self.clip_norm)
         for name in names:
             grad, before = parameters[name].grad, sums[name]
             if grad is not None:
