@@ -18,7 +18,7 @@ from plait.core.events import read
 from plait.core.run_events import Verified
 from plait.launch.run_dir import RunDir
 from plait.pipeline import module_state
-from plait.pipeline.cutting.cut import StageError
+from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.verify import verify_stages as verify
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.verify_stages import Example

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.pipeline.cutting.cut import StageError
+from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.cutting.to_code import write_code
 from plait.profiler.trace import trace
 from plait.workloads import alexnet, lstm, mlp, mobilenet, resnet, transformer, vgg

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from plait.core.errors import InputError
-from plait.pipeline.cutting.cut import StageError, cut
+from plait.pipeline.cutting.check_model import StageError
+from plait.pipeline.cutting.cut import cut
 from plait.profiler.failures import TraceError
 from plait.profiler.trace import trace
 from plait.verification.python_state import changed, state_of

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut
+from plait.pipeline.cutting.check_model import check_buffers, check_stages
+from plait.pipeline.cutting.cut import StageModule, cut
 from plait.profiler.traced import TracedModel
 
 Loss = Callable[[Any, Any], Tensor]

@@ -28,7 +28,7 @@ from plait.launch.worker_process import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
-from plait.pipeline.cutting.cut import StageError
+from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.verify_stages import Example, find_mismatch

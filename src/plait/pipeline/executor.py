@@ -23,7 +23,8 @@ from plait.comm.rendezvous import Rendezvous
 from plait.data.calling import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
-from plait.pipeline.cutting.cut import StageModule, check_buffers, check_stages, cut, evaluation_stages
+from plait.pipeline.cutting.check_model import check_buffers, check_stages
+from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import (

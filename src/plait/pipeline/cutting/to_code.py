@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.files import write_output
+from plait.pipeline.cutting.check_model import StageError, check_buffers, check_stages
 from plait.pipeline.cutting.constructors import NoConstructor, constructor
-from plait.pipeline.cutting.cut import StageError, check_buffers, check_stages
 from plait.profiler.build import all_attributes, write_evaluation
 from plait.profiler.source import Source, attribute_path, indent, write_source
 from plait.profiler.traced import Boundary, Layer, TracedModel

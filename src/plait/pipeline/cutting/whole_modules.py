@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from plait.pipeline.cutting.cut import StageError, check_stages
+from plait.pipeline.cutting.check_model import StageError, check_stages
 from plait.profiler.traced import Layer, TracedModel
 
 Stages = tuple[tuple[str, ...], ...]

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
 from plait.data.calling import as_arguments, evaluation_mode, forward
-from plait.pipeline.cutting.cut import StageError, describe_tensor, shared_tensors, used_tensors
+from plait.pipeline.cutting.check_model import StageError, describe_tensor, shared_tensors, used_tensors
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
 from plait.pipeline.verify.in_process import Choices, StagedModel, copied, observe_staged

@@ -21,7 +21,8 @@ from plait.data.calling import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.pipeline import executor as pipelines
-from plait.pipeline.cutting.cut import StageError, check_state, written_buffers_of_replicas
+from plait.pipeline.cutting.check_model import StageError, check_state
+from plait.pipeline.cutting.cut import written_buffers_of_replicas
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.gradient_sync import find_stages
 from plait.pipeline.layout import PipelineLayout
