@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from plait.cli.train import JsonFlag, train
 from plait.core.errors import InputError
 from plait.core.files import write_atomic
 from plait.core.units import show_seconds
@@ -33,7 +34,7 @@ RATES = "optimizer.lr=log:1e-3:1:8"
 
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Where the tour's files go.")] = Path("runs"),
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json_: JsonFlag = False,
 ) -> None:
     """Take the tour on this machine: measure a model, plan it, train it on real data, and sweep it.
 
@@ -41,7 +42,6 @@ def demo(
     """
     from plait.cli.planning import plan, profile
     from plait.cli.sweep import sweep
-    from plait.cli.train import train
 
     started = time.monotonic()
     job, measured, picture = run_dir / "demo.yaml", run_dir / "demo.profile.json", run_dir / "demo.png"

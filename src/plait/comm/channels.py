@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -109,7 +108,12 @@ class Channels:
                 f"worker {self._rank} waited {what}, but worker {peer} has ended", LostPeer.GONE, peer
             )
         if time.monotonic() >= end:
-            self._say_silent(peer, what)
+            raise PeerError(
+                f"worker {self._rank} waited {self._deadline_s:g} s for worker {peer} {what}; it hangs, or "
+                f"is slower than parallel.timeout_s allows",
+                LostPeer.SILENT,
+                peer,
+            )
         for link in self._links.values():
             if isinstance(link, SharedLink):
                 link.give_back(wait=True)
@@ -118,14 +122,6 @@ class Channels:
             self._check()
             left = min(left, CHECK_S)
         wait_for_notices(self._links.values(), left)
-
-    def _say_silent(self, peer: int, what: str) -> NoReturn:
-        raise PeerError(
-            f"worker {self._rank} waited {self._deadline_s:g} s for worker {peer} {what}; it hangs, or is "
-            f"slower than parallel.timeout_s allows",
-            LostPeer.SILENT,
-            peer,
-        )
 
 
 @dataclass(frozen=True)

@@ -157,10 +157,6 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
 
-    def fileno(self) -> int:
-        """A descriptor that is readable if `poll` has something to do."""
-        return self._selector.fileno()
-
     def poll(self, seconds: float) -> Iterator[tuple[int, socket.socket]]:
         """The newly authenticated connections, with their ranks; waits at most `seconds`.
 

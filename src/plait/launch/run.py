@@ -34,7 +34,7 @@ TRACING = (
 )
 
 
-class StatusFile:
+class StatusFile(Display):
     """Keeps the run's status file up to date and forwards all calls to the display.
 
     Neither a full disk nor a closed terminal ends a run. `on_training` is called once, at the first progress
