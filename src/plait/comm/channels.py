@@ -50,10 +50,6 @@ class Channels:
         self._deadline_s = deadline_s
         self._window = window
 
-    def buffer_count(self, peer: int) -> int:
-        """The number of buffers for messages to and from `peer`, used or free."""
-        return self._links[peer].buffer_count
-
     def send(
         self,
         peer: int,

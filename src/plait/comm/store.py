@@ -94,7 +94,8 @@ class StoreServer(threading.Thread):
 
     def run(self) -> None:
         while not self._closed:
-            for _, connection in self._listener.poll(1.0):
+            with contextlib.suppress(TimeoutError):
+                _, connection = self._listener.accept(time.monotonic() + 1.0)
                 self._connections.add(connection)
                 threading.Thread(
                     target=self._serve, args=(connection,), name="plait-store", daemon=True

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class StatusFile(Display):
         is_first = not self._content["workers"]
         self.write(state="running", workers=encode(workers))
         hosts = ", ".join(sorted({worker.host for worker in workers}))
-        with _unless_closed():
+        with contextlib.suppress(OSError):
             self._display.printed(f"{self._folder.path}: {count_of(len(workers), 'worker')} on {hosts}")
             self._display.started(workers)
             if is_first and self._content["progress"]:
@@ -87,25 +87,18 @@ class StatusFile(Display):
             self.write()
         # The display receives the workers first; one may report progress while another is starting.
         if self._content["workers"]:
-            with _unless_closed():
+            with contextlib.suppress(OSError):
                 self._display.progressed(progress)
 
     def printed(self, line: str) -> None:
-        with _unless_closed():
+        with contextlib.suppress(OSError):
             self._display.printed(line)
 
     def stopping(self) -> None:
         if self._content["workers"]:
             self.write(state="stopping")
-        with _unless_closed():
+        with contextlib.suppress(OSError):
             self._display.stopping()
-
-
-@contextlib.contextmanager
-def _unless_closed() -> Iterator[None]:
-    """Ignore errors of printing if the reader of the output is gone: the run continues."""
-    with contextlib.suppress(OSError):
-        yield
 
 
 def launch(

@@ -209,9 +209,7 @@ def _with_head(layers: OrderedDict[str, nn.Module], widths: Sequence[int], dropo
         layers["hardswish"] = nn.Hardswish()
     layers["dropout"] = nn.Dropout(dropout)
     layers["head"] = nn.Linear(widths[-2], widths[-1])
-    model = nn.Sequential(layers)
-    he_normal(model)
-    return model
+    return he_normal(nn.Sequential(layers))
 
 
 def _inverted_residual(channels: int, row: Bottleneck, norm: Norm) -> nn.Module:
