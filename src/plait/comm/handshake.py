@@ -120,10 +120,10 @@ class Listener:
         self._closed = False
         threading.Thread(target=self._accept_all, name="plait-listener", daemon=True).start()
 
-    def accept(self, end: float) -> tuple[int, socket.socket]:
+    def accept(self, end: float | None = None) -> tuple[int, socket.socket]:
         """The next authenticated connection, and its rank; TimeoutError at the time `end`."""
         try:
-            return self._proven.get(timeout=max(0.0, end - time.monotonic()))
+            return self._proven.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
         except queue.Empty:
             raise TimeoutError("no process has connected") from None
 

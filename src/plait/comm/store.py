@@ -236,10 +236,6 @@ class StoreClient:
     def num_keys(self) -> int:
         return int(self._ask(Op.COUNT, [])[0])
 
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
-
     def _await(self, op: Op, keys: Sequence[str], seconds: float | None) -> list[bytes]:
         wait_s = self.timeout_s if seconds is None else seconds
         return self._ask(op, keys, str(wait_s), wait_s=wait_s)

@@ -8,7 +8,6 @@ supervisor notices without it.
 from __future__ import annotations
 
 import functools
-import math
 import socket
 import threading
 from collections.abc import Callable
@@ -50,7 +49,7 @@ _KEY = "plait/hosts"
 
 def _watch_others(listener: Listener, others: int, timeout_s: float, on_lost: Callable[[int], None]) -> None:
     for _ in range(others):
-        index, connection = listener.accept(math.inf)
+        index, connection = listener.accept()
         watch = functools.partial(_watch, connection, index, timeout_s, on_lost)
         threading.Thread(target=watch, name="plait-hosts", daemon=True).start()
     listener.close()
