@@ -92,7 +92,7 @@ def test_sending_waits_for_nobody_and_channels_are_apart(hosts: tuple[str, ...])
 
 def buffer_count(channels: Channels, peer: int) -> int:
     """The buffers for messages to and from `peer`, used or free; over TCP the messages on their way."""
-    link = channels._links[peer]
+    link = channels.links[peer]
     if isinstance(link, SharedLink):
         return len(link._ours) + len(link._theirs)
     return sum(link._under_way.values())
