@@ -329,7 +329,7 @@ def test_a_users_own_function_decides_with_and_without_a_state():
         ("batchsize", {"most": 4}, "did you mean 'batch-size'"),
         ("batch-size", {}, "'most' is missing"),
         ("batch-size", {"most": 64, "factr": 3}, "did you mean 'factor'"),
-        ("batch-size", {"most": "64"}, "expected int"),
+        ("batch-size", {"most": "64"}, "expected a whole number"),
         ("batch-size", {"most": 64, "lr": "cubic"}, "one of linear, sqrt, adascale"),
         ("batch-size", {"most": 64, "factor": 1.0}, "factor above 1"),
         ("topology", {"candidates": []}, "expected candidates"),

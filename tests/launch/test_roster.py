@@ -8,7 +8,7 @@ import pytest
 
 from plait.core.errors import InputError
 from plait.launch.membership import Membership, Memberships
-from plait.launch.membership_decisions import NextSteps, Roster, StaleVersionError
+from plait.launch.membership_decisions import ControlRequest, NextSteps, Roster, StaleVersionError
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
 
@@ -37,7 +37,7 @@ def get_ready(roster: Roster) -> list[int]:
 
 def test_joiners_become_members_once_all_of_them_are_ready():
     roster = roster_of(2)
-    roster.resize(4)
+    roster.apply(ControlRequest(4))
     starts = roster.next_steps().start
     assert [(start.worker, start.slot) for start in starts] == [(2, 2), (3, 3)]
     roster.on_ready(3)
@@ -53,9 +53,9 @@ def test_joiners_become_members_once_all_of_them_are_ready():
 
 def test_nobody_joins_or_leaves_while_members_take_their_places():
     roster = roster_of(3)
-    roster.resize(2)
+    roster.apply(ControlRequest(2))
     assert roster.next_steps().publish is not None
-    roster.resize(1)
+    roster.apply(ControlRequest(1))
     assert roster.next_steps().publish is None
     join(roster)
     published = roster.next_steps().publish
@@ -66,7 +66,7 @@ def test_nobody_joins_or_leaves_while_members_take_their_places():
 def test_workers_that_fail_before_they_take_part_are_started_elsewhere_and_then_no_more():
     roster = Roster((Host("w0", 2), Host("w1", 0), Host("w2", 0)), [2, 2, 2], ElasticRules(1, 6))
     join(roster)
-    roster.resize(3)
+    roster.apply(ControlRequest(3))
     hosts = []
     for stage in ("starting", "ready", "member"):
         (start,) = roster.next_steps().start
@@ -82,19 +82,19 @@ def test_workers_that_fail_before_they_take_part_are_started_elsewhere_and_then_
     assert hosts == [1, 2, 1]
     assert roster.gives_up_joiners
     assert roster.next_steps() == NextSteps()
-    roster.resize(4)
+    roster.apply(ControlRequest(4))
     assert [start.host for start in roster.next_steps().start] == [2, 2]
 
 
-@pytest.mark.parametrize("workers", [2.5, "3", True, None])
+@pytest.mark.parametrize("workers", [2.5, "3", True])
 def test_a_number_of_workers_that_is_none_is_refused(workers: object):
     with pytest.raises(InputError, match=r"workers: found .*, expected a whole number"):
-        roster_of(2).resize(workers)
+        roster_of(2).apply(ControlRequest(workers))
 
 
 def test_any_worker_may_leave():
     roster = roster_of(3)
-    roster.resize(2, without=[0])
+    roster.apply(ControlRequest(2, without=(0,)))
     published = roster.next_steps().publish
     assert published is not None
     assert (published.members, published.lost) == ((1, 2), ())
@@ -152,13 +152,13 @@ def test_too_few_workers_end_the_job():
 
 def test_workers_that_never_get_ready_are_started_a_few_times_only():
     roster = roster_of(1)
-    roster.resize(2)
+    roster.apply(ControlRequest(2))
     started = 0
     while starts := roster.next_steps().start:
         started += len(starts)
         roster.on_gone(starts[0].worker, "ended with status 1")
     assert started == 3
-    roster.resize(2)
+    roster.apply(ControlRequest(2))
     assert roster.next_steps().start != ()
 
 
@@ -180,29 +180,30 @@ def test_losses_without_a_step_in_between_end_the_job():
 
 def test_a_stale_version_is_refused_and_changes_nothing():
     roster = roster_of(2)
-    assert roster.resize(3, version=1).version == 2
+    roster.apply(ControlRequest(3, version=1))
+    assert roster.target.version == 2
     with pytest.raises(StaleVersionError, match="found 1, but .* to 3 .version 2.; look at it again"):
-        roster.resize(4, version=1)
+        roster.apply(ControlRequest(4, version=1))
     assert roster.target.workers == 3
 
 
 @pytest.mark.parametrize("workers", [0, 7, -1])
 def test_a_number_of_workers_out_of_bounds_is_refused(workers: int):
     with pytest.raises(InputError, match=f"workers: found {workers}, expected 1 to 6"):
-        roster_of(2).resize(workers)
+        roster_of(2).apply(ControlRequest(workers))
 
 
 def test_hosts_say_how_many_workers_each_of_them_holds():
     roster = Roster((Host("w0", 2), Host("w1", 2)), [2, 2], ElasticRules(1, 8))
     join(roster)
-    roster.use_hosts([Host("w1", 3)])
+    roster.apply(ControlRequest(hosts=(Host("w1", 3),)))
     assert [(start.host, start.slot) for start in roster.next_steps().start] == [(1, 2)]
     roster.on_ready(4)
     published = roster.next_steps().publish
     assert published is not None
     assert (published.members, published.hosts) == ((2, 3, 4), ("w1", "w1", "w1"))
     with pytest.raises(InputError, match="hosts: found 'w7', expected hosts that the job has: w0, w1"):
-        roster.use_hosts([Host("w7", 1)])
+        roster.apply(ControlRequest(hosts=(Host("w7", 1),)))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -214,7 +215,7 @@ def test_whatever_happens_the_wanted_number_of_workers_is_reached(seed: int):
         roster.on_progress(step)
         act = draw.randrange(4)
         if act == 0:
-            roster.resize(draw.randint(1, 6))
+            roster.apply(ControlRequest(draw.randint(1, 6)))
         elif act == 1 and len(set(roster.membership.members) & alive) > 1:
             victim = draw.choice(sorted(alive))
             alive.discard(victim)
@@ -239,7 +240,7 @@ def _join_all(roster: Roster, alive: set[int]) -> None:
 
 def test_a_job_whose_members_have_finished_waits_for_no_joiner():
     roster = roster_of(1)
-    roster.resize(2)
+    roster.apply(ControlRequest(2))
     get_ready(roster)
     assert roster.next_steps().publish is not None
     assert not roster.is_over()
@@ -249,7 +250,7 @@ def test_a_job_whose_members_have_finished_waits_for_no_joiner():
 
 def test_a_member_that_is_lost_when_others_are_done_leaves_nothing_to_a_joiner():
     roster = roster_of(2)
-    roster.resize(3)
+    roster.apply(ControlRequest(3))
     get_ready(roster)
     assert roster.next_steps().publish is not None
     roster.on_done(0)
@@ -260,7 +261,7 @@ def test_a_member_that_is_lost_when_others_are_done_leaves_nothing_to_a_joiner()
 
 def test_a_worker_that_was_to_leave_goes_on_where_all_others_are_lost():
     roster = roster_of(2)
-    roster.resize(1)
+    roster.apply(ControlRequest(1))
     published = roster.next_steps().publish
     assert published is not None
     assert (published.members, roster.leavers()) == ((0,), [1])
@@ -272,7 +273,7 @@ def test_a_worker_that_was_to_leave_goes_on_where_all_others_are_lost():
 
 def test_workers_that_all_leave_hand_their_state_to_those_that_come():
     roster = roster_of(1)
-    roster.resize(1, without=[0])
+    roster.apply(ControlRequest(1, without=(0,)))
     assert get_ready(roster) == [1]
     published = roster.next_steps().publish
     assert published is not None

@@ -161,7 +161,7 @@ def sweep_rank(
     if rank == 0:
         ranks = tuple(range(worker.world_size))
         made = make_coordinator(settings, folder, ranks, resume)
-        coordinator = AnsweringThread(open_store(str(worker.store.address)), made)
+        coordinator = AnsweringThread(open_store(worker.store.address.text), made)
     with mock.patch.object(dist, "destroy_process_group"):
         sweep_worker.sweep(worker, request)
     dist.barrier()

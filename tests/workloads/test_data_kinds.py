@@ -54,7 +54,7 @@ def test_a_missing_option_is_named():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("image-folder", {"path": "x", "size": "big"}, r"data\.size: found 'big', expected int"),
+        ("image-folder", {"path": "x", "size": "big"}, r"data\.size: found 'big', expected a whole number"),
         ("image-folder", {"path": "x", "size": 0}, r"data\.size: found 0, expected at least 1"),
         ("text", {"path": 7}, r"data\.path: found 7, expected Path"),
         ("text", {"path": "x", "level": "wrd"}, r"data\.level: found 'wrd', expected one of word, char"),
@@ -62,7 +62,7 @@ def test_a_missing_option_is_named():
         ("text", {"path": "x", "length": 0}, r"data\.length: found 0, expected at least 1"),
         ("text", {"path": "x", "vocabulary": 1}, r"data\.vocabulary: found 1, expected at least 2"),
         ("cifar", {"path": "x", "classes": 20}, r"data\.classes: found 20, expected one of 10, 100"),
-        ("synthetic", {"shape": ["a"]}, r"data\.shape\[0\]: found 'a', expected int"),
+        ("synthetic", {"shape": ["a"]}, r"data\.shape\[0\]: found 'a', expected a whole number"),
         ("synthetic", {"shape": [0]}, r"data\.shape: found \[0\], expected sizes of at least 1"),
         ("synthetic", {"shape": [2], "samples": 0}, r"data\.samples: found 0, expected at least 1"),
         ("synthetic", {"shape": [2], "classes": 2, "target_shape": [1]}, "both classes and target_shape"),
@@ -79,7 +79,7 @@ def test_options_are_checked_and_converted_without_reading_a_file():
     assert factory is KINDS["text"]
     assert options == {"path": Path.home() / "missing.txt", "length": 9}
     assert check("synthetic", {"shape": [2, 3]})[1] == {"shape": (2, 3)}
-    with pytest.raises(DataError, match=r"data\.length: found 'nine', expected int"):
+    with pytest.raises(DataError, match=r"data\.length: found 'nine', expected a whole number"):
         check("text", {"path": "missing.txt", "length": "nine"})
 
 

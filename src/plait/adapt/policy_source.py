@@ -8,11 +8,10 @@ from typing import Any
 
 from plait.adapt.changes import ChangeRequest
 from plait.adapt.history import SignalHistory
-from plait.adapt.policies.policy import Policy
+from plait.adapt.policies.policy import Policy, Proposal
 from plait.adapt.policies.step_table import StepBased
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
-from plait.core.run_events import Signals
 
 
 @dataclass
@@ -53,20 +52,16 @@ class PolicySource:
         is_new = bool(signals) and signals[-1].step > self._history.asked_at
         requests: list[ChangeRequest] = []
         for named in self._policies:
+            proposals: Sequence[Proposal] = ()
             if isinstance(named.policy, StepBased):
-                requests += [
-                    ChangeRequest(each.change, named.name, each.why) for each in named.policy.at(step)
-                ]
+                proposals = named.policy.at(step)
             elif is_new:
-                requests += self._ask(named, signals)
+                decision = named.policy.decide(signals, named.state)
+                proposals, named.state = decision.proposals, decision.state
+            requests += [ChangeRequest(each.change, named.name, each.why) for each in proposals]
         if is_new:
             self._history.asked_at = signals[-1].step
         return requests
-
-    def _ask(self, named: NamedPolicy, signals: Sequence[Signals]) -> list[ChangeRequest]:
-        decision = named.policy.decide(signals, named.state)
-        named.state = decision.state
-        return [ChangeRequest(each.change, named.name, each.why) for each in decision.proposals]
 
     def state(self) -> dict[str, Any]:
         """The state for `load`, as plain values: each policy's state by name and index."""

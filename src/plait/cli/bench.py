@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from plait.cli.os_errors import os_errors_as_messages
+from plait.cli.train import JsonFlag
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
@@ -48,7 +49,7 @@ def bench(
     ] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows as CSV.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the rows, where the experiment can.")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json_: JsonFlag = False,
 ) -> None:
     """Run an experiment and its baseline side by side; exit status 1 when a claim does not hold.
 

@@ -7,11 +7,13 @@ import io
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from plait.cli.train import JsonFlag, train
 from plait.core.errors import InputError
 from plait.core.files import write_atomic
 from plait.core.units import show_seconds
@@ -33,7 +35,7 @@ RATES = "optimizer.lr=log:1e-3:1:8"
 
 def demo(
     run_dir: Annotated[Path, typer.Option(help="Where the tour's files go.")] = Path("runs"),
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json_: JsonFlag = False,
 ) -> None:
     """Take the tour on this machine: measure a model, plan it, train it on real data, and sweep it.
 
@@ -41,7 +43,6 @@ def demo(
     """
     from plait.cli.planning import plan, profile
     from plait.cli.sweep import sweep
-    from plait.cli.train import train
 
     started = time.monotonic()
     job, measured, picture = run_dir / "demo.yaml", run_dir / "demo.profile.json", run_dir / "demo.png"
@@ -50,35 +51,36 @@ def demo(
         write_atomic(job, text)
     elif job.read_bytes() != text.encode():
         raise InputError(f"{job}: exists already and is another file; choose another folder with --run-dir")
+    steps: dict[str, tuple[str, str, Callable[..., None]]] = {
+        "profile": (
+            "Measure it, layer by layer",
+            f"plait profile {job} --batch 16 -o {measured}",
+            partial(profile, job, output=measured, batch=16),
+        ),
+        "plan": (
+            "Plan it for two devices",
+            f"plait plan {measured} --devices 2 --timeline {picture}",
+            partial(plan, measured, devices="2", timeline=picture),
+        ),
+        "train": ("Train it over two workers", f"plait train {job}", partial(train, job)),
+        "sweep": (
+            "Try eight learning rates, four at a time in one fused module on each worker",
+            f"plait sweep {job} --over {RATES} --set epochs=1 --width 4",
+            partial(sweep, job, over=[RATES], set_=["epochs=1"], width=4),
+        ),
+    }
     if json_:
-        results = {
-            "profile": _json_of(lambda: profile(job, output=measured, batch=16, json_=True)),
-            "plan": _json_of(lambda: plan(measured, timeline=picture, json_=True)),
-            "train": _json_of(lambda: train(job, json_=True)),
-            "sweep": _json_of(lambda: sweep(job, over=[RATES], set_=["epochs=1"], width=4, json_=True)),
-        }
+        results = {name: _json_of(partial(verb, json_=True)) for name, (_, _, verb) in steps.items()}
         print(json.dumps({**results, "seconds": time.monotonic() - started}))
         return
     print("Plait takes a small ResNet and scikit-learn's 1,797 handwritten digits. The job file:\n")
     print("    " + DIGITS.replace("\n", "\n    ").rstrip())
-    _print_step("Measure it, layer by layer", f"plait profile {job} --batch 16 -o {measured}")
-    profile(job, output=measured, batch=16)
-    _print_step("Plan it for two devices", f"plait plan {measured} --devices 2 --timeline {picture}")
-    plan(measured, devices="2", timeline=picture)
-    _print_step("Train it over two workers", f"plait train {job}")
-    train(job)
-    _print_step(
-        "Try eight learning rates, four at a time in one fused module on each worker",
-        f"plait sweep {job} --over {RATES} --set epochs=1 --width 4",
-    )
-    sweep(job, over=[RATES], set_=["epochs=1"], width=4)
+    for what, command, verb in steps.values():
+        print(f"\n{what}:\n$ {command}", flush=True)
+        verb()
     print(f"\nThe tour took {show_seconds(time.monotonic() - started)}; all of it was measured just now.")
     print(f"Look at {picture} and the newest {run_dir}/demo-* (events, logs, checkpoints); change something:")
     print(f"  plait train {job} -np 1 --set optimizer.lr=0.1")
-
-
-def _print_step(what: str, command: str) -> None:
-    print(f"\n{what}:\n$ {command}", flush=True)
 
 
 def _json_of(verb: Callable[[], None]) -> Any:

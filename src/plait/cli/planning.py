@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import replace
@@ -62,9 +61,8 @@ def profile(
     asked = read_job(job, [*(set_ or []), *placement_overrides(workers, hosts, nic)])
     placement = replace(asked.placement, threads=threads)
     together = links and sum(host.slots for host in placement.hosts) > 1
-    measure = _measure_together if together else _measure_alone
     with searching(os.getcwd(), asked.folder):
-        measured = measure(asked.settings(), placement, batch, repeats, quiet or json_)
+        measured = _measure(asked.settings(), placement, batch, repeats, together, quiet or json_)
     from plait.profiler.profile import save_profile
 
     target = output or Path(f"{asked.name}.profile.json")
@@ -80,41 +78,36 @@ def profile(
         _show_profile(measured, target, graph)
 
 
-def _measure_together(
-    settings: TrainSettings, placement: Placement, batch: int | None, repeats: int, quiet: bool
+def _measure(
+    settings: TrainSettings,
+    placement: Placement,
+    batch: int | None,
+    repeats: int,
+    together: bool,
+    quiet: bool,
 ) -> Profile:
-    """Measure on all of the job's workers at once, as `parallel.plan: auto` does."""
-    from rich.console import Console
-
-    from plait.measure.job import ProfileRequest, profile_together
-
-    size = batch or settings.data.batch_size
-    request = ProfileRequest(settings, (size,), repeats, verify=settings.verify.start != "off")
-    console = Console(stderr=True)
-    status = console.status("measuring on all workers at once")
-    with status if console.is_terminal and not quiet else contextlib.nullcontext():
-        (measured,) = profile_together(request, placement)
-        return measured
-
-
-def _measure_alone(
-    settings: TrainSettings, placement: Placement, batch: int | None, repeats: int, quiet: bool
-) -> Profile:
+    """Measure in this process or, as `parallel.plan: auto` does, on all of the job's workers at once."""
     from rich.console import Console
     from rich.progress import Progress
 
-    from plait.measure.job import profile_job
+    from plait.measure.job import ProfileRequest, profile_job, profile_together
 
-    console = Console(stderr=True)
+    console, verify = Console(stderr=True), settings.verify.start != "off"
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=None)
+        task = bar.add_task(f"measuring{' on all workers at once' if together else ''}", total=None)
+        if together:
+            size = batch or settings.data.batch_size
+            (measured,) = profile_together(
+                ProfileRequest(settings, (size,), repeats, verify=verify), placement
+            )
+            return measured
         return profile_job(
             settings,
             batch,
             threads=placement.threads,
             repeats=repeats,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
-            verify=settings.verify.start != "off",
+            verify=verify,
         )
 
 

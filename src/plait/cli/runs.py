@@ -14,6 +14,7 @@ import typer
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.status_file import read_cause, read_status
+from plait.cli.train import JsonFlag
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.names import searching
@@ -26,7 +27,6 @@ RunArgument = Annotated[
     str, typer.Argument(help="A run's folder, its name, or a job's name.", show_default=False)
 ]
 RunsFolder = Annotated[Path, typer.Option(help="Where runs are looked up by name.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 LONGEST_S = 1e6
 

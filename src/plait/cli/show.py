@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.display import WorkerState
+from plait.launch.display import Display, WorkerState
 from plait.schema.results import RunResult, show_metric, show_metrics
 
 PLAIN_LINE_S = 5.0
 
 
-class ProgressDisplay(ABC):
+class ProgressDisplay(Display, ABC):
     """Shows progress and the output of workers on standard error; on a terminal by `_live`."""
 
     def __init__(self, quiet: bool = False) -> None:

@@ -168,7 +168,11 @@ class SweepDisplay(ProgressDisplay):
         """Print nothing: the table has the workers."""
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
-        self._show_arrays([decode(ArrayResult, array) for array in progress.get("arrays", [])])
+        for array in [decode(ArrayResult, each) for each in progress.get("arrays", [])]:
+            known = (array.fused, array.why)
+            if self._arrays.get(array.number) != known:
+                self._arrays[array.number] = known
+                self.printed(describe_array(array))
         for trial, why in progress.get("failed", {}).items():
             if trial not in self._failed:
                 self._failed.add(trial)
@@ -178,14 +182,6 @@ class SweepDisplay(ProgressDisplay):
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
         else:
             self._print_rarely(describe_sweep(progress))
-
-    def _show_arrays(self, arrays: Sequence[ArrayResult]) -> None:
-        """Print a line for each new array and for each that has changed."""
-        for array in arrays:
-            known = (array.fused, array.why)
-            if self._arrays.get(array.number) != known:
-                self._arrays[array.number] = known
-                self.printed(describe_array(array))
 
 
 def describe_sweep(progress: Mapping[str, Any]) -> str:

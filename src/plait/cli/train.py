@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +17,6 @@ from plait.core.shown import shown
 from plait.core.yaml_text import YamlError, load_yaml
 from plait.launch.run_dir import RunDir, RunKind
 from plait.schema.results import RunResult
-
-if TYPE_CHECKING:
-    from plait.schema.job import Job
 
 STOPPED = 130
 
@@ -61,6 +58,8 @@ def train(
 
     Example: plait train examples/digits.yaml -np 2 --set optimizer.lr=0.05
     """
+    from plait.cli.show import RunDisplay
+    from plait.jobs.train import train as train_job
     from plait.schema.job import read_job
 
     chosen = [("parallel.plan", plan)] if plan is not None else []
@@ -76,7 +75,8 @@ def train(
                 *adapt_overrides(adapt),
             ],
         )
-        result = run_job(asked, resume=resume, run=run, quiet=quiet or json_)
+        with RunDisplay(quiet or json_) as display:
+            result = train_job(asked, resume=resume, run_folder=run, display=display)
     if json_:
         print(json.dumps(result.to_dict()))
     else:
@@ -133,15 +133,6 @@ def _numbers(flag: str, text: str, expected: str) -> tuple[float, float]:
     if not all(map(math.isfinite, pair)) or (flag == "--slow" and not pair[0].is_integer()):
         raise JobError(f"{flag}: found {shown(text)}, expected {expected}")
     return pair
-
-
-def run_job(asked: Job, *, resume: bool = False, run: str | None = None, quiet: bool = False) -> RunResult:
-    """Run the job and display its progress."""
-    from plait.cli.show import RunDisplay
-    from plait.jobs.train import train as train_job
-
-    with RunDisplay(quiet) as display:
-        return train_job(asked, resume=resume, run_folder=run, display=display)
 
 
 def show_warnings(warnings: Sequence[str], quiet: bool) -> None:

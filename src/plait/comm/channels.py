@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import LostPeer, PeerError, PlaitError
 
 
+@dataclass(eq=False)
 class Channels:
     """This worker's channels to its peers.
 
@@ -37,23 +37,11 @@ class Channels:
     called periodically while this worker waits; an exception from it ends the wait.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        links: Mapping[int, Link],
-        deadline_s: float,
-        window: int,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self._rank = rank
-        self._check = check
-        self._links = dict(links)
-        self._deadline_s = deadline_s
-        self._window = window
-
-    def buffer_count(self, peer: int) -> int:
-        """The number of buffers for messages to and from `peer`, used or free."""
-        return self._links[peer].buffer_count
+    rank: int
+    links: Mapping[int, Link]
+    deadline_s: float
+    window: int
+    check: Callable[[], None] | None = None
 
     def send(
         self,
@@ -65,21 +53,21 @@ class Channels:
         note: str = "",
     ) -> None:
         """Send a message; `what` describes it in errors. The tensors may be changed after the call."""
-        link = self._links[peer]
-        end = time.monotonic() + self._deadline_s
-        while link.under_way(channel) >= self._window:
+        link = self.links[peer]
+        end = time.monotonic() + self.deadline_s
+        while link.under_way(channel) >= self.window:
             self._wait(peer, end, f"to take {what}")
         link.send(channel, number, tensors, note)
 
     def receive(self, peer: int, channel: int, number: int, what: str) -> Message:
         """Wait for message `number` of the channel; `what` describes it in errors."""
-        link = self._links[peer]
-        end = time.monotonic() + self._deadline_s
+        link = self.links[peer]
+        end = time.monotonic() + self.deadline_s
         while (message := link.take(channel)) is None:
             self._wait(peer, end, f"for {what}")
         if message.content.number != number:
             raise PlaitError(
-                f"worker {self._rank} waited for {what}, number {number}, but worker {peer} sent number "
+                f"worker {self.rank} waited for {what}, number {number}, but worker {peer} sent number "
                 f"{message.content.number}; the workers run different schedules"
             )
         return message
@@ -87,45 +75,42 @@ class Channels:
     @property
     def seen_gpu_bytes(self) -> int:
         """The size of the peers' GPU memory that this worker has opened to read messages."""
-        return sum(link.seen_gpu_bytes for link in self._links.values() if isinstance(link, SharedLink))
+        return sum(link.seen_gpu_bytes for link in self.links.values() if isinstance(link, SharedLink))
 
     def close(self) -> None:
         """Close all channels; peers that wait for no message are not affected."""
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
 
     def _wait(self, peer: int, end: float, what: str) -> None:
         """Wait for a notice from any peer; if another peer than `peer` has died, the error names that one."""
-        gone = [p for p, link in self._links.items() if link.lost]
+        gone = [p for p, link in self.links.items() if link.lost]
         if gone:
             raise PeerError(
-                f"worker {gone[0]} is gone while worker {self._rank} waited {what} (worker {peer}); look at "
+                f"worker {gone[0]} is gone while worker {self.rank} waited {what} (worker {peer}); look at "
                 f"the log of worker {gone[0]}",
                 LostPeer.GONE,
                 gone[0],
             )
-        if self._links[peer].ended:
+        if self.links[peer].ended:
             raise PeerError(
-                f"worker {self._rank} waited {what}, but worker {peer} has ended", LostPeer.GONE, peer
+                f"worker {self.rank} waited {what}, but worker {peer} has ended", LostPeer.GONE, peer
             )
         if time.monotonic() >= end:
-            self._say_silent(peer, what)
-        for link in self._links.values():
+            raise PeerError(
+                f"worker {self.rank} waited {self.deadline_s:g} s for worker {peer} {what}; it hangs, or "
+                f"is slower than parallel.timeout_s allows",
+                LostPeer.SILENT,
+                peer,
+            )
+        for link in self.links.values():
             if isinstance(link, SharedLink):
                 link.give_back(wait=True)
         left = end - time.monotonic()
-        if self._check is not None:
-            self._check()
+        if self.check is not None:
+            self.check()
             left = min(left, CHECK_S)
-        wait_for_notices(self._links.values(), left)
-
-    def _say_silent(self, peer: int, what: str) -> NoReturn:
-        raise PeerError(
-            f"worker {self._rank} waited {self._deadline_s:g} s for worker {peer} {what}; it hangs, or is "
-            f"slower than parallel.timeout_s allows",
-            LostPeer.SILENT,
-            peer,
-        )
+        wait_for_notices(self.links.values(), left)
 
 
 @dataclass(frozen=True)

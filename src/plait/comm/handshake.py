@@ -12,15 +12,15 @@ import contextlib
 import hashlib
 import hmac
 import os
+import queue
 import secrets
 import select
-import selectors
 import socket
 import struct
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 SECRET_BYTES = 32
@@ -91,50 +91,11 @@ def _is_same_user(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-class _Pending:
-    """A connection that is not yet authenticated."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.end = time.monotonic() + PROVE_S
-        self.rank = -1
-        self._received = b""
-        self._expected = b""
-
-    def advance(self, secret: bytes, purpose: str) -> bool:
-        """Read what has arrived; True once the other end is authenticated. Raises OSError if that fails."""
-        wanted = _PROOF_BYTES if self._expected else _GREETING.size
-        data = self.connection.recv(wanted - len(self._received))
-        if not data:
-            raise HandshakeError("the connection was closed")
-        self._received += data
-        if len(self._received) < wanted:
-            return False
-        received, self._received = self._received, b""
-        if not self._expected:
-            self._answer(received, secret, purpose)
-            return False
-        if not hmac.compare_digest(received, self._expected):
-            raise HandshakeError("wrong proof")
-        return True
-
-    def _answer(self, greeting: bytes, secret: bytes, purpose: str) -> None:
-        magic, self.rank, theirs = _GREETING.unpack(greeting)
-        if magic != _MAGIC:
-            raise HandshakeError("not a greeting")
-        nonce = secrets.token_bytes(16)
-        self.connection.send(
-            _ANSWER.pack(nonce, _mac(secret, b"listener", purpose, self.rank, theirs, nonce))
-        )
-        self._expected = _mac(secret, b"connector", purpose, self.rank, nonce, theirs)
-
-
 class Listener:
     """Accepts connections of the job's processes; `purpose` must be equal on both ends.
 
     Without a `host`, only processes of this machine can connect; then, with `packets`, the socket keeps
-    message boundaries.
+    message boundaries. Each connection has a thread until it is authenticated, and so delays no other.
     """
 
     def __init__(
@@ -152,79 +113,81 @@ class Listener:
             self._socket.bind((host or "127.0.0.1", 0))
             self.address = Address("tcp:{}:{}".format(*self._socket.getsockname()))
         self._socket.listen(MOST_PENDING)
-        self._socket.setblocking(False)
-        self._pending: dict[socket.socket, _Pending] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
+        # The connections that are not authenticated yet, oldest first, and those that are, with their ranks.
+        self._pending: dict[socket.socket, None] = {}
+        self._proven: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._accept_all, name="plait-listener", daemon=True).start()
 
-    def fileno(self) -> int:
-        """A descriptor that is readable if `poll` has something to do."""
-        return self._selector.fileno()
-
-    def poll(self, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-        """The newly authenticated connections, with their ranks; waits at most `seconds`.
-
-        The returned sockets are in blocking mode.
-        """
-        for key, _ in self._selector.select(max(0.0, seconds)):
-            if key.fileobj is self._socket:
-                self._accept_new()
-                continue
-            assert isinstance(key.fileobj, socket.socket)
-            pending = self._pending.get(key.fileobj)
-            if pending is None:  # it was dropped for a newer connection
-                continue
-            try:
-                proven = pending.advance(self._secret, self._purpose)
-            except BlockingIOError:
-                continue
-            except OSError:
-                self._drop(pending)
-                continue
-            if proven:
-                self._forget(pending)
-                pending.connection.setblocking(True)
-                yield pending.rank, pending.connection
-        now = time.monotonic()
-        for pending in [p for p in self._pending.values() if p.end < now]:
-            self._drop(pending)
-
-    def accept(self, end: float) -> tuple[int, socket.socket]:
+    def accept(self, end: float | None = None) -> tuple[int, socket.socket]:
         """The next authenticated connection, and its rank; TimeoutError at the time `end`."""
-        while (left := end - time.monotonic()) > 0:
-            for connection in self.poll(min(left, 1.0)):
-                return connection
-        raise TimeoutError("no process has connected")
+        try:
+            return self._proven.get(timeout=None if end is None else max(0.0, end - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError("no process has connected") from None
 
-    def _accept_new(self) -> None:
-        for _ in range(MOST_PENDING):
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # none left, or its other end is gone, or no descriptor is free
-                return
-            if not _is_same_user(connection):
-                connection.close()
-                continue
-            if len(self._pending) >= MOST_PENDING:
-                self._drop(next(iter(self._pending.values())))
-            pending = _Pending(connection)
-            self._pending[connection] = pending
-            self._selector.register(connection, selectors.EVENT_READ)
+    def _accept_all(self) -> None:
+        with self._socket:
+            while not self._closed:
+                try:
+                    connection, _ = self._socket.accept()
+                except OSError:  # its other end is gone, or no descriptor is free
+                    time.sleep(0.0 if self._closed else _RETRY_S)
+                    continue
+                if not _is_same_user(connection):
+                    connection.close()
+                    continue
+                with self._lock:
+                    if len(self._pending) >= MOST_PENDING:
+                        self._drop(next(iter(self._pending)))
+                    self._pending[connection] = None
+                threading.Thread(target=self._take, args=(connection,), daemon=True).start()
 
-    def _forget(self, pending: _Pending) -> None:
-        del self._pending[pending.connection]
-        self._selector.unregister(pending.connection)
+    def _take(self, connection: socket.socket) -> None:
+        """Authenticate a connection, or close it."""
+        with contextlib.suppress(OSError):
+            rank = self._authenticate(connection)
+            with self._lock:
+                if connection in self._pending:
+                    del self._pending[connection]
+                    self._proven.put((rank, connection))
+                    return
+        with self._lock:
+            self._pending.pop(connection, None)
+        connection.close()
 
-    def _drop(self, pending: _Pending) -> None:
-        self._forget(pending)
-        pending.connection.close()
+    def _authenticate(self, connection: socket.socket) -> int:
+        """The rank of the other end, which knows the secret; raises OSError if it does not."""
+        end = time.monotonic() + PROVE_S
+        magic, rank, theirs = _GREETING.unpack(_receive(connection, _GREETING.size, end))
+        if magic != _MAGIC:
+            raise HandshakeError("not a greeting")
+        nonce = secrets.token_bytes(16)
+        proof = _mac(self._secret, b"listener", self._purpose, rank, theirs, nonce)
+        connection.sendall(_ANSWER.pack(nonce, proof))
+        expected = _mac(self._secret, b"connector", self._purpose, rank, nonce, theirs)
+        if not hmac.compare_digest(_receive(connection, _PROOF_BYTES, end), expected):
+            raise HandshakeError("wrong proof")
+        connection.settimeout(None)
+        return int(rank)
+
+    def _drop(self, connection: socket.socket) -> None:
+        """Shut down a connection, which its thread then closes."""
+        del self._pending[connection]
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Stop accepting; connections that were returned stay open."""
-        for pending in list(self._pending.values()):
-            self._drop(pending)
-        self._selector.close()
-        self._socket.close()
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+        with self._lock:
+            for connection in list(self._pending):
+                self._drop(connection)
+            while not self._proven.empty():
+                self._proven.get()[1].close()
 
 
 def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: float) -> socket.socket:
@@ -248,13 +211,14 @@ def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: f
 def _connect_once(address: Address, secret: bytes, purpose: str, rank: int, end: float) -> socket.socket:
     connection = address.open_socket()
     try:
-        connection.settimeout(min(PROVE_S, max(0.001, end - time.monotonic())))
+        end = min(end, time.monotonic() + PROVE_S)
+        connection.settimeout(max(0.001, end - time.monotonic()))
         connection.connect(address.target)
         if not _is_same_user(connection):
             raise StrangerError("a process of another user listens there")
         nonce = secrets.token_bytes(16)
         connection.sendall(_GREETING.pack(_MAGIC, rank, nonce))
-        theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size))
+        theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size, end))
         if not hmac.compare_digest(proof, _mac(secret, b"listener", purpose, rank, nonce, theirs)):
             raise StrangerError("the listener does not know the job's secret")
         connection.sendall(_mac(secret, b"connector", purpose, rank, theirs, nonce))
@@ -266,10 +230,11 @@ def _connect_once(address: Address, secret: bytes, purpose: str, rank: int, end:
         raise
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    """Exactly `count` bytes."""
+def _receive(connection: socket.socket, count: int, end: float) -> bytes:
+    """Exactly `count` bytes; TimeoutError at the time `end`."""
     data = b""
     while len(data) < count:
+        connection.settimeout(max(0.001, end - time.monotonic()))
         more = connection.recv(count - len(data))
         if not more:
             raise HandshakeError("the connection was closed")

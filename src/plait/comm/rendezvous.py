@@ -10,6 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -30,6 +31,7 @@ def sharing_memory(peers: Iterable[int], own: int, hosts: Sequence[str] | Mappin
     return {peer for peer in peers if shares_memory() and hosts[peer] == hosts[own]}
 
 
+@dataclass(eq=False)
 class Rendezvous:
     """Connects this worker with others of its job.
 
@@ -38,23 +40,16 @@ class Rendezvous:
     the wait.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        secret: bytes,
-        rank: int,
-        hosts: Sequence[str],
-        address: str = "127.0.0.1",
-        timeout_s: float = 300.0,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self.check = check
-        self.store = store
-        self.secret = secret
-        self.rank = rank
-        self.hosts = tuple(hosts)
-        self.timeout_s = timeout_s
-        self._address = address
+    store: dist.Store
+    secret: bytes
+    rank: int
+    hosts: Sequence[str]
+    address: str = "127.0.0.1"
+    timeout_s: float = 300.0
+    check: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.hosts = tuple(self.hosts)
         self._calls = Counter[str]()
         self._groups = Counter[tuple[int, ...]]()
         # The descriptors of the TCP connections of its process groups, by inode.
@@ -86,58 +81,60 @@ class Rendezvous:
         return _AddressExchange(self, where, own, sharing_memory(peers, own, hosts)).link(peers)
 
     def listen(self, purpose: str, near: bool) -> Listener:
-        return Listener(self.secret, purpose, None if near else self._address, packets=near)
+        return Listener(self.secret, purpose, None if near else self.address, packets=near)
 
 
+@dataclass(eq=False)
 class _AddressExchange:
     """One exchange of addresses: lower numbers listen, higher ones connect."""
 
-    def __init__(self, rendezvous: Rendezvous, where: str, own: int, near: set[int]) -> None:
-        self._rendezvous = rendezvous
-        self._where = where
-        self._own = own
-        self._near = near
-        self._end = time.monotonic() + rendezvous.timeout_s
+    rendezvous: Rendezvous
+    where: str
+    own: int
+    near: set[int]
+
+    def __post_init__(self) -> None:
+        self._end = time.monotonic() + self.rendezvous.timeout_s
 
     def link(self, peers: Sequence[int]) -> dict[int, socket.socket]:
-        higher = [peer for peer in peers if peer > self._own]
+        higher = [peer for peer in peers if peer > self.own]
         listeners = {
-            near: self._rendezvous.listen(self._purpose(self._own), near)
+            near: self.rendezvous.listen(self._purpose(self.own), near)
             for near in (True, False)
-            if any((peer in self._near) == near for peer in higher)
+            if any((peer in self.near) == near for peer in higher)
         }
-        store = self._rendezvous.store
+        store = self.rendezvous.store
         connections: dict[int, socket.socket] = {}
         try:
             for near, listener in listeners.items():
-                store.set(self._key(self._own, near), listener.address.text)
-            for peer in (p for p in peers if p < self._own):
+                store.set(self._key(self.own, near), listener.address.text)
+            for peer in (p for p in peers if p < self.own):
                 connections[peer] = self._connect(peer)
             for near, listener in listeners.items():
-                waiting = {peer for peer in higher if (peer in self._near) == near}
+                waiting = {peer for peer in higher if (peer in self.near) == near}
                 connections |= self._accept(listener, waiting)
         finally:
             for near, listener in listeners.items():
                 listener.close()
-                store.delete_key(self._key(self._own, near))
+                store.delete_key(self._key(self.own, near))
         return connections
 
     def _purpose(self, listener: int) -> str:
-        return f"{self._where}/{listener}"
+        return f"{self.where}/{listener}"
 
     def _key(self, listener: int, near: bool) -> str:
-        return f"{self._where}/{listener}/{'local' if near else 'remote'}"
+        return f"{self.where}/{listener}/{'local' if near else 'remote'}"
 
     def _connect(self, peer: int) -> socket.socket:
-        key = self._key(peer, peer in self._near)
-        store = self._rendezvous.store
+        key = self._key(peer, peer in self.near)
+        store = self.rendezvous.store
         try:
             store.wait([key], timedelta(seconds=self._left_s()))
             address = Address(store.get(key).decode())
             while True:
                 seconds = self._slice_s()
                 try:
-                    return connect(address, self._rendezvous.secret, self._purpose(peer), self._own, seconds)
+                    return connect(address, self.rendezvous.secret, self._purpose(peer), self.own, seconds)
                 except TimeoutError:
                     if time.monotonic() >= self._end:
                         raise
@@ -146,13 +143,13 @@ class _AddressExchange:
             raise self._missing([peer]) from failure
 
     def _check(self) -> None:
-        if self._rendezvous.check is not None:
-            self._rendezvous.check()
+        if self.rendezvous.check is not None:
+            self.rendezvous.check()
 
     def _slice_s(self) -> float:
         """How long to wait before calling `check` again."""
         self._check()
-        return self._left_s() if self._rendezvous.check is None else min(CHECK_S, self._left_s())
+        return self._left_s() if self.rendezvous.check is None else min(CHECK_S, self._left_s())
 
     def _accept(self, listener: Listener, waiting: set[int]) -> dict[int, socket.socket]:
         accepted: dict[int, socket.socket] = {}
@@ -172,7 +169,7 @@ class _AddressExchange:
     def _missing(self, peers: Sequence[int]) -> PeerError:
         names = ", ".join(map(str, peers))
         return PeerError(
-            f"worker {self._own} waited {self._rendezvous.timeout_s:g} s to be linked with worker {names}",
+            f"worker {self.own} waited {self.rendezvous.timeout_s:g} s to be linked with worker {names}",
             LostPeer.SILENT,
             peers[0],
         )

@@ -94,7 +94,8 @@ class StoreServer(threading.Thread):
 
     def run(self) -> None:
         while not self._closed:
-            for _, connection in self._listener.poll(1.0):
+            with contextlib.suppress(TimeoutError):
+                _, connection = self._listener.accept(time.monotonic() + 1.0)
                 self._connections.add(connection)
                 threading.Thread(
                     target=self._serve, args=(connection,), name="plait-store", daemon=True
@@ -234,10 +235,6 @@ class StoreClient:
 
     def num_keys(self) -> int:
         return int(self._ask(Op.COUNT, [])[0])
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
 
     def _await(self, op: Op, keys: Sequence[str], seconds: float | None) -> list[bytes]:
         wait_s = self.timeout_s if seconds is None else seconds

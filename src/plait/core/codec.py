@@ -20,6 +20,7 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shortened, shown
 
 T = TypeVar("T")
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", tuple: "a list"}
 
 
 def encode(value: Any) -> Any:
@@ -153,6 +154,6 @@ def _one_of(choices: Sequence[Any]) -> str:
 
 def _expect(holds: bool, data: Any, kind: Any, where: str) -> Any:
     if not holds:
-        name = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+        name = kind if isinstance(kind, str) else _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
         raise ArtefactError(f"{where}: found {shown(data)}, expected {name}")
     return data

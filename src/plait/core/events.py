@@ -1,8 +1,8 @@
 """Typed events: the measurements of a run, one JSON object per line.
 
 Each line holds `t` (seconds since the epoch), `rank`, `kind`, and the fields of that kind of event.
-An event class is a frozen dataclass derived from `Event`; its kind is its name in lower case. Packages
-declare the events they record. docs/events.md documents them.
+An event class derives from `Event`; its kind is its name in lower case. Packages declare the events they
+record. docs/events.md documents them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError
@@ -32,16 +32,16 @@ MOST_KEPT = 100_000
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class Event:
-    """Base of all events; subclasses are registered for `read` when they are defined."""
+    """Base of all events. Subclasses become frozen dataclasses and are registered for `read`."""
 
     kinds: ClassVar[dict[str, type[Event]]] = {}
     # Whether it is written at once, so that a killed worker's record has it.
     is_urgent: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        Event.kinds[cls.kind()] = cls
+        Event.kinds[cls.kind()] = dataclass(frozen=True)(cls)
 
     @classmethod
     def kind(cls) -> str:

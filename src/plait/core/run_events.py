@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from plait.core.events import Event
 
 
-@dataclass(frozen=True)
 class RunStarted(Event):
     """A run, or a resumed part of one, begins; `step` steps were done before.
 
@@ -30,7 +28,6 @@ class RunStarted(Event):
     torch: str
 
 
-@dataclass(frozen=True)
 class Verified(Event):
     """The stages compute what the plain model computes; `notes` lists the changes that this needed."""
 
@@ -38,7 +35,6 @@ class Verified(Event):
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class Audited(Event):
     """Step `step` was repeated in plain PyTorch, which took `seconds`, and compared.
 
@@ -53,7 +49,6 @@ class Audited(Event):
     trial: int | None = None
 
 
-@dataclass(frozen=True)
 class Step(Event):
     """The steps since the previous event: the last one's number, their mean loss, samples and seconds."""
 
@@ -65,7 +60,6 @@ class Step(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
 class Evaluated(Event):
     """The model after `step` steps on the test split."""
 
@@ -75,7 +69,6 @@ class Evaluated(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
 class CheckpointSaved(Event):
     """A checkpoint of the state after `step` steps was written to the run folder."""
 
@@ -84,7 +77,6 @@ class CheckpointSaved(Event):
     best: bool
 
 
-@dataclass(frozen=True)
 class CheckpointRefused(Event):
     """A checkpoint could not be used on resume, and why."""
 
@@ -92,7 +84,6 @@ class CheckpointRefused(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class RunEnded(Event):
     """The run ended: `reason` is finished, stopped, early-stop or diverged."""
 
@@ -102,7 +93,6 @@ class RunEnded(Event):
     samples_per_s: float
 
 
-@dataclass(frozen=True)
 class Operations(Event):
     """The operations of a worker of a pipeline up to `step`, with one entry in each field per operation.
 
@@ -119,7 +109,6 @@ class Operations(Event):
     ends: tuple[float, ...]
 
 
-@dataclass(frozen=True)
 class SweepStarted(Event):
     """A sweep, or a resumed part of one, begins; `ended` trials were done before."""
 
@@ -135,7 +124,6 @@ class SweepStarted(Event):
     replicas: int = 1
 
 
-@dataclass(frozen=True)
 class TrialDrawn(Event):
     """A trial and its values; trials of the same `group` can share an array."""
 
@@ -145,7 +133,6 @@ class TrialDrawn(Event):
     group: str
 
 
-@dataclass(frozen=True)
 class TrialStep(Event):
     """A trial's mean loss over the steps since its previous event."""
 
@@ -154,7 +141,6 @@ class TrialStep(Event):
     loss: float | None
 
 
-@dataclass(frozen=True)
 class TrialEvaluated(Event):
     """A trial after `step` steps on the test split."""
 
@@ -163,7 +149,6 @@ class TrialEvaluated(Event):
     metrics: Mapping[str, float | None]
 
 
-@dataclass(frozen=True)
 class TrialReached(Event):
     """A trial reached a step at which trials are compared; a smaller `result` is better, None is worst.
 
@@ -178,7 +163,6 @@ class TrialReached(Event):
     judged: int = 0
 
 
-@dataclass(frozen=True)
 class TrialCopied(Event):
     """A trial copied another's weights and changed values."""
 
@@ -188,7 +172,6 @@ class TrialCopied(Event):
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
 class TrialGoals(Event):
     """The steps of a trial's goals ahead, counted again for its batch size; the last is its end."""
 
@@ -196,7 +179,6 @@ class TrialGoals(Event):
     goals: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class TrialEnded(Event):
     """A trial ended: `state` is finished, early-stop, dropped, diverged or failed; `why` it failed."""
 
@@ -208,7 +190,6 @@ class TrialEnded(Event):
     why: str = ""
 
 
-@dataclass(frozen=True)
 class ArrayChanged(Event):
     """The trials that a worker trains together from now on; `why` says why they, or more, are not fused.
 
@@ -221,7 +202,6 @@ class ArrayChanged(Event):
     why: str = ""
 
 
-@dataclass(frozen=True)
 class ArrayVerified(Event):
     """A worker compared fused trials with the same trials alone.
 
@@ -236,7 +216,6 @@ class ArrayVerified(Event):
     refused: str | None
 
 
-@dataclass(frozen=True)
 class SweepEnded(Event):
     """The sweep ended: `reason` is finished or stopped; `best` is the best trial."""
 
@@ -247,7 +226,6 @@ class SweepEnded(Event):
     trial_steps_per_s: float
 
 
-@dataclass(frozen=True)
 class Pace(Event):
     """The throughput of one worker of a run that averages weights, since its previous event."""
 
@@ -262,7 +240,6 @@ class Pace(Event):
     bytes_sent: int
 
 
-@dataclass(frozen=True)
 class Settled(Event):
     """All live workers averaged their weights; `distance` is that of this worker's weights to the mean."""
 
@@ -271,7 +248,6 @@ class Settled(Event):
     distance: float
 
 
-@dataclass(frozen=True)
 class SyncChosen(Event):
     """`sync: auto` chose a sync, and why."""
 
@@ -279,7 +255,6 @@ class SyncChosen(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class Changed(Event):
     """A running job was changed after `step` steps: the new values, who asked for it, and why.
 
@@ -296,7 +271,6 @@ class Changed(Event):
     trial: int | None = None
 
 
-@dataclass(frozen=True)
 class LayersMoved(Event):
     """After `step` steps layers moved to other workers: the names of their tensors."""
 
@@ -304,7 +278,6 @@ class LayersMoved(Event):
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class WorkersChanged(Event):
     """After `step` steps the membership changed to this `version`; `members` are worker numbers.
 
@@ -324,7 +297,6 @@ class WorkersChanged(Event):
     why: str
 
 
-@dataclass(frozen=True)
 class Signals(Event):
     """The signals of the monitors for one step, the same on all workers; the input of policies.
 
@@ -350,7 +322,6 @@ class Signals(Event):
     note: str | None = None
 
 
-@dataclass(frozen=True)
 class TrialSignals(Event):
     """The signals of the monitors for a trial's gradients up to `step`."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -231,9 +230,7 @@ class _Raised:
     def _of_its_class(self) -> Exception | None:
         # Created without `__init__`, which may need other arguments; a user's class may raise anything.
         with contextlib.suppress(Exception):
-            kind: Any = importlib.import_module(self.module)
-            for part in self.name.split("."):
-                kind = getattr(kind, part)
+            kind = trees.find_class(self.module, self.name)
             for args in (self.args, (self.text,)):
                 made = kind.__new__(kind, *args)
                 if isinstance(made, Exception) and str(made) == self.text:

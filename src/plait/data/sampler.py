@@ -33,10 +33,10 @@ class Position:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one step over all workers, and the position after it."""
+    """The samples of one step over all workers, by number or those of a stream, and the position after it."""
 
     epoch: int
-    samples: tuple[int, ...]
+    samples: tuple[Any, ...]
     after: Position
 
 

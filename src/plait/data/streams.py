@@ -21,7 +21,7 @@ from plait.core.errors import DataError
 from plait.data.batches import DataSource, read_epoch
 from plait.data.loader import Batch
 from plait.data.loader_processes import load_stream
-from plait.data.sampler import Position, share
+from plait.data.sampler import GlobalBatch, Position, share
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,6 @@ class StreamOrder:
     keep_last: bool
     epochs: int | None
     seed: int
-
-
-@dataclass(frozen=True)
-class _Read:
-    """The samples of one global batch, and the position after it."""
-
-    samples: list[Any]
-    epoch: int
-    after: Position
 
 
 def stream_batches(
@@ -103,7 +94,7 @@ def _shares(source: DataSource, order: StreamOrder, rank: int, world_size: int) 
         read = following
 
 
-def _batches(dataset: Any, order: StreamOrder) -> Iterator[_Read]:
+def _batches(dataset: Any, order: StreamOrder) -> Iterator[GlobalBatch]:
     """All batches, epoch after epoch; the next epoch begins where the stream ends."""
     epoch, begin, state = order.start.epoch, order.start.sample, order.start.stream
     while order.epochs is None or epoch < order.epochs:
@@ -125,18 +116,20 @@ def _empty(order: StreamOrder, epoch: int) -> str:
     )
 
 
-def _epoch_batches(dataset: Any, order: StreamOrder, epoch: int, begin: int, state: Any) -> Iterator[_Read]:
+def _epoch_batches(
+    dataset: Any, order: StreamOrder, epoch: int, begin: int, state: Any
+) -> Iterator[GlobalBatch]:
     samples: list[Any] = []
     number = begin
     for sample in read_epoch(dataset, order.seed, epoch, begin, state):
         samples.append(sample)
         number += 1
         if len(samples) == order.batch_size:
-            yield _Read(samples, epoch, Position(epoch, number, _state_of(dataset)))
+            yield GlobalBatch(epoch, tuple(samples), Position(epoch, number, _state_of(dataset)))
             samples = []
     if samples and order.keep_last:
         # The stream has ended before these are yielded, so its state is that at the start of the next epoch.
-        yield _Read(samples, epoch, Position(epoch + 1, 0, _state_of(dataset)))
+        yield GlobalBatch(epoch, tuple(samples), Position(epoch + 1, 0, _state_of(dataset)))
 
 
 def _state_of(dataset: Any) -> Any:

@@ -124,11 +124,12 @@ def put_together(content: Any, tensor: NextTensor) -> Any:
             array = raw.view(numpy.dtype(dtype)).reshape(shape)
             return array[()] if is_scalar else array
         case [kind, [module, name], items]:
-            return _made(kind, _find(module, name), items, up)
+            return _made(kind, find_class(module, name), items, up)
     raise ValueError(f"found {content!r}, expected what take_apart makes")
 
 
-def _find(module: str, name: str) -> Any:
+def find_class(module: str, name: str) -> Any:
+    """The class of that qualified name."""
     value: Any = importlib.import_module(module)
     for part in name.split("."):
         value = getattr(value, part)

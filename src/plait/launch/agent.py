@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import selectors
 import socket
 import threading
@@ -55,10 +56,14 @@ DRAIN_S = 2.0
 
 def main() -> None:
     """Serve one supervisor, then end."""
-    supervisor = SupervisorLink()
-    request = supervisor.first()
-    if request is None:
-        return
+    supervisor = _link_to_supervisor()
+    request, more = None, True
+    while request is None:
+        if not more:
+            return
+        select.select([supervisor], [], [])
+        received, more = supervisor.receive()
+        request = next((message for message in received if isinstance(message, AgentOrder)), None)
     placement = request.launch.placement
     os.chdir(request.folder)
     os.environ.update(placement.environment)
@@ -104,15 +109,39 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-class _Outbox:
-    """Messages to a process, sent without blocking: they are kept until the pipe or socket has room."""
+class _MessageLink:
+    """Messages to and from a process over pipes or a socket. No call blocks: unsent messages are kept."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
+    def __init__(self, reads: int, writes: int) -> None:
+        self._reads = reads
+        self._writes: int | None = writes
+        for descriptor in (reads, writes):
+            os.set_blocking(descriptor, False)
+        self._lines = LineBuffer()
         self._unsent: deque[memoryview] = deque()
         self.unsent_bytes = 0
         # The threads that watch the other hosts send too.
         self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        return self._reads
+
+    def receive(self) -> tuple[list[JobMessage], bool]:
+        """The messages since the last call, and whether more may come."""
+        received: list[JobMessage] = []
+        while True:
+            try:
+                data = os.read(self._reads, 1 << 16)
+            except BlockingIOError:
+                return received, True
+            except OSError:
+                data = b""
+            if not data:
+                return received, False
+            for line in self._lines.take(data):
+                message = from_line(line)
+                assert message is not None, f"found {line!r}, expected a message"
+                received.append(message)
 
     def send(self, message: JobMessage) -> None:
         content = memoryview(to_line(message))
@@ -122,11 +151,11 @@ class _Outbox:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as possible without blocking."""
+        """Send as much as possible."""
         with self._lock:
             try:
-                while self._unsent and self._descriptor is not None:
-                    sent = os.write(self._descriptor, self._unsent[0])
+                while self._unsent and self._writes is not None:
+                    sent = os.write(self._writes, self._unsent[0])
                     self.unsent_bytes -= sent
                     self._unsent[0] = self._unsent[0][sent:]
                     if not len(self._unsent[0]):
@@ -134,72 +163,26 @@ class _Outbox:
             except BlockingIOError:
                 return
             except OSError:  # the process is gone, which the reader notices
-                self._descriptor = None
-            if self._descriptor is None:
+                self._writes = None
+            if self._writes is None:
                 self._unsent.clear()
                 self.unsent_bytes = 0
 
     def close(self) -> None:
         """Send no more: the descriptor may be reused from now on."""
         with self._lock:
-            self._descriptor = None
+            self._writes = None
 
 
-class SupervisorLink:
-    """The lines to and from the supervisor; does not block after `first`."""
-
-    def __init__(self) -> None:
-        # Before any other process is started: no other process may keep these open.
-        self._in = os.dup(0)
-        self._out = os.dup(1)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        # Only messages go to the real standard output; anything printed here goes to standard error.
-        os.dup2(2, 1)
-        self._lines = LineBuffer()
-        self.outgoing = _Outbox(self._out)
-        self._early: list[JobMessage] = []
-
-    def fileno(self) -> int:
-        return self._in
-
-    def first(self) -> AgentOrder | None:
-        """Wait for the first message; None if the supervisor has ended."""
-        while not self._early:
-            data = os.read(self._in, 1 << 16)
-            if not data:
-                return None
-            self._early += _messages(self._lines, data)
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-        request = self._early.pop(0)
-        assert isinstance(request, AgentOrder)
-        return request
-
-    def receive(self) -> list[JobMessage]:
-        """The messages that have arrived; EOFError if the supervisor has closed its end."""
-        received, self._early = self._early, []
-        while True:
-            try:
-                data = os.read(self._in, 1 << 16)
-            except BlockingIOError:
-                return received
-            if not data:
-                raise EOFError
-            received += _messages(self._lines, data)
-
-    def send(self, message: JobMessage) -> None:
-        """Send a message without blocking; output is dropped if too much is unread."""
-        if not isinstance(message, messages.OutputLine) or self.outgoing.unsent_bytes <= MOST_UNREAD_BYTES:
-            self.outgoing.send(message)
-
-
-def _messages(lines: LineBuffer, data: bytes) -> list[JobMessage]:
-    """The messages that `data` completes."""
-    received = [from_line(line) for line in lines.take(data)]
-    assert None not in received, f"found {data!r}, expected messages"
-    return [message for message in received if message is not None]
+def _link_to_supervisor() -> _MessageLink:
+    """The link over the standard streams, which are replaced before any other process is started."""
+    link = _MessageLink(os.dup(0), os.dup(1))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    # Only messages go to the real standard output; anything printed here goes to standard error.
+    os.dup2(2, 1)
+    return link
 
 
 class _Output:
@@ -215,7 +198,7 @@ class _Output:
         # Once closed, the descriptor may be reused for another worker.
         self.closed = False
 
-    def take(self, supervisor: SupervisorLink) -> bool:
+    def take(self, supervisor: _MessageLink) -> bool:
         """Forward the output that has arrived; False at its end."""
         try:
             data = os.read(self.read, 1 << 16)
@@ -223,7 +206,8 @@ class _Output:
             return True
         self.keep(data)
         for line in self._lines.take(data) if data else self._lines.rest():
-            supervisor.send(messages.OutputLine(f"{self._prefix}{visible_text(line)}"))
+            if supervisor.unsent_bytes <= MOST_UNREAD_BYTES:
+                supervisor.send(messages.OutputLine(f"{self._prefix}{visible_text(line)}"))
         return bool(data)
 
     def keep(self, data: bytes) -> None:
@@ -247,19 +231,16 @@ class _WorkerProcess:
         self.rank = rank
         self.pid: int | None = None
         self.control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.control.setblocking(False)
-        self.outgoing = _Outbox(self.control.fileno())
+        self.link = _MessageLink(self.control.fileno(), self.control.fileno())
         prefix = f"[{host} {'coordinator' if rank == COORDINATOR else rank}] "
         name = messages.process_name(rank)
         paths = [folder / f"{name}.{kind}" if folder else None for kind in ("out", "err")]
         self.outputs = [_Output(prefix, path, logs) for path in paths]
-        self._clock = clock
         self.last_seen_s = clock.read()
         self.ended = False
         self.reported_silent = False
         # The heartbeat timeout once it has joined, if the others can continue without it.
         self.lease_s = math.inf
-        self._lines = LineBuffer()
 
     def descriptors(self) -> list[int]:
         return [*(output.write for output in self.outputs), self.theirs.fileno()]
@@ -270,25 +251,6 @@ class _WorkerProcess:
             os.close(output.write)
         self.theirs.close()
 
-    def receive(self) -> tuple[list[JobMessage], bool]:
-        """The messages of the worker since the last call, and whether more may come."""
-        received: list[JobMessage] = []
-        while True:
-            try:
-                data = self.control.recv(1 << 16)
-            except BlockingIOError:
-                return received, True
-            except OSError:
-                data = b""
-            if not data:
-                return received, False
-            self.last_seen_s = self._clock.read()
-            received += _messages(self._lines, data)
-
-    def send(self, message: JobMessage) -> None:
-        """Send a message to the worker without blocking."""
-        self.outgoing.send(message)
-
     def kill(self) -> None:
         if self.pid is not None and not self.ended:
             with contextlib.suppress(ProcessLookupError):
@@ -298,7 +260,7 @@ class _WorkerProcess:
 class Agent:
     """Runs the workers of one host until the job ends; one thread waits for all events."""
 
-    def __init__(self, request: AgentOrder, threads: int, supervisor: SupervisorLink) -> None:
+    def __init__(self, request: AgentOrder, threads: int, supervisor: _MessageLink) -> None:
         self._request = request
         self._launch, self._placement = request.launch, request.launch.placement
         self._threads = threads
@@ -360,7 +322,7 @@ class Agent:
 
     def _has_unsent(self) -> bool:
         """Send as much as possible without blocking; returns whether anything is left."""
-        every = [self._supervisor.outgoing, *(worker.outgoing for worker in self._workers)]
+        every = [self._supervisor, *(worker.link for worker in self._workers)]
         waiting = [each for each in every if each.unsent_bytes]
         for each in waiting:
             each.flush()
@@ -400,7 +362,8 @@ class Agent:
 
     def _read_supervisor(self) -> None:
         self._supervisor_seen_s = self._clock.read()
-        for message in self._supervisor.receive():
+        received, more = self._supervisor.receive()
+        for message in received:
             match message:
                 case messages.StartAll():
                     self._start_all(message.store)
@@ -410,13 +373,15 @@ class Agent:
                     self._pass_to_worker(message)
                 case messages.Stop() | messages.NewMembership():
                     for worker in self._workers:
-                        worker.send(message)
+                        worker.link.send(message)
                 case messages.Dismissal(ranks):
                     for worker in self._workers_of(ranks):
-                        worker.send(message)
+                        worker.link.send(message)
                 case messages.EndWorkers(ranks):
                     for worker in self._workers_of(ranks):
                         worker.kill()
+        if not more:
+            raise EOFError
 
     def _workers_of(self, ranks: Sequence[int]) -> list[_WorkerProcess]:
         return [worker for worker in self._workers if worker.rank in ranks]
@@ -424,15 +389,18 @@ class Agent:
     def _start_all(self, store: str) -> None:
         """Start the workers and watch the connections between the hosts."""
         request = self._request
-        watch_hosts(request, self._address, store, self._secret, self._report_unreachable)
+        watch_hosts(
+            request,
+            self._address,
+            store,
+            self._secret,
+            lambda index: self._supervisor.send(messages.UnreachableHost(index)),
+        )
         self._store_address = store
         if self._launch.coordinator is not None and request.index == 0:
             self._start_worker(COORDINATOR, 0, self._launch.coordinator)
         for local in range(request.host.slots):
             self._start_worker(request.first_rank + local, local, self._launch.entry)
-
-    def _report_unreachable(self, index: int) -> None:
-        self._supervisor.send(messages.UnreachableHost(index))
 
     def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
         job, launch = self._request, self._launch
@@ -490,30 +458,24 @@ class Agent:
     def _read_worker(self, worker: _WorkerProcess) -> None:
         if worker.control.fileno() < 0:  # closed by an earlier event of the same turn
             return
-        received, more = worker.receive()
+        received, more = worker.link.receive()
+        worker.last_seen_s = self._clock.read()
         for message in received:
             if isinstance(message, messages.JoinReport):
                 worker.lease_s = self._placement.lease_s or math.inf
-            self._take_message(message)
+            is_asked = isinstance(message, (CoordinatorQuestion, CoordinatorAnswer))
+            if not isinstance(message, messages.Beat) and not (is_asked and self._pass_to_worker(message)):
+                self._supervisor.send(message)
         if not more:
             self._selector.unregister(worker.control)
-            worker.outgoing.close()
+            worker.link.close()
             worker.control.close()
-
-    def _take_message(self, message: JobMessage) -> None:
-        match message:
-            case messages.Beat():
-                pass
-            case CoordinatorQuestion() | CoordinatorAnswer() if self._pass_to_worker(message):
-                pass
-            case _:
-                self._supervisor.send(message)
 
     def _pass_to_worker(self, message: JobMessage) -> bool:
         """Send an answer, or a message to the coordinator, to its process; False if it is on another host."""
         here = self._workers_of([message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR])
         for worker in here:
-            worker.send(message)
+            worker.link.send(message)
         return bool(here)
 
     def _record_end(self, worker: _WorkerProcess, status: int) -> None:
@@ -535,8 +497,8 @@ class Agent:
                 while not output.closed and time.monotonic() < end:
                     if self._selector.select(0.05):
                         self._pass_on(output)
-        while self._supervisor.outgoing.unsent_bytes and time.monotonic() < end:
-            self._supervisor.outgoing.flush()
+        while self._supervisor.unsent_bytes and time.monotonic() < end:
+            self._supervisor.flush()
         self._logs.flush(DRAIN_S)
 
 

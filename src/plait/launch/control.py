@@ -24,10 +24,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from plait.core.codec import decode
 from plait.core.errors import InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.shown import shown
@@ -190,34 +192,28 @@ class _ControlHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+@dataclass(frozen=True)
+class _Resize:
+    """The content of a request to resize."""
+
+    workers: int | None = None
+    hosts: tuple[str, ...] | None = None
+    version: int | None = None
+    without: tuple[int, ...] = ()
+    why: str = ""
+
+
 def read_request(content: Any) -> ControlRequest:
     """Parse the JSON content of a request; InputError if it is wrong."""
-    expected = 'an object with workers or hosts, such as {"workers": 4, "version": 1}'
     if not isinstance(content, dict) or ("workers" in content) == ("hosts" in content):
+        expected = 'an object with workers or hosts, such as {"workers": 4, "version": 1}'
         raise InputError(f"found {shown(content)}, expected {expected}")
-    if unknown := sorted(content.keys() - {"workers", "hosts", "version", "without", "why"}):
-        raise InputError(f"{shown(unknown[0])}: expected {expected}")
-    whole = {key: content[key] for key in ("workers", "version") if content.get(key) is not None}
-    for key, value in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InputError(f"{key}: found {shown(value)}, expected a whole number")
-    without = content.get("without", [])
-    if not isinstance(without, list) or not all(type(each) is int for each in without):
-        raise InputError(f"without: found {shown(without)}, expected a list of worker numbers")
-    why = content.get("why", "")
-    if not isinstance(why, str) or len(why) > 1000:
-        raise InputError(f"why: found {shown(why)}, expected text")
-    hosts = content.get("hosts")
-    if hosts is not None and not (isinstance(hosts, list) and all(isinstance(each, str) for each in hosts)):
-        raise InputError(f"hosts: found {shown(hosts)}, expected a list such as ['w0:2', 'w1:2']")
-    return ControlRequest(
-        workers=whole.get("workers"),
-        hosts=None if hosts is None else parse_hosts(hosts, "hosts"),
-        version=whole.get("version"),
-        without=tuple(without),
-        by="control endpoint",
-        why=why,
-    )
+    asked = decode(_Resize, content, "request")
+    if len(asked.why) > 1000:
+        raise InputError(f"request.why: found {shown(asked.why)}, expected at most 1000 characters")
+    hosts = None if asked.hosts is None else parse_hosts(asked.hosts, "hosts")
+    by = "control endpoint"
+    return ControlRequest(asked.workers, hosts, asked.version, asked.without, by, asked.why)
 
 
 def ask_job(folder: RunDir, content: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The display of a launch: the Protocol between the supervisor, the run folder and the terminal."""
+"""The display of a launch: the interface between the supervisor, the run folder and the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,8 @@ class WorkerState:
     pid: int
 
 
-class Display(Protocol):
-    """Receives events while workers run; called from the supervisor's thread."""
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None: ...
-    def progressed(self, progress: Mapping[str, Any]) -> None: ...
-    def printed(self, line: str) -> None: ...
-    def stopping(self) -> None: ...
-
-
-class Silent:
-    """A display that shows nothing."""
+class Display:
+    """Receives events while workers run, in the supervisor's thread; this one shows nothing."""
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         pass
@@ -39,3 +30,6 @@ class Silent:
 
     def stopping(self) -> None:
         pass
+
+
+Silent = Display

@@ -47,17 +47,6 @@ class RankState:
         return self.done or self.failure is not None
 
 
-@dataclass(frozen=True)
-class Cause:
-    """The worker that made the job fail, and how."""
-
-    rank: int
-    host: str
-    summary: str
-    traceback: str = ""
-    exit_status: int = 1
-
-
 def describe_status(status: int) -> str:
     """A text for the exit status of a process."""
     return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -70,8 +59,8 @@ def is_conclusive(states: Iterable[RankState]) -> bool:
     return certain or all(state.is_answering or state.status is not None for state in known)
 
 
-def find_cause(states: Iterable[RankState]) -> Cause:
-    """The worker to name: one that failed by itself, else one that hangs, else the first to report a loss.
+def find_cause(states: Iterable[RankState]) -> Failure:
+    """The failure to show: of a worker by itself, else one that hangs, else the first to report a loss.
 
     Torch may abort a process because of another one, so aborted processes are considered last.
     """
@@ -90,31 +79,21 @@ def _is_certain(state: RankState) -> bool:
     return state.failed_by_itself and not aborted
 
 
-def _own_failure(state: RankState) -> Cause:
-    if state.failure is None:
-        return Cause(state.rank, state.host, describe_status(state.status or 0))
-    failure = state.failure
-    return Cause(state.rank, state.host, failure.summary, failure.traceback, failure.exit_status)
+def _own_failure(state: RankState) -> Failure:
+    return state.failure or Failure(state.rank, state.host, describe_status(state.status or 0))
 
 
-def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Cause | None:
+def _hanging(states: Iterable[RankState], troubled: list[RankState]) -> Failure | None:
     """A worker that reports nothing while others wait for it or its host receives no heartbeat."""
     silent = {s.rank: s for s in states if not s.is_answering and s.status is None}
     for state in troubled:
         if state.rank in silent and state.silent_s is not None:
             summary = f"hangs: its process has shown no sign of life for {state.silent_s:.0f} s"
-            return Cause(state.rank, state.host, summary)
-    reporters = [s for s in troubled if s.lost_peer is not None]
-    for reporter in reporters:
-        peer = reporter.failure.peer if reporter.failure is not None else None
-        if peer in silent:
-            return _hang_reported_by(silent[peer], reporter)
-    if reporters and silent:
-        return _hang_reported_by(silent[min(silent)], reporters[0])
-    return None
-
-
-def _hang_reported_by(state: RankState, reporter: RankState) -> Cause:
-    assert reporter.failure is not None
-    summary = f"hangs: worker {reporter.rank} reports: {reporter.failure.summary}"
-    return Cause(state.rank, state.host, summary)
+            return Failure(state.rank, state.host, summary)
+    reports = [s.failure for s in troubled if s.failure is not None and s.failure.lost is not None]
+    if not reports or not silent:
+        return None
+    report = next((each for each in reports if each.peer in silent), reports[0])
+    state = silent[min(silent) if report.peer not in silent else report.peer]
+    summary = f"hangs: worker {report.rank} reports: {report.summary}"
+    return Failure(state.rank, state.host, summary)

@@ -8,7 +8,6 @@ supervisor notices without it.
 from __future__ import annotations
 
 import functools
-import selectors
 import socket
 import threading
 from collections.abc import Callable
@@ -49,21 +48,11 @@ _KEY = "plait/hosts"
 
 
 def _watch_others(listener: Listener, others: int, timeout_s: float, on_lost: Callable[[int], None]) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select(PROBE_S if others else None):
-                if isinstance(key.fileobj, socket.socket):
-                    selector.unregister(key.fileobj)
-                    if _is_cut(key.fileobj):
-                        on_lost(key.data)
-            for index, connection in listener.poll(0.0) if others else ():
-                _probe(connection, timeout_s)
-                selector.register(connection, selectors.EVENT_READ, index)
-                others -= 1
-                if not others:
-                    selector.unregister(listener)
-                    listener.close()
+    for _ in range(others):
+        index, connection = listener.accept()
+        watch = functools.partial(_watch, connection, index, timeout_s, on_lost)
+        threading.Thread(target=watch, name="plait-hosts", daemon=True).start()
+    listener.close()
 
 
 def _watch_first(
@@ -75,9 +64,17 @@ def _watch_first(
     except (OSError, PeerError):
         on_lost(index)
         return
+    _watch(connection, index, timeout_s, on_lost)
+
+
+def _watch(connection: socket.socket, index: int, timeout_s: float, on_lost: Callable[[int], None]) -> None:
+    """Wait until the connection ends; calls `on_lost` if it does because the other host does not answer."""
     _probe(connection, timeout_s)
-    if _is_cut(connection):
-        on_lost(index)
+    with connection:
+        try:
+            connection.recv(1)
+        except OSError:
+            on_lost(index)
 
 
 def _probe(connection: socket.socket, timeout_s: float) -> None:
@@ -92,13 +89,3 @@ def _probe(connection: socket.socket, timeout_s: float) -> None:
     for name, value in options.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _is_cut(connection: socket.socket) -> bool:
-    """Wait until the connection ends; returns whether because the other host does not answer."""
-    with connection:
-        try:
-            connection.recv(1)
-        except OSError:
-            return True
-    return False

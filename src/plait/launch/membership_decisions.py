@@ -178,69 +178,52 @@ class Roster:
         }
 
     def apply(self, request: ControlRequest) -> None:
-        """Change the target as requested; a request to list the workers changes nothing."""
-        options: dict[str, Any] = {"version": request.version, "by": request.by, "why": request.why}
-        if request.hosts is not None:
-            self.use_hosts(request.hosts, **options)
-        elif request.workers is not None:
-            self.resize(request.workers, without=request.without, **options)
-
-    def resize(
-        self,
-        workers: int,
-        *,
-        version: int | None = None,
-        without: Iterable[int] = (),
-        by: str = "resize",
-        why: str = "",
-    ) -> WorkerTarget:
-        """Set the number of workers; the workers in `without` leave. Returns the new target.
+        """Change the target as requested; a request to list the workers changes nothing.
 
         With a `version`, StaleVersionError if the target has changed since that version.
         """
-        if version is not None and version != self.target.version:
-            raise StaleVersionError(
-                f"version: found {version}, but the number of workers has changed since, to "
-                f"{self.target.workers} (version {self.target.version}); look at it again and retry"
-            )
-        if type(workers) is not int:
-            raise InputError(f"workers: found {shown(workers)}, expected a whole number")
-        most = min(self.rules.max_allowed, sum(self.capacity))
-        if not self.rules.min_workers <= workers <= most:
-            raise InputError(
-                f"workers: found {workers}, expected {self.rules.min_workers} to {most}, as "
-                f"parallel.min_workers, parallel.max_workers and the hosts allow"
-            )
-        leaving = frozenset(without)
-        if unknown := sorted(leaving - set(self.membership.members)):
-            raise InputError(
-                f"without: found {unknown[0]}, expected workers of the job: {list(self.membership.members)}"
-            )
-        self._failed_starts = 0
-        self.target = WorkerTarget(workers, self.target.version + 1, leaving, by, why)
-        return self.target
+        if request.hosts is not None:
+            capacity, leaving = self._on_hosts(request.hosts)
+            self._resize(replace(request, workers=sum(capacity), without=leaving), capacity)
+        elif request.workers is not None:
+            self._resize(request, self.capacity)
 
-    def use_hosts(
-        self, hosts: Sequence[Host], *, version: int | None = None, by: str = "resize", why: str = ""
-    ) -> WorkerTarget:
-        """Set the hosts and fill all their slots; returns the new target."""
+    def _on_hosts(self, hosts: Sequence[Host]) -> tuple[list[int], tuple[int, ...]]:
+        """The capacity if these are the hosts, with all their slots, and the members that have to leave."""
         known = [host.name for host in self.hosts]
         if unknown := [host.name for host in hosts if host.name not in known]:
             raise InputError(
                 f"hosts: found {unknown[0]!r}, expected hosts that the job has: {', '.join(known)}"
             )
         slots = {host.name: host.slots for host in hosts}
-        capacity = [slots.get(name, 0) for name in known]
-        leaving = set()
+        capacity, leaving = [slots.get(name, 0) for name in known], list[int]()
         for index, most in enumerate(capacity):
-            here = [m for m in self.membership.members if self._entries[m].host == index]
-            leaving |= set(here[most:])
-        before, self.capacity = self.capacity, capacity
-        try:
-            return self.resize(sum(capacity), version=version, without=leaving, by=by, why=why)
-        except InputError:
-            self.capacity = before
-            raise
+            leaving += [m for m in self.membership.members if self._entries[m].host == index][most:]
+        return capacity, tuple(leaving)
+
+    def _resize(self, request: ControlRequest, capacity: list[int]) -> None:
+        workers, version, target = request.workers, request.version, self.target
+        if version is not None and version != target.version:
+            raise StaleVersionError(
+                f"version: found {version}, but the number of workers has changed since, to "
+                f"{target.workers} (version {target.version}); look at it again and retry"
+            )
+        if type(workers) is not int:
+            raise InputError(f"workers: found {shown(workers)}, expected a whole number")
+        most = min(self.rules.max_allowed, sum(capacity))
+        if not self.rules.min_workers <= workers <= most:
+            raise InputError(
+                f"workers: found {workers}, expected {self.rules.min_workers} to {most}, as "
+                f"parallel.min_workers, parallel.max_workers and the hosts allow"
+            )
+        leaving = frozenset(request.without)
+        if unknown := sorted(leaving - set(self.membership.members)):
+            raise InputError(
+                f"without: found {unknown[0]}, expected workers of the job: {list(self.membership.members)}"
+            )
+        self._failed_starts = 0
+        self.capacity = capacity
+        self.target = WorkerTarget(workers, target.version + 1, leaving, request.by, request.why)
 
     def close_host(self, index: int) -> None:
         """Start no more workers on that host: it is unreachable."""

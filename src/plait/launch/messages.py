@@ -258,8 +258,8 @@ class Failure(JobMessage):
     rank: int
     host: str
     summary: str
-    traceback: str
-    exit_status: int
+    traceback: str = ""
+    exit_status: int = 1
     lost: LostPeer | None = None
     peer: int | None = None
     everywhere: bool = False

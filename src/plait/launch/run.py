@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ TRACING = (
 )
 
 
-class StatusFile:
+class StatusFile(Display):
     """Keeps the run's status file up to date and forwards all calls to the display.
 
     Neither a full disk nor a closed terminal ends a run. `on_training` is called once, at the first progress
@@ -72,7 +72,7 @@ class StatusFile:
         is_first = not self._content["workers"]
         self.write(state="running", workers=encode(workers))
         hosts = ", ".join(sorted({worker.host for worker in workers}))
-        with _unless_closed():
+        with contextlib.suppress(OSError):
             self._display.printed(f"{self._folder.path}: {count_of(len(workers), 'worker')} on {hosts}")
             self._display.started(workers)
             if is_first and self._content["progress"]:
@@ -87,25 +87,18 @@ class StatusFile:
             self.write()
         # The display receives the workers first; one may report progress while another is starting.
         if self._content["workers"]:
-            with _unless_closed():
+            with contextlib.suppress(OSError):
                 self._display.progressed(progress)
 
     def printed(self, line: str) -> None:
-        with _unless_closed():
+        with contextlib.suppress(OSError):
             self._display.printed(line)
 
     def stopping(self) -> None:
         if self._content["workers"]:
             self.write(state="stopping")
-        with _unless_closed():
+        with contextlib.suppress(OSError):
             self._display.stopping()
-
-
-@contextlib.contextmanager
-def _unless_closed() -> Iterator[None]:
-    """Ignore errors of printing if the reader of the output is gone: the run continues."""
-    with contextlib.suppress(OSError):
-        yield
 
 
 def launch(
@@ -173,6 +166,7 @@ _TASKS = (
 )
 
 
+@dataclass(eq=False)
 class LaunchedRun:
     """One launch in its run folder: writes the files of the run, and removes them if it is refused.
 
@@ -180,23 +174,17 @@ class LaunchedRun:
     once the workers train: until then they may refuse.
     """
 
-    def __init__(
-        self,
-        kind: RunKind,
-        folder: RunDir,
-        display: Display,
-        resume: bool,
-        files: Mapping[Path, str],
-        job_text: str,
-    ) -> None:
-        self._kind = kind
-        self._folder = folder
-        self._resume = resume
-        self._files = files
-        self._job_text = job_text
-        self._record = folder.claim(kind, resume)
-        self._status = StatusFile(folder, display, self._write_files)
-        self._before = folder.status.read_bytes() if folder.status.exists() else None
+    kind: RunKind
+    folder: RunDir
+    display: Display
+    resume: bool
+    files: Mapping[Path, str]
+    job_text: str
+
+    def __post_init__(self) -> None:
+        self._record = self.folder.claim(self.kind, self.resume)
+        self._status = StatusFile(self.folder, self.display, self._write_files)
+        self._before = self.folder.status.read_bytes() if self.folder.status.exists() else None
 
     def supervise(
         self,
@@ -212,16 +200,16 @@ class LaunchedRun:
         `finish` may change the return value of rank 0 or the coordinator; `preload` and `coordinator` are as
         in `Launch`.
         """
-        path, logs = self._folder.path.absolute(), self._folder.logs.absolute()
+        path, logs = self.folder.path.absolute(), self.folder.logs.absolute()
         workers = placement.workers if placement.elastic is None else None
-        request = RunRequest(folder=path, resume=self._resume, run=self._record.id, workers=workers)
+        request = RunRequest(folder=path, resume=self.resume, run=self._record.id, workers=workers)
         argument = {"settings": settings, **encode(request)}
-        entry, check = f"{module}:{self._kind.value}", f"{module}:check_request"
-        with self._folder.lock():
+        entry, check = f"{module}:{self.kind.value}", f"{module}:check_request"
+        with self.folder.lock():
             return self._run(Launch(placement, entry, argument, logs, check, preload, coordinator), finish)
 
     def _run(self, task: Launch, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-        folder = self._folder
+        folder = self.folder
         # Killed workers may leave some, in an earlier run or in this one.
         folder.remove_unfinished()
         try:
@@ -246,15 +234,15 @@ class LaunchedRun:
             raise
 
     def _prepare(self) -> None:
-        if not self._resume:
+        if not self.resume:
             self._write_files()
         self._status.write()
 
     def _write_files(self) -> None:
-        for path, text in self._files.items():
+        for path, text in self.files.items():
             write_atomic(path, text)
-        if self._job_text:
-            self._folder.write_job(self._job_text)
+        if self.job_text:
+            self.folder.write_job(self.job_text)
 
     def _is_refused(self, failure: BaseException) -> bool:
         """Whether the input is wrong and nothing was trained, or nothing was started at all."""
@@ -264,21 +252,21 @@ class LaunchedRun:
                 # The input was accepted at the start; an error later means that the run failed.
                 failure.exit_status = PlaitError.exit_status
             return False
-        never_started = not self._folder.status.exists() or self._folder.status.read_bytes() == self._before
+        never_started = not self.folder.status.exists() or self.folder.status.read_bytes() == self._before
         return never_started or wrong_input
 
     def _restore_folder(self) -> None:
         """Restore the folder: a resumed run keeps its old status, and a new one is removed."""
-        if self._resume:
+        if self.resume:
             if self._before is not None:
-                write_atomic(self._folder.status, self._before)
+                write_atomic(self.folder.status, self._before)
         else:
-            self._folder.remove_untrained()
+            self.folder.remove_untrained()
 
     def _record_failure(self, failure: BaseException) -> None:
         self._status.write(state="failed")
         with contextlib.suppress(DiskError):
-            write_atomic(self._folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
+            write_atomic(self.folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
 
 
 def _controlled(

@@ -366,10 +366,8 @@ def find_run(text: str, run_dir: Path = Path("runs"), kind: RunKind | None = Non
             if kind is not None:
                 folder.check_kind(kind)
             return folder
-    if (latest := latest_run(run_dir, text, kind)) is not None:
+    if (latest := _latest(run_dir, text, kind)) is not None:
         return latest
-    if kind is not None and (other := latest_run(run_dir, text)) is not None:
-        other.check_kind(kind)
     known = [p.name for p in run_dir.iterdir()] if run_dir.is_dir() else []
     close = nearest(os.path.basename(text), known)
     hint = f"; did you mean {close!r}?" if close else f"; there is no such run below {run_dir}/"
@@ -385,7 +383,12 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind:
         key = "--resume" if resume else "--run"
         raise InputError(f"{key}: found '', expected a folder; is the variable that names it unset?")
     if resume:
-        return find_run(run, run_dir, kind) if run is not None else _latest(run_dir, name, kind)
+        latest = find_run(run, run_dir, kind) if run is not None else _latest(run_dir, name, kind)
+        if latest is None:
+            raise InputError(
+                f"--resume: there is no run of {name!r} below {run_dir}/; start one without --resume"
+            )
+        return latest
     if run is None:
         new_run(run_dir, name).remove_made()
         return None
@@ -396,9 +399,9 @@ def choose_folder(run_dir: Path, name: str, resume: bool, run: str | None, kind:
     return folder
 
 
-def _latest(run_dir: Path, name: str, kind: RunKind) -> RunDir:
-    if (latest := latest_run(run_dir, name, kind)) is not None:
-        return latest
-    if (other := latest_run(run_dir, name)) is not None:
+def _latest(run_dir: Path, name: str, kind: RunKind | None) -> RunDir | None:
+    """The latest run of a job; InputError if it has runs, but none of that kind."""
+    latest = latest_run(run_dir, name, kind)
+    if latest is None and kind is not None and (other := latest_run(run_dir, name)) is not None:
         other.check_kind(kind)
-    raise InputError(f"--resume: there is no run of {name!r} below {run_dir}/; start one without --resume")
+    return latest

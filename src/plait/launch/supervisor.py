@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from plait.core.errors import InputError, LaunchError, PlaitError
 from plait.core.names import user_folders
 from plait.launch import messages
 from plait.launch.display import Display, WorkerState
-from plait.launch.failure_cause import Cause, RankState, describe_status, find_cause, is_conclusive
-from plait.launch.membership import Membership
+from plait.launch.failure_cause import RankState, describe_status, find_cause, is_conclusive
 from plait.launch.membership_decisions import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.launch.messages import (
     COORDINATOR,
@@ -139,13 +138,8 @@ class Supervisor:
         self._display.printed(f"warning: {message}")
         self.warnings.append(message)
 
-    def _record_warning(self, text: str) -> None:
-        """Record a worker's warning once for all workers; it is printed by the worker itself."""
-        if text not in self.warnings:
-            self.warnings.append(text)
-
-    def _show_members(self, membership: Membership) -> None:
-        states = [self._ranks[member] for member in membership.members]
+    def _show_workers(self, ranks: Iterable[int]) -> None:
+        states = [self._ranks[rank] for rank in ranks]
         self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in states))
 
     def _capacity(self) -> list[int]:
@@ -248,7 +242,7 @@ class Supervisor:
     def _proceed(self) -> None:
         """Execute the roster's next steps until there are none."""
         if (membership := self._roster.newly_joined()) is not None:
-            self._show_members(membership)
+            self._show_workers(membership.members)
             if leavers := self._roster.dismiss():
                 self._broadcast(messages.Dismissal(leavers))
         while (steps := self._roster.next_steps()) != NextSteps():
@@ -323,7 +317,9 @@ class Supervisor:
             case messages.WorkerPids():
                 self._record_pids(message.pids)
             case messages.WarningReport():
-                self._record_warning(message.text)
+                # Once for all workers; the worker itself prints it.
+                if message.text not in self.warnings:
+                    self.warnings.append(message.text)
             case messages.ProgressReport():
                 self._roster.on_progress(message.progress.get("step", -1))
                 self._display.progressed(message.progress)
@@ -356,11 +352,9 @@ class Supervisor:
 
     def _record_result(self, rank: int, value: Any) -> None:
         self._state_of(rank).done = True
-        if rank == COORDINATOR:
-            self._results[rank] = value
-            return
         if rank not in self._roster.left:
             self._results[rank] = value
+        if rank != COORDINATOR and rank not in self._roster.left:
             self._roster.on_done(rank)
 
     def _leave_out(self, state: RankState) -> None:
@@ -374,7 +368,7 @@ class Supervisor:
         if state.failure is not None and has_joined and self._ends_all(state.failure):
             if self._too_few is not None:  # the rest cannot write a checkpoint
                 raise LaunchError(f"{self._too_few}; go on with --resume from the newest checkpoint")
-            raise self._worker_failed(find_cause([state]))
+            raise self._worker_failed([state])
         if state.status is not None:
             reason = state.failure.summary if state.failure else describe_status(state.status)
             if state.silent_s is not None:
@@ -412,7 +406,7 @@ class Supervisor:
             self._signs += 1
             state.trouble_index = self._signs
             if state is self._coordinator:  # its state exists nowhere else
-                raise self._worker_failed(find_cause([state]))
+                raise self._worker_failed([state])
             if not self._roster.has_begun:
                 self._first_sign_at = self._first_sign_at or time.monotonic()
         if self._roster.has_begun:
@@ -425,17 +419,15 @@ class Supervisor:
             return self._roster.is_over()
         if self._first_sign_at is not None:
             if is_conclusive(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
-                raise self._worker_failed(find_cause(self._ranks))
+                raise self._worker_failed(self._ranks)
             return False
         return all(state.done for state in self._ranks)
 
     def _record_pids(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
             self._ranks[rank].pid = pid
-        if self._roster.has_begun:
-            return
-        if all(state.pid is not None for state in self._ranks):
-            self._display.started(tuple(WorkerState(s.rank, s.host, s.pid or 0) for s in self._ranks))
+        if not self._roster.has_begun and all(state.pid is not None for state in self._ranks):
+            self._show_workers(range(len(self._ranks)))
 
     def _log_of(self, rank: int) -> str:
         logs = self._launch.logs
@@ -495,8 +487,8 @@ class Supervisor:
             f"all workers were ended. When the link is back, go on with --resume"
         )
 
-    def _worker_failed(self, cause: Cause) -> WorkerError:
-        return WorkerError(cause, self._launch.logs)
+    def _worker_failed(self, states: Iterable[RankState]) -> WorkerError:
+        return WorkerError(find_cause(states), self._launch.logs)
 
     def _end_agents(self) -> None:
         """Close the connections, upon which agents kill their workers and end; then kill what still runs."""
@@ -627,7 +619,7 @@ class _AgentProcess:
 class WorkerError(LaunchError):
     """A worker failed: names the worker, its host and its log, and has its traceback."""
 
-    def __init__(self, cause: Cause, logs: Path | None) -> None:
+    def __init__(self, cause: Failure, logs: Path | None) -> None:
         self.rank = cause.rank
         self.traceback = cause.traceback
         self.exit_status = cause.exit_status

@@ -73,7 +73,7 @@ def measure_links(
     peers = chosen if rank in chosen else ()
     channels = connect(rendezvous, peers, deadline_s=_DEADLINE_S, device=small.device)
     links: list[Link] = []
-    for first, second in _pairs(chosen):
+    for first, second in itertools.combinations(chosen, 2):
         times = None
         if rank in (first, second):
             pair = _Pair(channels, second if rank == first else first, rank == first, repeats)
@@ -95,10 +95,6 @@ def _check(ranks: Sequence[int], world: int, message_bytes: int, repeats: int) -
         raise InputError(
             f"found messages of {message_bytes} bytes and {repeats} repeats; expected at least 2 and 1"
         )
-
-
-def _pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return ((first, second) for i, first in enumerate(ranks) for second in ranks[i + 1 :])
 
 
 def _link(source: int, target: int, trip_s: float, empty_s: float, count: int, same_host: bool) -> Link:

@@ -299,18 +299,14 @@ def _at_home(model: nn.Module, device: torch.device | str | None) -> Iterator[to
     devices = [target] if target.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
-            yield _moved(model, target)
+            model.to(target)
+            yield target
     finally:
-        _moved(model, home)
+        model.to(home)
         for buffer, before in zip(model.buffers(), buffers):
             buffer.detach().copy_(before)
         for parameter, gradient in zip(model.parameters(), gradients):
             parameter.grad = gradient
-
-
-def _moved(model: nn.Module, device: torch.device) -> torch.device:
-    model.to(device)
-    return device
 
 
 def _profile(

@@ -137,7 +137,8 @@ class CallRecorder(TorchFunctionMode):
         self._uniform: set[int] = set()
         self._decided: dict[int, bool] = {}
         self._attributes = {id(tensor): name for name, tensor in self.constants.items()}
-        self._attributes |= dict(_named_tensors(model))
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._attributes |= {id(tensor): name for name, tensor in named}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._values: dict[int, fx.Node] = {}
         self._kept: list[object] = []  # kept alive so that ids are not reused
@@ -612,12 +613,6 @@ def pick(container: Any, key: Any) -> Any:
 
 def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     return is_causal is True
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[int, str]]:
-    # Reversed, so that the first name of a tied parameter is kept.
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return ((id(tensor), name) for name, tensor in reversed(named))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -426,8 +426,8 @@ def _layers(model: nn.Module, recorder: CallRecorder) -> tuple[Layer, ...]:
     for node in recorder.graph.nodes:
         if node.op != "placeholder":
             groups.setdefault(node.meta["group"], []).append(node)
-    parameters = dict(_first_names(model.named_parameters(remove_duplicate=False)))
-    buffers = dict(_first_names(model.named_buffers(remove_duplicate=False)))
+    parameters = {id(tensor): name for name, tensor in model.named_parameters()}
+    buffers = {id(tensor): name for name, tensor in model.named_buffers()}
     seen: Counter[str] = Counter()
     layers = []
     for nodes in groups.values():
@@ -446,14 +446,6 @@ def _layers(model: nn.Module, recorder: CallRecorder) -> tuple[Layer, ...]:
             )
         )
     return tuple(layers)
-
-
-def _first_names(named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[int, str]]:
-    seen: set[int] = set()
-    for name, tensor in named:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield id(tensor), name
 
 
 def _tensors_of(model: nn.Module, node: fx.Node) -> Iterator[Tensor]:

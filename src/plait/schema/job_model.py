@@ -40,7 +40,10 @@ def model_of(settings: Any) -> type[Section]:
     hints, extra = _hints(settings)
     # The dataclass has the default; None only marks the key as optional.
     keys: dict[str, Any] = {
-        field.name: (_model_type(hints[field.name]), ... if _is_required(field) else None)
+        field.name: (
+            _model_type(hints[field.name]),
+            ... if field.default is MISSING and field.default_factory is MISSING else None,
+        )
         for field in fields(settings)
         if field.name in hints
     }
@@ -51,7 +54,8 @@ def model_of(settings: Any) -> type[Section]:
 def build(settings: type[T], checked: BaseModel) -> T:
     """Build the dataclass from a validated model; unset keys get their defaults."""
     hints, extra = _hints(typing.cast("Any", settings))
-    values = {name: _value(hints[name], getattr(checked, name)) for name in hints if _is_set(checked, name)}
+    is_set = checked.model_fields_set
+    values = {name: _value(hints[name], getattr(checked, name)) for name in hints if name in is_set}
     if extra is not None:
         values[extra] = dict(checked.model_extra or {})
     return settings(**values)
@@ -65,14 +69,6 @@ def _hints(settings: Any) -> tuple[dict[str, Any], str | None]:
     extra = next((name for name, marks in metadata.items() if MapContent.EXTRA_KEYS in marks), None)
     others = {extra, *(name for name, marks in metadata.items() if MapContent.AS_GIVEN in marks)}
     return {name: hints[name] for name in metadata if name not in others}, extra
-
-
-def _is_required(field: Any) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
-
-
-def _is_set(checked: BaseModel, name: str) -> bool:
-    return name in checked.model_fields_set
 
 
 def _model_type(hint: Any) -> Any:

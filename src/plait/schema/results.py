@@ -62,10 +62,7 @@ class RunResult:
         if self.best:
             metrics = {name: value for name, value in self.best.items() if name != "step"}
             yield f"best at step {self.best['step']}: {show_metrics(metrics)}"
-        yield from _audited(self.audited_steps, self.largest_difference)
-        yield from (f"warning: {text}" for text in self.warnings)
-        if self.run:
-            yield self.run
+        yield from _last_lines(self)
 
 
 @dataclass(frozen=True)
@@ -145,10 +142,7 @@ class SweepResult:
         yield from (f"  {trial}" for trial in self.trials[:_MAX_TRIALS])
         if len(self.trials) > _MAX_TRIALS:
             yield f"  and {len(self.trials) - _MAX_TRIALS} more"
-        yield from _audited(self.audited_steps, self.largest_difference)
-        yield from (f"warning: {text}" for text in self.warnings)
-        if self.run:
-            yield self.run
+        yield from _last_lines(self)
 
 
 def show_metric(name: str, value: float | None) -> str:
@@ -173,6 +167,10 @@ def _without(plain: dict[str, Any], **absent: Any) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in absent or value != absent[key]}
 
 
-def _audited(steps: int | None, largest: float | None) -> Iterator[str]:
-    if steps is not None:
-        yield f"audited {count_of(steps, 'step')}, largest difference {largest:.1g}"
+def _last_lines(result: RunResult | SweepResult) -> Iterator[str]:
+    if result.audited_steps is not None:
+        steps, largest = count_of(result.audited_steps, "step"), result.largest_difference
+        yield f"audited {steps}, largest difference {largest:.1g}"
+    yield from (f"warning: {text}" for text in result.warnings)
+    if result.run:
+        yield result.run

@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from plait.verification.python_state import TORCHS, Root, roots_of_code
+from plait.verification.python_state import MISSING, TORCHS, Root, cell_content, roots_of_code
 
 # Larger containers and tensors (masks, tables, caches) are not read.
 MOST_ITEMS = 4096
@@ -72,7 +72,10 @@ def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> No
     """Load attributes into `objects`, copies of those that were read."""
     shared = _named_by_code(objects)
     for key in shared.keys() & values.keys():
-        _load_shared(shared[key], values[key])
+        root, plain = shared[key], values[key]
+        with contextlib.suppress(UnseenError):
+            if to_plain(now := root.get()) != plain:
+                root.set(from_plain(plain, now))
     for key, plain in values.items():
         if key in shared:
             continue
@@ -87,13 +90,6 @@ def load_attributes(objects: Mapping[str, Any], values: Mapping[str, Any]) -> No
 def _named_by_code(objects: Mapping[str, Any]) -> dict[str, Root]:
     """Globals, closures and class attributes, under names that cannot clash with attributes."""
     return {f"{root.label} in {root.path or 'the model'}": root for root in roots_of_code(objects)}
-
-
-def _load_shared(root: Root, plain: Any) -> None:
-    """Set shared state, such as a global, if it has changed."""
-    with contextlib.suppress(UnseenError):
-        if to_plain(now := root.get()) != plain:
-            root.set(from_plain(plain, now))
 
 
 def _joined(path: str, name: str) -> str:
@@ -254,11 +250,7 @@ def _closes_over_code(function: types.FunctionType) -> bool:
 
 def is_full(cell: types.CellType) -> bool:
     """Whether a closure cell has a value."""
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+    return cell_content(cell) is not MISSING
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from plait.verification.python_state import restoring_numbers, slots_of_class
+from plait.verification.python_state import MISSING, cell_content, restoring_numbers, slots_of_class
 
 # If a model refers to more objects than this, the more distant ones are not restored.
 _MOST = 200_000
@@ -122,12 +122,9 @@ class _Snapshot:
     def _take_function(self, function: types.FunctionType) -> list[Any]:
         referents: list[Any] = [function.__defaults__, function.__kwdefaults__, function.__dict__]
         for cell in function.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # an empty cell
-                continue
-            self._back.append(functools.partial(setattr, cell, "cell_contents", content))
-            referents.append(content)
+            if (content := cell_content(cell)) is not MISSING:
+                self._back.append(functools.partial(setattr, cell, "cell_contents", content))
+                referents.append(content)
         return referents
 
     def _take_attributes(self, value: Any) -> list[Any]:

@@ -44,7 +44,7 @@ _MOST_ITEMS = 10_000
 _MOST_ELEMENTS = 1 << 18
 _MOST_OBJECTS = 100_000
 _MOST_DEPTH = 30
-_MISSING = object()
+MISSING = object()
 # The path of a module, and a readable name of its state.
 Name = tuple[str, str]
 
@@ -61,12 +61,9 @@ class Root:
     def get(self) -> Any:
         """The current value of the name."""
         if isinstance(self.holder, types.CellType):
-            try:
-                return self.holder.cell_contents
-            except ValueError:  # an empty cell
-                return _MISSING
+            return cell_content(self.holder)
         held = self.holder if isinstance(self.holder, dict) else vars(self.holder)
-        return held.get(self.name, _MISSING)
+        return held.get(self.name, MISSING)
 
     def set(self, value: Any) -> None:
         """Assign `value` to the name, if it differs."""
@@ -191,7 +188,7 @@ def changed_by(call: Callable[[], object], items: Mapping[str, Any]) -> list[Nam
 def changed(before: Mapping[Name, Any], now: Mapping[Name, Any]) -> list[Name]:
     """The names whose values have changed."""
     names = dict.fromkeys([*before, *now])
-    return [name for name in names if before.get(name, _MISSING) != now.get(name, _MISSING)]
+    return [name for name in names if before.get(name, MISSING) != now.get(name, MISSING)]
 
 
 def objects_behind(root: Root) -> set[Any]:
@@ -270,8 +267,9 @@ class _Tokens:
         kind = type(value).__qualname__
         if isinstance(value, numpy.ndarray):
             return kind, value.shape, hash(value.tobytes()) if value.size <= _MOST_ELEMENTS else 0
-        if (generator := _generator_state(value)) is not None:
-            return kind, hash(str(generator))
+        if (generator := _generator(value)) is not None:
+            state = generator[0]
+            return kind, hash(str(state.tolist() if isinstance(state, Tensor) else state))
         if isinstance(value, contextvars.ContextVar):
             return kind, self.of(value.get(None), depth)
         if isinstance(value, Mapping):
@@ -336,35 +334,32 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (part for _, part in _keyed(value))
 
 
-def _generator_state(value: Any) -> Any:
+def cell_content(cell: types.CellType) -> Any:
+    """The value of a closure's variable; `MISSING` if it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+def _generator(value: Any) -> tuple[Any, Callable[[Any], object]] | None:
+    """The state of a random generator, and the function that sets it; None if it is no generator."""
     if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
+        return value.getstate(), value.setstate
+    if isinstance(value, (torch.Generator, numpy.random.RandomState)):
+        return value.get_state(), value.set_state
     if isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, numpy.random.RandomState):
-        return list(map(str, value.get_state()))
+        return value.bit_generator.state, lambda state: setattr(value.bit_generator, "state", state)
     return None
 
 
 def restoring_numbers(value: Any) -> Callable[[], object] | None:
     """A function that restores a numpy array or a random generator; None if it is neither."""
-    if isinstance(value, random.Random):
-        state = value.getstate()
-        return lambda: value.setstate(state)
-    if isinstance(value, torch.Generator):
-        kept = value.get_state()
-        return functools.partial(value.set_state, kept)
-    if isinstance(value, numpy.random.Generator):
-        position = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", position)
-    if isinstance(value, numpy.random.RandomState):
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy)
+    if (generator := _generator(value)) is not None:
+        state, restore = generator
+        return functools.partial(restore, state)
     if isinstance(value, numpy.ndarray) and value.flags.writeable:
-        numbers = value.copy()
-        return lambda: numpy.copyto(value, numbers)
+        return functools.partial(numpy.copyto, value, value.copy())
     return None
 
 
@@ -379,12 +374,10 @@ def _restoring(value: Any) -> Callable[[], object] | None:
         variables = dict(value)
         return lambda: _put_back(value, variables)
     if isinstance(value, contextvars.ContextVar):
-        return functools.partial(_set_again, value, value.get(_MISSING))
-    if isinstance(value, list):
-        return _refilling(value, list(value), value.extend)
+        return functools.partial(_set_again, value, value.get(MISSING))
     if isinstance(value, set):
         return _refilling(value, set(value), value.update)
-    if isinstance(value, collections.deque):
+    if isinstance(value, (list, collections.deque)):
         return _refilling(value, list(value), value.extend)
     if not isinstance(value, (Tensor, types.MethodType)) and is_followed(value):
         attributes = dict(_slots(value))
@@ -411,7 +404,7 @@ def _put_back(environ: MutableMapping[str, str], variables: Mapping[str, str]) -
 
 def _set_again(variable: contextvars.ContextVar[Any], value: Any) -> None:
     # A variable without a value cannot be unset again.
-    if value is not _MISSING and variable.get(_MISSING) is not value:
+    if value is not MISSING and variable.get(MISSING) is not value:
         variable.set(value)
 
 
@@ -419,7 +412,7 @@ def _restore_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
     for name in [name for name, _ in _slots(value) if name not in attributes]:
         delattr(value, name)
     for name, part in attributes.items():
-        if getattr(value, name, _MISSING) is not part:
+        if getattr(value, name, MISSING) is not part:
             # Bypass the class, which may forbid it: frozen dataclasses, properties.
             if name in getattr(value, "__dict__", ()):
                 value.__dict__[name] = part
@@ -498,7 +491,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _roots_of_names(namespace: dict[str, Any], names: Iterable[str], seen: set[int]) -> Iterator[Root]:
     for name in names:
-        value = namespace.get(name, _MISSING)
+        value = namespace.get(name, MISSING)
         if isinstance(value, types.FunctionType):
             yield from _roots_of_function(value, seen)
         elif isinstance(value, type):
@@ -519,9 +512,9 @@ def _roots_of_names(namespace: dict[str, Any], names: Iterable[str], seen: set[i
 
 def _may_be_state(value: Any) -> bool:
     """Whether a value is something that code may use to count or collect."""
-    if value is _MISSING or isinstance(value, (types.FunctionType, type, types.ModuleType, nn.Module)):
+    if value is MISSING or isinstance(value, (types.FunctionType, type, types.ModuleType, nn.Module)):
         return False
     if isinstance(value, (*_PLAIN, numpy.ndarray, itertools.count, contextvars.ContextVar)):
         return True
     kinds = (Mapping, list, tuple, set, collections.deque)
-    return isinstance(value, kinds) or _generator_state(value) is not None or is_followed(value)
+    return isinstance(value, kinds) or _generator(value) is not None or is_followed(value)

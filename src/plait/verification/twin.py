@@ -52,11 +52,10 @@ class OptimizerTwin:
 
     def _before_step(self, *_: Any) -> None:
         self._depth += 1
-        if self._depth > 1:
-            return
-        # The optimizer's random draws are repeated.
-        with unchanged_random_numbers():
-            self._update()
+        if self._depth == 1:
+            # The optimizer's random draws are repeated.
+            with unchanged_random_numbers():
+                self._update()
 
     def _after_step(self, *_: Any) -> None:
         self._depth -= 1

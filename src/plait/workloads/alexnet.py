@@ -64,5 +64,4 @@ def _alexnet(
             head=nn.Linear(hidden, classes),
         )
     )
-    he_normal(model)
-    return model
+    return he_normal(model)

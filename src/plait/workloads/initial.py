@@ -9,8 +9,8 @@ from torch import nn
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def he_normal(model: nn.Module) -> None:
-    """Initialize convolutions and linear layers as in He et al. (2015), with zero biases.
+def he_normal(model: Model) -> Model:
+    """`model`, with convolutions and linear layers initialized as in He et al. (2015), with zero biases.
 
     The standard deviation is sqrt(2 / fan-in); the fan-in of a grouped convolution counts one group.
     Normalisation layers keep PyTorch's ones and zeros.
@@ -20,6 +20,7 @@ def he_normal(model: nn.Module) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+    return model
 
 
 def small_linears(model: Model) -> Model:

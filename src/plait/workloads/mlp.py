@@ -22,9 +22,7 @@ def mlp(classes: int = 10, inputs: int = 784, hidden: Sequence[int] = (300, 100)
         layers[f"relu{number}"] = nn.ReLU()
         width = wider
     layers["head"] = nn.Linear(width, classes)
-    model = nn.Sequential(layers)
-    he_normal(model)
-    return model
+    return he_normal(nn.Sequential(layers))
 
 
 def mlp_tiny(classes: int = 10, inputs: int = 64) -> nn.Sequential:

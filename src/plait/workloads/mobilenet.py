@@ -6,8 +6,7 @@ Convolutions are initialized with He's method, linear layers of the published si
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -101,38 +100,36 @@ _V3_TINY_NORM: Norm = partial(nn.BatchNorm2d, eps=1e-3)
 
 def mobilenet_v2(classes: int = 1000, channels: int = 3, dropout: float = 0.2) -> nn.Sequential:
     """MobileNetV2 of width 1.0 for 224x224 images: 3,504,872 parameters."""
-    stem = _unit(channels, 32, nn.BatchNorm2d, nn.ReLU6, kernel=3, stride=2)
-    return small_linears(_mobilenet_v2(stem, 32, _V2, 1280, classes, dropout))
+    return small_linears(_mobilenet_v2(_V2, channels, 32, 2, 1280, classes, dropout))
 
 
 def mobilenet_v2_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:
     """MobileNetV2's kinds of blocks, six of its seventeen, with a stem of stride 1, for images from 8x8."""
-    stem = _unit(channels, 8, nn.BatchNorm2d, nn.ReLU6, kernel=3)
-    return _mobilenet_v2(stem, 8, _V2_TINY, 64, classes, dropout)
+    return _mobilenet_v2(_V2_TINY, channels, 8, 1, 64, classes, dropout)
 
 
 def mobilenet_v3_small(classes: int = 1000, channels: int = 3, dropout: float = 0.2) -> nn.Sequential:
     """MobileNetV3-Small of width 1.0 for 224x224 images: 2,542,856 parameters."""
-    shape = _V3Shape(stem=16, stem_stride=2, rows=_V3_SMALL, last=576, hidden=1024, norm=_V3_NORM)
-    return small_linears(_mobilenet_v3(shape, classes, channels, dropout))
+    layers = _features(_numbered(_V3_SMALL), channels, 16, 2, 576, _V3_NORM, nn.Hardswish)
+    return small_linears(_with_head(layers, [576, 1024, classes], dropout))
 
 
 def mobilenet_v3_large(classes: int = 1000, channels: int = 3, dropout: float = 0.2) -> nn.Sequential:
     """MobileNetV3-Large of width 1.0 for 224x224 images: 5,483,032 parameters."""
-    shape = _V3Shape(stem=16, stem_stride=2, rows=_V3_LARGE, last=960, hidden=1280, norm=_V3_NORM)
-    return small_linears(_mobilenet_v3(shape, classes, channels, dropout))
+    layers = _features(_numbered(_V3_LARGE), channels, 16, 2, 960, _V3_NORM, nn.Hardswish)
+    return small_linears(_with_head(layers, [960, 1280, classes], dropout))
 
 
 def mobilenet_v3_small_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:
     """MobileNetV3-Small's kinds of blocks, four of its eleven, for images from 8x8."""
-    shape = _V3Shape(8, 1, _V3_SMALL_TINY, last=48, hidden=64, norm=_V3_TINY_NORM)
-    return _mobilenet_v3(shape, classes, channels, dropout)
+    layers = _features(_numbered(_V3_SMALL_TINY), channels, 8, 1, 48, _V3_TINY_NORM, nn.Hardswish)
+    return _with_head(layers, [48, 64, classes], dropout)
 
 
 def mobilenet_v3_large_tiny(classes: int = 10, channels: int = 1, dropout: float = 0.0) -> nn.Sequential:
     """MobileNetV3-Large's kinds of blocks, five of its fifteen, for images from 8x8."""
-    shape = _V3Shape(8, 1, _V3_LARGE_TINY, last=48, hidden=64, norm=_V3_TINY_NORM)
-    return _mobilenet_v3(shape, classes, channels, dropout)
+    layers = _features(_numbered(_V3_LARGE_TINY), channels, 8, 1, 48, _V3_TINY_NORM, nn.Hardswish)
+    return _with_head(layers, [48, 64, classes], dropout)
 
 
 class Skip(nn.Module):
@@ -165,59 +162,54 @@ class SqueezeExcite(nn.Module):
         return y
 
 
-@dataclass(frozen=True)
-class _V3Shape:
-    stem: int
-    stem_stride: int
-    rows: Sequence[Bottleneck]
-    last: int
-    hidden: int
-    norm: Norm
+def _numbered(rows: Sequence[Bottleneck]) -> dict[str, Bottleneck]:
+    return {f"block{number}": row for number, row in enumerate(rows, 1)}
 
 
 def _mobilenet_v2(
-    stem: nn.Module, channels: int, groups: Sequence[Group], last: int, classes: int, dropout: float
+    groups: Sequence[Group], channels: int, stem: int, stride: int, last: int, classes: int, dropout: float
 ) -> nn.Sequential:
-    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
+    rows, width = {}, stem
     for number, group in enumerate(groups, 1):
         for repeat in range(1, group.repeats + 1):
-            row = Bottleneck(
-                kernel=3,
-                expanded=channels * group.expansion,
-                width=group.width,
-                squeeze=False,
-                activation=nn.ReLU6,
-                stride=group.stride if repeat == 1 else 1,
-            )
-            layers[f"block{number}_{repeat}"] = _inverted_residual(channels, row, nn.BatchNorm2d)
-            channels = group.width
-    layers["last"] = _unit(channels, last, nn.BatchNorm2d, nn.ReLU6)
-    layers["average"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    layers["dropout"] = nn.Dropout(dropout)
-    layers["head"] = nn.Linear(last, classes)
-    model = nn.Sequential(layers)
-    he_normal(model)
-    return model
+            expanded, first_stride = width * group.expansion, group.stride if repeat == 1 else 1
+            row = Bottleneck(3, expanded, group.width, False, nn.ReLU6, first_stride)
+            rows[f"block{number}_{repeat}"] = row
+            width = group.width
+    layers = _features(rows, channels, stem, stride, last, nn.BatchNorm2d, nn.ReLU6)
+    return _with_head(layers, [last, classes], dropout)
 
 
-def _mobilenet_v3(shape: _V3Shape, classes: int, channels: int, dropout: float) -> nn.Sequential:
-    stem = _unit(channels, shape.stem, shape.norm, nn.Hardswish, kernel=3, stride=shape.stem_stride)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
-    channels = shape.stem
-    for number, row in enumerate(shape.rows, 1):
-        layers[f"block{number}"] = _inverted_residual(channels, row, shape.norm)
+def _features(
+    rows: Mapping[str, Bottleneck],
+    channels: int,
+    stem: int,
+    stride: int,
+    last: int,
+    norm: Norm,
+    activation: Activation,
+) -> OrderedDict[str, nn.Module]:
+    """A stem, a block for each row, and a last convolution, whose `last` channels are averaged."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["stem"] = _unit(channels, stem, norm, activation, kernel=3, stride=stride)
+    channels = stem
+    for name, row in rows.items():
+        layers[name] = _inverted_residual(channels, row, norm)
         channels = row.width
-    layers["last"] = _unit(channels, shape.last, shape.norm, nn.Hardswish)
+    layers["last"] = _unit(channels, last, norm, activation)
     layers["average"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
-    layers["hidden"] = nn.Linear(shape.last, shape.hidden)
-    layers["hardswish"] = nn.Hardswish()
+    return layers
+
+
+def _with_head(layers: OrderedDict[str, nn.Module], widths: Sequence[int], dropout: float) -> nn.Sequential:
+    """`layers`, a hidden layer if there are three `widths`, and the classifier."""
+    if len(widths) == 3:
+        layers["hidden"] = nn.Linear(widths[0], widths[1])
+        layers["hardswish"] = nn.Hardswish()
     layers["dropout"] = nn.Dropout(dropout)
-    layers["head"] = nn.Linear(shape.hidden, classes)
-    model = nn.Sequential(layers)
-    he_normal(model)
-    return model
+    layers["head"] = nn.Linear(widths[-2], widths[-1])
+    return he_normal(nn.Sequential(layers))
 
 
 def _inverted_residual(channels: int, row: Bottleneck, norm: Norm) -> nn.Module:

@@ -130,9 +130,7 @@ def _with_head(layers: OrderedDict[str, nn.Module], channels: int, classes: int)
     layers["average"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
     layers["head"] = nn.Linear(channels, classes)
-    model = nn.Sequential(layers)
-    he_normal(model)
-    return model
+    return he_normal(nn.Sequential(layers))
 
 
 def _basic(channels: int, width: int, stride: int) -> nn.Module:

@@ -38,8 +38,7 @@ def transformer(
     parts["norm"] = nn.LayerNorm(width)
     parts["head"] = head
     model = nn.Sequential(parts)
-    _initialise(model, residual_std=0.02 / math.sqrt(2 * layers))
-    return model
+    return initialised(model, residual_std=0.02 / math.sqrt(2 * layers))
 
 
 def transformer_tiny(vocabulary: int = 256, context: int = 64, tied: bool = True) -> nn.Sequential:
@@ -57,15 +56,18 @@ class Embeddings(nn.Module):
         self.places = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
+    def places_of(self, tokens_bt: Tensor) -> Tensor:
+        """The position of each token in its sequence."""
         time = tokens_bt.shape[1]
         if time > self.context:
             raise InputError(
-                f"transformer: found {time} tokens in a sequence, expected at most {self.context}; "
+                f"model: found {time} tokens in a sequence, expected at most {self.context}; "
                 f"shorten data.length or raise model_args.context"
             )
-        places_t = torch.arange(time, device=tokens_bt.device)
-        x_btc: Tensor = self.dropout(self.tokens(tokens_bt) + self.places(places_t))
+        return torch.arange(time, device=tokens_bt.device)
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        x_btc: Tensor = self.dropout(self.tokens(tokens_bt) + self.places(self.places_of(tokens_bt)))
         return x_btc
 
 
@@ -117,10 +119,12 @@ class Block(nn.Module):
         return y_btc
 
 
-def _initialise(model: nn.Module, residual_std: float) -> None:
+def initialised(model: nn.Sequential, residual_std: float = 0.02) -> nn.Sequential:
+    """`model` with weights from N(0, 0.02), of `project` layers N(0, residual_std), and zero biases."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = residual_std if name.endswith(".project") else 0.02
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    return model

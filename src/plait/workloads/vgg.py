@@ -53,6 +53,4 @@ def _vgg(
     layers["relu7"] = nn.ReLU()
     layers["dropout7"] = nn.Dropout(dropout)
     layers["head"] = nn.Linear(hidden, classes)
-    model = nn.Sequential(layers)
-    he_normal(model)
-    return model
+    return he_normal(nn.Sequential(layers))

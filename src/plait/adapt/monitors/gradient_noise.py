@@ -103,28 +103,26 @@ class GradientAverages:
     @property
     def noise_scale(self) -> float | None:
         """In samples; a lower bound if `note` says so, None before the first step."""
-        variance, squared_norm, whole = self._variance.value, self._squared_norm.value, self._whole.value
-        if variance is None or squared_norm is None or whole is None:
-            return None
-        least = LEAST_SIGNAL * whole
-        if variance <= 0 or whole <= 0:
-            return 0.0
-        return variance / max(squared_norm, least)
+        return self._noise_scale()[0]
 
     @property
     def note(self) -> str | None:
         """Why `noise_scale` is not the quotient of the averages, as text; None if it is."""
+        return self._noise_scale()[1]
+
+    def _noise_scale(self) -> tuple[float | None, str | None]:
         variance, squared_norm, whole = self._variance.value, self._squared_norm.value, self._whole.value
         if variance is None or squared_norm is None or whole is None:
-            return None
+            return None, None
         if variance <= 0 or whole <= 0:
-            return f"no noise seen: the variance is estimated as {variance:.3g}"
-        if squared_norm < LEAST_SIGNAL * whole:
-            return (
-                f"at least: the squared norm of the gradient is estimated as {squared_norm:.3g}, less than "
-                f"{LEAST_SIGNAL:.0%} of the batch's {whole:.3g}, and cannot be distinguished from noise"
-            )
-        return None
+            return 0.0, f"no noise seen: the variance is estimated as {variance:.3g}"
+        least = LEAST_SIGNAL * whole
+        if squared_norm >= least:
+            return variance / squared_norm, None
+        return variance / least, (
+            f"at least: the squared norm of the gradient is estimated as {squared_norm:.3g}, less than "
+            f"{LEAST_SIGNAL:.0%} of the batch's {whole:.3g}, and cannot be distinguished from noise"
+        )
 
     def state(self) -> list[float]:
         """The state for `load`, as plain numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -57,9 +57,8 @@ class AdaptiveBatchSize:
             return Decision(state=state)
         size = self._next_size(now, state)
         gain = lr_gain(self.lr, now, size / state.base, state.base)
-        if size == now.batch_size and abs(gain / now.lr_factor - 1) < _GAIN_STEP:
-            return Decision(state=state)
-        if size == now.batch_size and self.lr != "adascale":
+        is_same = self.lr != "adascale" or abs(gain / now.lr_factor - 1) < _GAIN_STEP
+        if size == now.batch_size and is_same:
             return Decision(state=state)
         bound = "at least " if now.note else ""
         why = f"noise scale {bound}{now.noise_scale:.4g} at batch {now.batch_size}; lr rule {self.lr}"
@@ -78,7 +77,9 @@ class AdaptiveBatchSize:
 
 def lr_gain(rule: LrRule, now: Signals, scale: float, base: int) -> float:
     """The factor on the job's learning rate for batches `scale` times as large as the job's `base`."""
-    return _RULES[rule](now, scale, base)
+    if rule == "adascale":
+        return _adascale(now, scale, base)
+    return {"linear": scale, "sqrt": math.sqrt(scale), "none": 1.0}[rule]
 
 
 def _adascale(now: Signals, scale: float, base: int) -> float:
@@ -87,11 +88,3 @@ def _adascale(now: Signals, scale: float, base: int) -> float:
         return 1.0
     noise, signal = now.variance / base, max(now.squared_norm, 0.0)
     return (noise + signal) / (noise / scale + signal)
-
-
-_RULES: Mapping[str, Callable[[Signals, float, int], float]] = {
-    "linear": lambda now, scale, base: scale,
-    "sqrt": lambda now, scale, base: math.sqrt(scale),
-    "adascale": _adascale,
-    "none": lambda now, scale, base: 1.0,
-}

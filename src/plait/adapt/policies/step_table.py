@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from plait.adapt.changes import BatchSizeChange, Change, SyncChange, TopologyChange, WorkersChange
@@ -30,10 +30,6 @@ def read_change(entry: Mapping[str, Any], where: str) -> Change:
     if len(kinds) != 1:
         near = did_you_mean(next(iter(entry), ""), _BY_FIELD)
         raise JobError(f"{where}: found {shown(dict(entry))}, expected one of {', '.join(_BY_FIELD)}{near}")
-    for key in entry:
-        known = [each.name for each in fields(kinds[0])]
-        if key not in known:
-            raise JobError(f"{where}: found {shown(key)}{did_you_mean(key, known)}")
     try:
         change: Change = decode(kinds[0], entry, where)
     except ArtefactError as failure:

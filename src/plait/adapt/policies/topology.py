@@ -82,16 +82,11 @@ class AdaptiveTopology:
         now = signals[-1]
         if state is None:
             state = TopologyState(now.topology, now.topology, now.batch_size, since=now.step)
-        if now.batch_size != state.batch_size:
-            state = _restart_measuring(state, now)
+        if now.batch_size != state.batch_size:  # which has a different throughput
+            state = TopologyState(state.home, state.current, now.batch_size, since=now.step)
         seen = [s for s in signals if s.step > state.since and s.link_bytes_per_s and s.step_s is not None]
-        if state.phase == "measure":
-            return self._measure(seen, state)
-        if state.phase == "try":
-            return self._try(seen, state)
-        if state.phase == "retry":
-            return self._retry(seen, state)
-        return self._watch(seen, state)
+        phases = {"measure": self._measure, "try": self._try, "retry": self._retry, "watch": self._watch}
+        return phases[state.phase](seen, state)
 
     def _measure(self, seen: Sequence[Signals], state: TopologyState) -> Decision:
         if len(seen) < self.window:
@@ -170,11 +165,6 @@ def reference_of(seen: Sequence[Signals]) -> TopologyReference:
     links = tuple(median(each) for each in zip(*(s.link_bytes_per_s for s in seen)))
     seconds = median(s.step_s for s in seen if s.step_s is not None)
     return TopologyReference(links, seconds, median(s.samples_per_s for s in seen if s.samples_per_s))
-
-
-def _restart_measuring(state: TopologyState, now: Signals) -> TopologyState:
-    """Start measuring again, as a different batch size has a different throughput."""
-    return TopologyState(state.home, state.current, now.batch_size, since=now.step)
 
 
 def _switch(state: TopologyState, topology: str, step: int, why: str) -> Decision:

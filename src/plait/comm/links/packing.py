@@ -75,12 +75,7 @@ def _aligned(offset: int) -> int:
 
 
 def _bytes(spec: tuple[str, tuple[int, ...]] | None) -> int:
-    if spec is None:
-        return 0
-    size = _dtype(spec[0]).itemsize
-    for length in spec[1]:
-        size *= length
-    return size
+    return 0 if spec is None else torch.Size(spec[1]).numel() * _dtype(spec[0]).itemsize
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -55,11 +55,6 @@ class SharedLink(LocalLink):
         return self._under_way[channel]
 
     @property
-    def buffer_count(self) -> int:
-        """The number of buffers of both directions, used or free."""
-        return len(self._ours) + len(self._theirs)
-
-    @property
     def seen_gpu_bytes(self) -> int:
         """The size of the peer's GPU memory that is opened here."""
         return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)

@@ -66,11 +66,6 @@ class TcpLink:
         """The number of messages on `channel` that the peer has not released."""
         return self._under_way[channel]
 
-    @property
-    def buffer_count(self) -> int:
-        """The number of messages that the peer has not released."""
-        return sum(self._under_way.values())
-
     def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
         """Copy a message and start sending it; never blocks."""
         packing = packing_of(tensors, note)

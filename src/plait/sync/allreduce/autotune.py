@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,6 @@ BUDGET_S = 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class TopologyChosen(Event):
     """The topology that `auto` chose, the last measured time of each candidate, and the reason."""
 

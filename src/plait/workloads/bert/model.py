@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.core.errors import InputError
-from plait.workloads.transformer import Attention
+from plait.workloads.transformer import Attention, Embeddings, initialised
 
 
 def bert(
@@ -30,13 +29,7 @@ def bert(
     for number in range(1, layers + 1):
         parts[f"layer{number}"] = EncoderLayer(width, heads, dropout)
     parts["head"] = Head(width, embeddings.tokens)
-    model = nn.Sequential(parts)
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    return model
+    return initialised(nn.Sequential(parts))
 
 
 def bert_medium(vocabulary: int = 30522, dropout: float = 0.1) -> nn.Sequential:
@@ -49,26 +42,16 @@ def bert_tiny(vocabulary: int = 256, context: int = 64, dropout: float = 0.0) ->
     return bert(vocabulary, context, layers=2, heads=2, width=32, dropout=dropout)
 
 
-class BertEmbeddings(nn.Module):
+class BertEmbeddings(Embeddings):
     """The sum of token, position and first-segment embeddings, normalised."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
-        super().__init__()
-        self.context = context
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(context, width)
+        super().__init__(vocabulary, context, width, dropout)
         self.segments = nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width, eps=1e-12)
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        time = tokens_bt.shape[1]
-        if time > self.context:
-            raise InputError(
-                f"bert: found {time} tokens in a sequence, expected at most {self.context}; shorten "
-                f"data.length or raise model_args.context"
-            )
-        places_t = torch.arange(time, device=tokens_bt.device)
+        places_t = self.places_of(tokens_bt)
         total = self.tokens(tokens_bt) + self.places(places_t) + self.segments(torch.zeros_like(places_t))
         x_btc: Tensor = self.dropout(self.norm(total))
         return x_btc

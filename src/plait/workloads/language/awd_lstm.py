@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +36,8 @@ def awd_lstm(
         raise InputError(
             f"awd_lstm: found {layers} layers and {streams} streams, expected 1 of each at least"
         )
-    return AwdLstm(
-        vocabulary,
-        streams,
-        embedding,
-        width,
-        layers,
-        _Dropouts(output_dropout, hidden_dropout, input_dropout, embedding_dropout, weight_dropout),
-        tied,
-    )
+    dropouts = _Dropouts(output_dropout, hidden_dropout, input_dropout, embedding_dropout, weight_dropout)
+    return AwdLstm(vocabulary, streams, embedding, width, layers, dropouts, tied)
 
 
 def awd_lstm_tiny(
@@ -56,15 +50,14 @@ def awd_lstm_tiny(
     return awd_lstm(vocabulary, streams, embedding=16, width=24, layers=2, tied=tied, **chances)
 
 
-class _Dropouts:
+class _Dropouts(NamedTuple):
     """The probabilities of the five kinds of dropout."""
 
-    def __init__(self, output: float, hidden: float, inputs: float, embedding: float, weight: float) -> None:
-        self.output = output
-        self.hidden = hidden
-        self.inputs = inputs
-        self.embedding = embedding
-        self.weight = weight
+    output: float
+    hidden: float
+    inputs: float
+    embedding: float
+    weight: float
 
 
 class AwdLstm(nn.Module):
