@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,18 +248,28 @@ def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(result["trials"], key=lambda trial: trial["trial"])
 
 
-@pytest.mark.parametrize("make_job", [averaged, side_by_side])
-def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(
-    make_job: Callable[..., TrainSettings], tmp_path: Path
-) -> None:
-    due = CheckpointSettings(every_steps=EVERY)
-    job = make_job("local-sgd", {"every": 2, "outer": "nesterov"}, checkpoint=due, model=DROP)
-    sweep = sweep_of("optimizer.lr=0.01,0.03", job=job)
-    settings = sweep if job.in_stages else replace(sweep, replicas=2)
-    workers = settings.workers_per_array
-    whole, (stopped, saved, resumed) = run_ranks(workers, whole_and_resumed, settings, tmp_path)[0]
+OUTER = {
+    "options": {"every": 2, "outer": "nesterov"},
+    "checkpoint": CheckpointSettings(every_steps=EVERY),
+    "model": DROP,
+}
+
+
+def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(tmp_path: Path) -> None:
+    settings = replace(sweep_of("optimizer.lr=0.01,0.03", job=averaged("local-sgd", **OUTER)), replicas=2)
+    whole, (stopped, saved, resumed) = run_ranks(2, whole_and_resumed, settings, tmp_path)[0]
     assert (stopped["reason"], saved[0]) == ("stopped", "step-000000005")
     assert same_table(whole, resumed, tolerance=1e-12)
+
+
+def test_resumed_in_stages_it_has_it_too_and_draws_as_whole_models_do(tmp_path: Path) -> None:
+    job = averaged("local-sgd", **OUTER, accumulate=2)
+    whole = replace(sweep_of("optimizer.lr=0.01,0.03", job=job), replicas=2)
+    expected = run_ranks(2, sweep_rank, whole, tmp_path / "whole")[0]
+    settings = replace(whole, train=side_by_side("local-sgd", **OUTER), replicas=1)
+    stopped, _, resumed = run_ranks(4, stop_and_go_on, settings, tmp_path / "stages")[0]
+    assert stopped["reason"] == "stopped"
+    assert same_table(expected, resumed, tolerance=1e-10)
 
 
 def whole_and_resumed(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, Any]:
@@ -312,6 +321,11 @@ def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
         check(swept("partial-reduce", {"minimum": 3}))
     with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):
         check(swept("hetpipe", {"servers": 2, "dedicated": True}))
+    # In stages, options count pipelines: here there are two times two.
+    four = replace(sweep_of("seed=0,1", job=side_by_side("partial-reduce", {"minimum": 3})), replicas=2)
+    check(four)
+    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
+        check(replace(four, replicas=1))
 
 
 def sweep_that_fails(rank: int, settings: SweepSettings, folder: Path) -> str:

@@ -157,7 +157,7 @@ def _check_replicas(settings: SweepSettings) -> None:
         raise InputError(
             f"parallel.topology: found {shown(topology.name)}, but {_OF_ALL_TRIALS['topology']}; leave it out"
         )
-    if settings.replicas > 1 and sync.kind != "auto":
+    if settings.replicas > 1 and sync.kind != "auto" and not settings.train.in_stages:
         # The job was checked with all of its workers.
         read_options(sync.kind, sync.options, settings.replicas)
 
