@@ -193,11 +193,12 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         Refused("adapt[0].kind: found sync", {"adapt": [{"kind": "sync"}]}, over=RATES),
         Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
     ],
-    ("the policy `batch-size`", "a sweep's arrays in stages"): [
+    ("the policy `batch-size`", "a sweep's pipelines side by side"): [
         Refused(
             "adapt[0].kind: found batch-size",
             {"adapt": [{"kind": "batch-size", "most": 128}]},
-            stages=(1, 1),
+            AVERAGE,
+            stages=(2, 2),
             over=RATES,
         )
     ],
