@@ -106,6 +106,7 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             "precision: found 'fp16'", {"precision": "fp16"}, stages=(1, 1), schedule=Schedule.TWO_BUFFERED
         ),
         Refused("precision: found 'fp16'", {"precision": "fp16"}, AVERAGE, stages=(2, 2)),
+        Refused("precision: found 'fp16'", {"precision": "fp16"}, AVERAGE, stages=(2, 2), over=RATES),
     ],
     ("`sync_options.average: gradients`", "`precision: fp16`"): [
         Refused(
@@ -115,7 +116,8 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         )
     ],
     ("`clip_norm`", "pipelines that average"): [
-        Refused("clip_norm: needs the whole model's gradient", {"clip_norm": 1.0}, AVERAGE, stages=(2, 2))
+        Refused("clip_norm: needs the whole model's gradient", {"clip_norm": 1.0}, AVERAGE, stages=(2, 2)),
+        Refused("clip_norm: needs", {}, AVERAGE, stages=(2, 2), over={"clip_norm": [None, 1.0]}),
     ],
     ("an optimizer that couples all parameters (a norm over all)", "two or more stages"): [
         Refused(
@@ -191,14 +193,12 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         Refused("adapt[0].kind: found sync", {"adapt": [{"kind": "sync"}]}, over=RATES),
         Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
     ],
-    ("syncs other than `all-reduce`", "a sweep's arrays in stages"): [
-        Refused("parallel.sync: found 'partial-reduce'", {}, AVERAGE, stages=(2, 2), over=RATES)
-    ],
-    ("the policy `batch-size`", "a sweep's arrays in stages"): [
+    ("the policy `batch-size`", "a sweep's pipelines side by side"): [
         Refused(
             "adapt[0].kind: found batch-size",
             {"adapt": [{"kind": "batch-size", "most": 128}]},
-            stages=(1, 1),
+            AVERAGE,
+            stages=(2, 2),
             over=RATES,
         )
     ],

@@ -28,9 +28,9 @@ from plait.schema.settings import (
 from plait.sweeping.search.values import check
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.training.change.batch_size import BatchSize
-from support.plans import planned
-from support.sweeping import same_table, sweep_here, sweep_of, sweeps_rank, trial_alone
-from support.training import digits_job, train_here, unverified_job
+from support.plans import in_stages, straight_layout
+from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
+from support.training import digits_job, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
 RATES = "optimizer.lr=0.02,0.05,0.1"
@@ -191,10 +191,21 @@ def test_policies_that_change_more_than_a_trial_are_refused(policy: PolicySettin
         check(sweep_of(RATES, job=job(policy)))
 
 
-def test_arrays_in_stages_have_no_noise_to_decide_by():
-    staged = replace(planned((1, 1), Schedule.FLUSH, 3), adapt=(BY_NOISE,))
-    with pytest.raises(PlaitError, match="found batch-size, but arrays in stages have no noise scale"):
-        check(sweep_of(RATES, job=staged))
+def test_in_stages_trials_decide_by_the_noise_of_their_whole_gradients(tmp_path: Path):
+    """As in a run, stages are asked after every 25th step, and nothing changes after the first time."""
+    whole = job(BY_NOISE, epochs=None, steps=53)
+    staged = in_stages(whole, straight_layout((1, 1)), Schedule.FLUSH, microbatches=2)
+    sweep = sweep_of("optimizer.lr=0.02,0.1", job=staged)
+    result = run_ranks(2, sweep_rank, sweep, tmp_path / "sweep")[0]
+    best = result["best"]
+    alone, _ = run_ranks(2, train_rank, with_values(staged, best["values"]), tmp_path / "alone")[0]
+    changes = {each.trial: each for each in recorded(tmp_path / "sweep", Changed)}
+    (expected,) = recorded(tmp_path / "alone", Changed)
+    assert changes.keys() == {0, 1}
+    assert changes[0].change != changes[1].change
+    assert changes[best["trial"]].change == pytest.approx(expected.change, rel=1e-9)
+    assert changes[best["trial"]].step == expected.step == 50
+    assert best["metrics"] == pytest.approx(alone.test, abs=1e-9)
 
 
 def test_policies_are_not_swept_over():

@@ -15,6 +15,7 @@ from plait.comm.collectives import broadcast_value
 from plait.core import events, run_events
 from plait.core.errors import JobError
 from plait.launch.run_dir import RunDir
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     UNVERIFIED,
     CheckpointSettings,
@@ -33,8 +34,10 @@ from plait.sweeping.trial_settings import with_values
 from plait.training.engine import IntervalResult
 from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.member import WholeModelMember
+from plait.training.engines.pipeline_member import PipelineMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
+from support.plans import in_stages, straight_layout
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job, largest_difference, saved_weights, train_rank
 from support.world import run_ranks
@@ -43,6 +46,7 @@ ADAM = OptimizerSettings("adamw", {"lr": 0.01})
 # Workers synchronize when something is due, so what is due must be due at the same steps.
 EVERY = 5
 NORM = ModelSettings("support.sweeping:norm_net")
+DROP = ModelSettings("support.training:small_net", {"dropout": 0.4})
 
 
 def averaged(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
@@ -55,6 +59,12 @@ def averaged(sync: str, options: dict[str, Any] | None = None, **changes: Any) -
         **changes,
     }
     return digits_job(**values)
+
+
+def side_by_side(sync: str, options: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
+    """The same in two pipelines of two stages, each of which cuts its share into two microbatches."""
+    layout = straight_layout((2, 2))
+    return in_stages(averaged(sync, options, **changes), layout, Schedule.FLUSH, microbatches=4)
 
 
 LOCAL = {"every": 3}
@@ -94,9 +104,30 @@ EQUAL = {
 }
 
 
+# In pipelines side by side. Made when they are needed: they trace their models.
+IN_STAGES = {
+    "trials that join": lambda: sweep_of(
+        "optimizer.lr=0.01,0.03",
+        "steps=5,15",
+        job=side_by_side("local-sgd", {"every": 2, "outer": "nesterov"}),
+        width=2,
+    ),
+    "an empty share": lambda: sweep_of(
+        "data.batch_size=131,200", job=side_by_side("local-sgd", LOCAL, optimizer=ADAM, steps=18)
+    ),
+    "batch norms": lambda: sweep_of(
+        "optimizer.lr=0.01,0.1", "data.batch_size=60,64", job=side_by_side("pair-sync", model=NORM)
+    ),
+    # Not fused, it draws as a run does.
+    "one by one": lambda: sweep_of(
+        "optimizer.lr=0.01,0.1", job=side_by_side("sma", model=DROP, steps=6), width=1
+    ),
+}
+
+
 def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str) -> list[Any]:
     """A sweep by one group of all workers; and each of its trials as a run of these workers."""
-    settings = replace(sweep, replicas=dist.get_world_size())
+    settings = sweep if sweep.train.in_stages else replace(sweep, replicas=dist.get_world_size())
     result = sweep_rank(rank, settings, folder / "sweep")
     alone = []
     for row in broadcast_value(result.get("trials"), 0):
@@ -114,8 +145,21 @@ FURTHER = dict.fromkeys(("local SGD", "DiLoCo", "unused layers"), pytest.mark.ex
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
+    check_as_runs(2, EQUAL[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.extended if n == "one by one" else ()) for n in IN_STAGES]
+)
+def test_a_trial_in_stages_equals_the_run_in_the_same_pipelines_side_by_side(
+    name: str, tmp_path: Path
+) -> None:
+    check_as_runs(4, IN_STAGES[name](), tmp_path)
+
+
+def check_as_runs(workers: int, sweep: SweepSettings, tmp_path: Path) -> None:
     with job_store() as address:
-        result, alone = run_ranks(2, sweep_and_trials, EQUAL[name], tmp_path, address)[0]
+        result, alone = run_ranks(workers, sweep_and_trials, sweep, tmp_path, address)[0]
     assert result["reason"] == "finished"
     for row, test in zip(result["trials"], alone):
         assert row["metrics"] == pytest.approx(test, abs=1e-10)
@@ -137,7 +181,8 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
     """A sweep, the weights of this worker's trials after each interval, and the samples that it took."""
     intervals: list[Any] = []
     samples = [0] * 8
-    train, update = DecentralizedEngine.train, WholeModelMember.update
+    member_kind = PipelineMember if settings.train.in_stages else WholeModelMember
+    train, update = DecentralizedEngine.train, member_kind.update
 
     def watched_train(engine: DecentralizedEngine, steps: int) -> IntervalResult:
         result = train(engine, steps)
@@ -146,14 +191,14 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
         intervals.append((result.steps, sums))
         return result
 
-    def watched_update(member: WholeModelMember, steps: Any, share: int, batches: Any, factors: Any) -> Any:
+    def watched_update(member: Any, steps: Any, share: int, batches: Any, factors: Any) -> Any:
         for trial, batch in zip(member._trials, batches):
             samples[trial.number] += batch.count
         return update(member, steps, share, batches, factors)
 
     with (
         mock.patch.object(DecentralizedEngine, "train", watched_train),
-        mock.patch.object(WholeModelMember, "update", watched_update),
+        mock.patch.object(member_kind, "update", watched_update),
     ):
         return sweep_rank(rank, settings, folder), intervals, samples
 
@@ -169,8 +214,27 @@ def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_
     job = averaged(*OWN_PACE[name], optimizer=ADAM)
     # Four trials in two slots: they join and leave.
     sweep = sweep_of("data.batch_size=30,40", "steps=10,30", width=2, job=job)
-    both = run_ranks(2, watched_sweep, replace(sweep, replicas=2), tmp_path)
-    (result, intervals, first), (_, others, second) = both
+    check_own_pace(*run_ranks(2, watched_sweep, replace(sweep, replicas=2), tmp_path))
+
+
+# Each worker of a pipeline averages by itself, as in a run (training/test_pipelines_side_by_side.py).
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "partial reduce" else pytest.mark.extended) for n in OWN_PACE],
+)
+def test_at_their_own_pace_so_do_the_stages_of_pipelines_side_by_side(name: str, tmp_path: Path) -> None:
+    job = side_by_side(*OWN_PACE[name], optimizer=ADAM)
+    sweep = sweep_of("data.batch_size=30,40", "steps=10,30", width=2, job=job)
+    first, second, *last = run_ranks(4, watched_sweep, sweep, tmp_path)
+    check_own_pace(first, second)
+    # The workers of the second stage.
+    (_, intervals, *_), (_, others, *_) = last
+    assert intervals == others != first[1]
+
+
+def check_own_pace(one: tuple[Any, list[Any], list[int]], other: tuple[Any, list[Any], list[int]]) -> None:
+    """Check a sweep of two members, by what their first workers saw."""
+    (result, intervals, first), (_, others, second) = one, other
     assert intervals == others
     sizes = [trial["values"]["data.batch_size"] * trial["values"]["steps"] for trial in by_number(result)]
     assert [one + other for one, other in zip(first, second)][:4] == sizes
@@ -184,14 +248,29 @@ def by_number(result: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(result["trials"], key=lambda trial: trial["trial"])
 
 
+OUTER = {
+    "options": {"every": 2, "outer": "nesterov"},
+    "checkpoint": CheckpointSettings(every_steps=EVERY),
+    "model": DROP,
+}
+
+
 def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(tmp_path: Path) -> None:
-    settings = replace(EQUAL["DiLoCo"], replicas=2)
-    job = replace(settings.train, checkpoint=CheckpointSettings(every_steps=EVERY))
-    settings = replace(settings, train=job)
+    settings = replace(sweep_of("optimizer.lr=0.01,0.03", job=averaged("local-sgd", **OUTER)), replicas=2)
     whole, (stopped, saved, resumed) = run_ranks(2, whole_and_resumed, settings, tmp_path)[0]
     assert (stopped["reason"], saved[0]) == ("stopped", "step-000000005")
     assert {(trial["state"], trial["step"]) for trial in stopped["trials"]} == {("waiting", 5)}
     assert same_table(whole, resumed, tolerance=1e-12)
+
+
+def test_resumed_in_stages_it_has_it_too_and_draws_as_whole_models_do(tmp_path: Path) -> None:
+    job = averaged("local-sgd", **OUTER, accumulate=2)
+    whole = replace(sweep_of("optimizer.lr=0.01,0.03", job=job), replicas=2)
+    expected = run_ranks(2, sweep_rank, whole, tmp_path / "whole")[0]
+    settings = replace(whole, train=side_by_side("local-sgd", **OUTER), replicas=1)
+    stopped, _, resumed = run_ranks(4, stop_and_go_on, settings, tmp_path / "stages")[0]
+    assert stopped["reason"] == "stopped"
+    assert same_table(expected, resumed, tolerance=1e-10)
 
 
 def whole_and_resumed(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any, Any]:
@@ -243,6 +322,11 @@ def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
         check(swept("partial-reduce", {"minimum": 3}))
     with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):
         check(swept("hetpipe", {"servers": 2, "dedicated": True}))
+    # In stages, options count pipelines: here there are two times two.
+    four = replace(sweep_of("seed=0,1", job=side_by_side("partial-reduce", {"minimum": 3})), replicas=2)
+    check(four)
+    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
+        check(replace(four, replicas=1))
 
 
 def sweep_that_fails(rank: int, settings: SweepSettings, folder: Path) -> str:

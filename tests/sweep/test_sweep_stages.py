@@ -358,7 +358,7 @@ def test_two_groups_of_replicas_take_their_arrays_from_one_queue(tmp_path: Path)
         (lambda: in_stages("accumulate=1,2"), "accumulate: a pipeline accumulates by itself"),
         (
             lambda: in_stages("seed=0,1", sync=SyncSettings("partial-reduce")),
-            "parallel.sync: found 'partial-reduce' with a plan",
+            r"parallel.plan: found stages with \[1, 1\] workers; pipelines side by side need as many",
         ),
         (lambda: in_stages("seed=0,1", recompute=(2,)), "parallel.recompute: found stage 2, expected"),
     ],

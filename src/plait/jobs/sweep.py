@@ -23,7 +23,7 @@ from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
-from plait.schema.settings import SEARCHES, SearchSettings, TrainSettings
+from plait.schema.settings import SEARCHES, SearchSettings, SyncSettings, TrainSettings
 from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
 from plait.sweeping.group_client import check_worker_groups
@@ -180,9 +180,11 @@ def make_sweep(
     settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
-    check(settings)
+    has_plan = job.parallel.plan != "data-parallel"
+    # With a plan, the options of a sync are for its pipelines.
+    check(replace(settings, train=replace(settings.train, sync=SyncSettings())) if has_plan else settings)
     _check_values(job, written, listed=trials is None)
-    if job.parallel.plan != "data-parallel":
+    if has_plan:
         settings = replace(settings, train=_with_plan(job, settings))
         check(settings)
     return settings

@@ -315,6 +315,14 @@ class Pipeline:
         """What losses, and so gradients until an update, are multiplied by."""
         return 1.0 if self._parts.loss_scale is None else float(self._parts.loss_scale.value)
 
+    @property
+    def loss_scales(self) -> Tensor:
+        """The same for each trial, in float64."""
+        scale = self._parts.loss_scale
+        trials = self._parts.stages.trials or 1
+        value = torch.as_tensor(1.0 if scale is None else scale.value, dtype=torch.float64)
+        return value.cpu().expand(trials)
+
     def average_buffers(self) -> None:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
         for stage, group in self._replicas.items():

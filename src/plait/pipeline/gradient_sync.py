@@ -77,13 +77,13 @@ def _check_ties(pipeline_layout: PipelineLayout, stages_of: Mapping[str, tuple[i
             )
 
 
-def check_untied(traced: TracedModel, pipeline_layout: PipelineLayout, why: str) -> None:
-    """Raise JobError if stages on different workers share a parameter; `why` completes the message."""
+def check_untied(traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
+    """Raise JobError if stages on different workers, each of which is averaged alone, share a parameter."""
     for name, stages in find_stages(traced, pipeline_layout).items():
         if len(stages) > 1 and len(pipeline_layout.holders(*stages)) > 1:
             raise JobError(
-                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, {why}; use a plan "
-                f"that keeps its layers in one stage"
+                f"parallel.plan: parameter {name!r} is tied between stages {list(stages)}, which average "
+                f"apart from each other under this sync; use a plan that keeps its layers in one stage"
             )
 
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from plait.sweeping.engines.array_stages import FusedStages
     from plait.sweeping.engines.verified_stages import StagesOfTrials
     from plait.training.engines.pipeline import OnStageStep, PipelineEngine, StageAudit
+    from plait.training.monitoring.stage_monitor import StageMonitor
 
 # What trains an array.
 ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
@@ -250,12 +251,32 @@ class ArrayBuilder:
             stages = fused = FusedStages(worker, entries, feed, workers, verified, verdict)
             begin_audit = partial(audit.begin_in_stages, fused)
         if not self.averages:
-            return PipelineEngine(worker, trials, stages, on_step, begin_audit=begin_audit, group=workers)
+            engine = PipelineEngine(
+                worker,
+                trials,
+                stages,
+                on_step,
+                begin_audit=begin_audit,
+                make_monitor=lambda pipeline: self._monitor(engine, pipeline),
+                group=workers,
+            )
+            return engine
+        if wants_norms(entries[0].settings):
+            self.warn_once("monitor: pipelines side by side have no noise scale and no variance")
         if self._settings.train.verify.audit != "off":
             self.warn_once("audit: the steps of pipelines side by side are not audited")
         return self._decentralized(
             trials, stages, lambda init: PipelineMember(worker, init, stages, stages.open())
         )
+
+    def _monitor(self, engine: PipelineEngine, pipeline: Pipeline) -> StageMonitor | None:
+        """What measures the gradient noise of an array in stages, if the job needs it."""
+        from plait.training.monitoring.stage_monitor import StageMonitor  # slow to import
+
+        if (norms := engine.components.norms) is None:
+            return None
+        place = self.workers.place, self.workers.size
+        return StageMonitor(place, engine.trials, pipeline, norms.averages, self.warn_once)
 
     @property
     def averages(self) -> bool:

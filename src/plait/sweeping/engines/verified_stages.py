@@ -15,6 +15,7 @@ from plait.fusion import FusedModule, fuse
 from plait.fusion.verify import FusionReport
 from plait.pipeline.cutting.cut import cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
+from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.verify_stages import VerifiedStages
 from plait.profiler.build import build_stages
@@ -29,7 +30,7 @@ from plait.sweeping.engines.verified_arrays import (
 )
 from plait.training.components import TrialInit
 from plait.training.engines.pipeline_setup import prepare_pipeline
-from plait.training.engines.replica_layout import check_averaged, replica_layouts
+from plait.training.engines.replica_layout import replica_layouts
 from plait.training.fused.fused_components import stacked
 
 
@@ -71,7 +72,7 @@ def prepare_trials(
     except InputError as failure:
         raise JobError(f"parallel.plan: {failure}") from None
     if averages:
-        check_averaged(checked.traced, part)
+        check_untied(checked.traced, part)
     return StagesOfTrials(checked, replace(layout, stages=part.stages), values, averages)
 
 

@@ -11,10 +11,10 @@ from plait.adapt.policies.registry import make_policy
 from plait.adapt.policies.step_table import StepBased
 from plait.core.errors import InputError
 from plait.core.shown import shown
-from plait.schema.settings import SearchSettings, TrainSettings
+from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
 from plait.schema.topology_spec import TopologySpec
-from plait.sweeping.engines.array_plans import check_stages_of
+from plait.sweeping.engines.array_plans import averages, check_stages_of
 from plait.sweeping.search.pruning import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
 from plait.sweeping.settings import SweepSettings
@@ -92,7 +92,7 @@ def check(settings: SweepSettings) -> None:
     if not over:
         raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
     check_keys(over)
-    _check_policies(settings.train)
+    _check_policies(settings)
     if search.trials is not None and search.trials < 1:
         raise InputError(f"--trials: found {search.trials}, expected 1 or more")
     if settings.width is not None and settings.width < 1:
@@ -118,9 +118,9 @@ def check(settings: SweepSettings) -> None:
         _check_population(over, search)
 
 
-def _check_policies(train: TrainSettings) -> None:
+def _check_policies(settings: SweepSettings) -> None:
     """Refuse policies that change more than one trial: each trial has its own."""
-    for number, policy in enumerate(train.adapt):
+    for number, policy in enumerate(settings.train.adapt):
         made = make_policy(policy.kind, policy.options)
         found = {f"adapt[{number}].kind": policy.kind}
         if isinstance(made, StepBased):
@@ -133,10 +133,10 @@ def _check_policies(train: TrainSettings) -> None:
         for key, kind in found.items():
             if kind in _OF_ALL_TRIALS:
                 raise InputError(f"{key}: found {kind}, but {_OF_ALL_TRIALS[kind]}; leave it out")
-        if policy.kind == "batch-size" and train.in_stages:
+        if policy.kind == "batch-size" and settings.train.in_stages and averages(settings):
             raise InputError(
-                f"adapt[{number}].kind: found batch-size, but arrays in stages have no noise scale to decide "
-                f"by; use kind: steps or a function of your own, or sweep without a plan"
+                f"adapt[{number}].kind: found batch-size, but pipelines side by side have no noise scale to "
+                f"decide by; use kind: steps or a function of your own, or sync: all-reduce"
             )
 
 
@@ -157,7 +157,7 @@ def _check_replicas(settings: SweepSettings) -> None:
         raise InputError(
             f"parallel.topology: found {shown(topology.name)}, but {_OF_ALL_TRIALS['topology']}; leave it out"
         )
-    if settings.replicas > 1 and sync.kind != "auto":
+    if settings.replicas > 1 and sync.kind != "auto" and not settings.train.in_stages:
         # The job was checked with all of its workers.
         read_options(sync.kind, sync.options, settings.replicas)
 

@@ -200,7 +200,7 @@ class PipelineEngine:
             local = layout.local(len(batch.microbatches), layout.pipeline_of(rank))
             ops = one_batch(layout, rank, local)
             if self._monitor is not None:
-                self._monitor.begin_batch(ops, work)
+                self._monitor.begin_batch(ops, work, batch.rows)
             self._pipe.run(ops, work)
             sums.give(first + self.done, self._pipe.take_losses())
             self.done += 1
@@ -246,9 +246,9 @@ class PipelineEngine:
         number = step - self.trials[0].step
         batch = self._begun[number]
         self._last_losses = losses
-        self._on_step(number + 1, losses, batch, ended)
         if self._monitor is not None:
-            self._monitor.arrive(step, float(losses[0]), batch.samples, sums)
+            self._monitor.arrive(step, float(losses[0]), batch.rows, sums)
+        self._on_step(number + 1, losses, batch, ended)
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
         """Mean loss and metric over the test split, sent through the pipeline."""

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.core.errors import JobError, PlaitError
-from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
-from plait.profiler.traced import TracedModel
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import read_options
@@ -38,13 +36,8 @@ def workers_of_replica(pipeline_layout: PipelineLayout) -> int:
 
 
 def side_by_side(pipeline_layout: PipelineLayout) -> PipelineLayout:
-    """The layout with each pipeline replica as a pipeline of its own."""
+    """The layout with each pipeline replica as a pipeline."""
     return replace(pipeline_layout, layouts=tuple(each.layout for each in replica_layouts(pipeline_layout)))
-
-
-def check_averaged(traced: TracedModel, replica: PipelineLayout) -> None:
-    """Refuse weights that stages of a pipeline replica share, since each stage is averaged by itself."""
-    check_untied(traced, replica, "which average apart from each other under this sync")
 
 
 def in_order(replica: PipelineLayout) -> tuple[int, ...]:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
-from plait.adapt.monitors.squared_norms import gradients, squared_norm
+from plait.adapt.monitors.squared_norms import gradients, squared_norm, trial_squared_norms
 from plait.adapt.monitors.step_times import WorkerTimes
 from plait.core.run_events import Signals
-from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices
@@ -38,25 +38,26 @@ def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
 
 
 class StageMonitor:
-    """Measures the part of one worker in each step of a trial's pipeline.
+    """Measures the part of one worker in each step of the pipeline of a trial, or of fused trials.
 
-    The gradient noise is added to `averages`. `on_signals` is called with the signals of each step, `warn`
-    with a message if something cannot be measured.
+    `worker` is its place among the workers, and their number. The gradient noise of each trial is added to
+    its `averages`. `warn` is called with a message if something cannot be measured, `on_signals` with the
+    signals of each step of the first trial.
     """
 
     def __init__(
         self,
-        worker: Worker,
+        worker: tuple[int, int],
         trials: Sequence[Trial],
         pipeline: Pipeline,
-        averages: GradientAverages,
-        on_signals: Callable[[Signals], None],
+        averages: Sequence[GradientAverages],
         warn: Callable[[str], None],
+        on_signals: Callable[[Signals], None] = lambda signals: None,
     ) -> None:
         self._trials = trials
         self._pipeline = pipeline
-        self._rank, self._workers = worker.rank, worker.world_size
-        self.averages = averages
+        self._rank, self._workers = worker
+        self._averages = averages
         self._on_signals = on_signals
         settings = trials[0].settings
         self._norms = wants_norms(settings)
@@ -74,45 +75,52 @@ class StageMonitor:
             pipeline.on_backward, pipeline.on_gradients = self._after_backward, self._before_update
         # In the current batch: the microbatch to measure in each stage, and the measurements.
         self._first: dict[int, int] = {}
-        self._parts: dict[int, tuple[torch.Tensor, float]] = {}
+        self._parts: dict[int, tuple[Tensor, list[float]]] = {}
         self._work: MicrobatchSource | None = None
-        self._moments: tuple[float, float, float] = (0.0, 0.0, 0.0)
+        self._samples: Sequence[int] = ()
+        # The variance and the squared norm of each trial's gradient, and in how many stages they are unknown.
+        self._moments = torch.zeros(len(averages), 3, dtype=torch.float64)
         self._busy_s, self._ended = 0.0, 0.0
 
     def begin_interval(self) -> None:
         """Restart the clock: steps follow after other work."""
         self._ended, self._busy_s = 0.0, self._pipeline.busy_s
 
-    def begin_batch(self, ops: Iterable[Op], work: MicrobatchSource) -> None:
-        """Called before the operations of a batch."""
+    def begin_batch(self, ops: Iterable[Op], work: MicrobatchSource, samples: Sequence[int]) -> None:
+        """Called before the operations of a step, which has these samples of each trial."""
         backward = [op for op in ops if isinstance(op, (Backward, BackwardWeight))]
         counts = Counter(op.stage for op in backward)
         self._first = {op.stage: op.microbatch for op in reversed(backward) if counts[op.stage] > 1}
-        self._parts, self._work = {}, work
+        self._parts, self._work, self._samples = {}, work, samples
         missing = [stage for stage in self._counted if stage not in self._first]
-        self._moments = (0.0, 0.0, float(len(missing)))
+        self._moments = torch.zeros_like(self._moments)
+        self._moments[:, 2] = len(missing)
 
     def _after_backward(self, stage: int, microbatch: int) -> None:
         if stage in self._counted and self._first.get(stage) == microbatch:
             assert self._work is not None
-            square = squared_norm(gradients(self._counted[stage]))
-            self._parts[stage] = square, self._work.weight(microbatch)
+            rows = self._work.samples(microbatch)
+            weights = [count / samples for count, samples in zip(rows, self._samples)]
+            self._parts[stage] = self._squares(stage), weights
+
+    def _squares(self, stage: int) -> Tensor:
+        """The squared norm of each trial's present gradient in a stage."""
+        found, trials = gradients(self._counted[stage]), len(self._averages)
+        return trial_squared_norms(found, trials) if trials > 1 else squared_norm(found).view(1)
 
     def _before_update(self) -> None:
         """Estimate from this worker's stages; the gradients are those of the whole batch."""
-        if self._work is None or not self._parts:
+        if not self._parts:
             return
-        variance, whole, missing = self._moments
-        samples = self._work.samples_of(self._work.microbatch(0).step)
-        for stage, (square, weight) in self._parts.items():
-            squared = float(squared_norm(gradients(self._counted[stage])))
-            noise = estimate(GradientNorms(float(square) / weight, weight, 1.0, squared, samples))
-            if noise is None:
-                missing += 1.0
-            else:
-                variance, whole = variance + noise.variance, whole + squared
-        scale = self._pipeline.loss_scale
-        self._moments = variance / scale**2, whole / scale**2, missing
+        scales = self._pipeline.loss_scales.square()
+        for stage, (parts, weights) in self._parts.items():
+            norms = (torch.stack([parts, self._squares(stage)]).cpu() / scales).tolist()
+            for moments, weight, samples, part, whole in zip(self._moments, weights, self._samples, *norms):
+                noise = (
+                    estimate(GradientNorms(part / weight, weight, 1.0, whole, samples)) if weight else None
+                )
+                known = (0.0, 0.0, 1.0) if noise is None else (noise.variance, whole, 0.0)
+                moments += torch.tensor(known, dtype=torch.float64)
 
     def numbers(self) -> list[float]:
         """This worker's measurements of the step that has just ended, to be summed over all workers."""
@@ -122,15 +130,18 @@ class StageMonitor:
             times[self._rank] = max(busy_s - self._busy_s, 1e-9)
             times[self._workers + self._rank] = now - self._ended
         self._ended, self._busy_s = now, busy_s
-        return [*self._moments, *times]
+        return [*self._moments.view(-1).tolist(), *times]
 
-    def arrive(self, step: int, loss: float, samples: int, sums: Sequence[float]) -> None:
-        """Process the sums of all workers' measurements of a step."""
-        variance, whole, missing, *times = sums
-        if self._norms and not missing and whole > 0:
-            self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
+    def arrive(self, step: int, loss: float, samples: Sequence[int], sums: Sequence[float]) -> None:
+        """Process the sums of all workers' measurements of a step with these samples of each trial."""
+        moments, times = sums[: 3 * len(samples)], sums[3 * len(samples) :]
+        for averages, count, (variance, whole, missing) in zip(
+            self._averages, samples, zip(*[iter(moments)] * 3)
+        ):
+            if self._norms and not missing and whole > 0:
+                averages.add(GradientMoments(variance, whole - variance / count), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
         trial, step_s = self._trials[0], max(seconds) if known else None
-        signals = step_signals(trial, self.averages, self._workers, step + 1, loss, samples, step_s)
+        signals = step_signals(trial, self._averages[0], self._workers, step + 1, loss, samples[0], step_s)
         self._on_signals(replace(signals, work_s=busy if known else (), planned_s=self._planned_s))

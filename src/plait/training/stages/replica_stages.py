@@ -14,10 +14,11 @@ from plait.comm.groups import new_group_of_members
 from plait.data import loader
 from plait.data.loader import Batch
 from plait.pipeline.executor import Pipeline
+from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, microbatch_count
 from plait.training.checks.pipeline import check_pipeline
-from plait.training.engines.replica_layout import among, check_averaged, in_order, replica_layouts
+from plait.training.engines.replica_layout import among, in_order, replica_layouts
 from plait.training.stages.model_stages import ModelStages
 
 
@@ -45,7 +46,7 @@ class ReplicaStages(ModelStages):
         """This worker's part of its pipeline; None if it is in none. All workers call it together."""
         traced, rank = self._distribute(), self._worker.rank
         self.replicas = replica_layouts(self.layout)
-        check_averaged(traced, self.replicas[0])
+        check_untied(traced, self.replicas[0])
         own = next((each for each in self.replicas if rank in each.workers), None)
         self._position = None if own is None else in_order(own).index(rank)
         if own is not None:

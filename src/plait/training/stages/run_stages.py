@@ -83,7 +83,8 @@ def pipeline_engine(run: Run) -> PipelineEngine:
     def make_monitor(pipeline: Pipeline) -> StageMonitor | None:
         if not is_monitored(run.settings):
             return None
-        return StageMonitor(worker, trials, pipeline, run.noise, run.signals.add, metrics.warn)
+        workers = worker.rank, worker.world_size
+        return StageMonitor(workers, trials, pipeline, [run.noise], metrics.warn, run.signals.add)
 
     stages = _stages_of(run, ModelStages)
     return PipelineEngine(

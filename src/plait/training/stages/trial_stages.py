@@ -33,6 +33,12 @@ class StepBatch:
     epoch: int
     samples: int
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The samples of each trial."""
+        rows = (microbatch.rows or (len(microbatch.samples),) for microbatch in self.microbatches)
+        return tuple(map(sum, zip(*rows)))
+
 
 class TrialStages(ABC):
     """The stages of one trial, or of fused trials, on this worker.
