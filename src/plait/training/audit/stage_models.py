@@ -65,7 +65,7 @@ class DelayedModel(ReplicatedModel):
     all parameters, with its state before the step; `samples` are those of each microbatch.
     """
 
-    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer] | None = None
+    make_optimizer: Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer] | None = None
     samples: Sequence[int] = ()
     clip_norm: float | None = None
 
@@ -90,11 +90,10 @@ class DelayedModel(ReplicatedModel):
             loss = self.backward(replace(part, weight=1.0))
             grads = {name: parameter.grad for name, parameter in parameters.items()}
             total += loss * self.samples[part.number] / sum(self.samples)
-            is_last = part is parts[-1]
             for stage, names in enumerate(held):
                 rounds[stage].append((self.samples[part.number], grads))
                 size = microbatches_per_update(layout, stage) * layout.pipelines
-                if len(rounds[stage]) == size or is_last:
+                if len(rounds[stage]) == size or part is parts[-1]:
                     versions[stage].append(self._update(names, versions[stage][-1], rounds[stage], sums))
                     rounds[stage] = []
         for first, *_ in versions:
