@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,20 +49,23 @@ Answer = dict[str, Any]
 def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[str, Any]:
     """Run the coordinator of a sweep; returns the result of the sweep."""
     request = begin_process(SweepRequest, order)
-    settings, folder, resume = request.settings, RunDir(request.folder), request.resume
     coordinator = Coordinator(
-        settings, folder, resume, process.membership, process.is_elastic, process.report
+        request.settings,
+        RunDir(request.folder),
+        request.resume,
+        process.membership,
+        process.is_elastic,
+        process.report,
     )
     process.serve(coordinator.answer, coordinator.follow)
     return coordinator.close().to_dict()
 
 
+@dataclass(eq=False)
 class UnknownDataError(Exception):
-    """Raised for a data set that no worker has described yet."""
+    """Raised for the data set of `settings` that no worker has described yet."""
 
-    def __init__(self, settings: TrainSettings) -> None:
-        super().__init__(data_key(settings))
-        self.settings = settings
+    settings: TrainSettings
 
 
 class Coordinator:
@@ -85,7 +88,8 @@ class Coordinator:
         self._membership = membership
         self._is_elastic = is_elastic
         self._send_report = report
-        self._past = _read(folder) if resume else []
+        earlier = core_events.read(folder.events()) if resume and folder.events().exists() else ()
+        self._past = [recorded.event for recorded in earlier]
         self._log = EventLog(folder.events(), rank=0)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
@@ -209,8 +213,7 @@ class Coordinator:
     def follow(self, now: Membership) -> None:
         """Record a change of workers, and return the trials of lost workers to the scheduler."""
         for worker in now.lost:
-            for trial in self._assignments.lose(worker):
-                self.scheduler.give_back(trial)
+            self._return_trials(worker)
         before, self._membership = self._membership, now
         self._groups.follow(now)
         self._count_groups()
@@ -219,6 +222,11 @@ class Coordinator:
         event = workers_changed(before, now, sum(self._progress.steps.values()))
         self._keep(event)
         self.arrays.end(event.lost)
+
+    def _return_trials(self, worker: int) -> None:
+        """Return the trials of a worker, or of its group, that is lost."""
+        for trial in self._assignments.lose(worker):
+            self.scheduler.give_back(trial)
 
     def _count_groups(self) -> None:
         firsts = self._groups.firsts
@@ -244,8 +252,7 @@ class Coordinator:
 
     def _on_abandon(self, worker: int) -> Answer:
         """Return the trials of a worker whose group has lost another one."""
-        for trial in self._assignments.lose(worker):
-            self.scheduler.give_back(trial)
+        self._return_trials(worker)
         return self._on_array(worker, [], False, "")
 
     def _on_data(self, **description: Any) -> Answer:
@@ -280,7 +287,17 @@ class Coordinator:
         drawn = len(self.scheduler.trials) == search.total
         # Trials of leaving or lost workers are assigned again.
         more = search.waits or not drawn or self._is_elastic
-        return {"trials": [_assignment(trial) for trial in trials], "more": more}
+        assigned = [
+            {
+                "trial": trial.number,
+                "values": dict(trial.values),
+                "drawn": trial.drawn[trial.rung :],
+                "goals": trial.goals[trial.rung :],
+                "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
+            }
+            for trial in trials
+        ]
+        return {"trials": assigned, "more": more}
 
     def _on_spare(self, worker: int, left_s: float) -> Answer:
         """How many of its trials a worker must return for idle workers."""
@@ -324,8 +341,7 @@ class Coordinator:
         self, trial: int, step: int, seconds: float, largest: float, differences: list[str]
     ) -> Answer:
         self._audited, self._largest = self._audited + 1, max(self._largest, largest)
-        event = run_events.Audited(step, seconds, self._largest, tuple(differences), trial)
-        self._log.record(event)
+        self._log.record(run_events.Audited(step, seconds, self._largest, tuple(differences), trial))
         return {}
 
     def _on_note(
@@ -415,9 +431,9 @@ class Coordinator:
             with contextlib.suppress(UnknownDataError):
                 self.scheduler.open(self._past)
             self._keep(self._begun())
-        states = {trial.state for trial in self.scheduler.trials}
         reason = "finished" if self.scheduler.is_over else "stopped"
-        reason = "failed" if states == {"failed"} and self.scheduler.is_over else reason
+        if self.scheduler.is_over and {trial.state for trial in self.scheduler.trials} == {"failed"}:
+            reason = "failed"
         best = self.scheduler.best()
         if best is not None:
             self._publish(best)
@@ -485,18 +501,3 @@ def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool 
             f"differently; name a metric to compare them by (evaluate.metric in the job, or --metric), or "
             f"give --metric loss to compare them all the same"
         )
-
-
-def _assignment(trial: ScheduledTrial) -> dict[str, Any]:
-    return {
-        "trial": trial.number,
-        "values": dict(trial.values),
-        "drawn": trial.drawn[trial.rung :],
-        "goals": trial.goals[trial.rung :],
-        "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
-    }
-
-
-def _read(folder: RunDir) -> list[Event]:
-    path = folder.events()
-    return [recorded.event for recorded in core_events.read(path)] if path.exists() else []

@@ -52,7 +52,7 @@ class ScheduledTrial:
     # By rung, among how many results it is judged: those before it, and those that arrived with it.
     judged: dict[int, int] = field(default_factory=dict)
 
-    def load_result(self, report: Report | run_events.TrialReached) -> None:
+    def load_result(self, report: Report | run_events.TrialReached | run_events.TrialEnded) -> None:
         """Set the step and the results of a report."""
         self.step, self.metrics, self.train_loss = report.step, dict(report.metrics), report.train_loss
 
@@ -204,21 +204,15 @@ class TrialScheduler:
         trial = self.trials[report.trial]
         if report.step >= trial.steps:
             self._end(trial, "finished")
-        elif not is_new:
-            return self._answer_again(trial)
-        elif self.search.waits:
-            trial.state = "held"
-        else:
+        elif not self.search.waits:
             return self._decide(trial)
+        elif is_new:
+            trial.state = "held"
+        else:  # repeated: the worker may not have received the first answer
+            self.give_back(trial.number)
+            return 0
         if self.search.waits:
             self._finish_rung()
-        return 0
-
-    def _answer_again(self, trial: ScheduledTrial) -> int:
-        """The answer to a repeated result: the worker may not have received the first answer."""
-        if not self.search.waits:
-            return self._decide(trial)
-        self.give_back(trial.number)
         return 0
 
     def _decide(self, trial: ScheduledTrial) -> int:
@@ -227,8 +221,7 @@ class TrialScheduler:
         # Trials that arrived before it and with it.
         arrivals = self._arrivals[rung][: trial.judged[rung]]
         before = [self.trials[n].reached[rung] for n in arrivals if n != trial.number]
-        is_last = rung == len(trial.goals) - 1
-        if not is_last and not goes_on(trial.reached[rung], before, self.search.settings.eta):
+        if rung != trial.last and not goes_on(trial.reached[rung], before, self.search.settings.eta):
             return self._end(trial, "dropped")
         return trial.goal
 
@@ -294,16 +287,13 @@ class TrialScheduler:
         def differing(other: ScheduledTrial) -> list[str]:
             return [key for key, value in trial.values.items() if other.values[key] != value]
 
-        nearest = min(others, key=lambda other: (len(differing(other)), other.number))
-        keys = differing(nearest)
-        return [key for key in keys if self._separates(trial, key, nearest.values[key])] or keys
+        def group(values: Mapping[str, Any]) -> tuple[bool, str]:
+            settings = with_values(self.settings.train, values)
+            return is_fusable(settings), array_key(settings)
 
-    def _separates(self, trial: ScheduledTrial, key: str, value: Any) -> bool:
-        """Whether another `value` of `key` would put the trial into another group."""
-        other = with_values(self.settings.train, {**trial.values, key: value})
-        return is_fusable(other) != is_fusable(trial.settings) or array_key(other) != array_key(
-            trial.settings
-        )
+        nearest = min(others, key=lambda other: (len(differing(other)), other.number))
+        keys, here = differing(nearest), group(trial.values)
+        return [key for key in keys if group({**trial.values, key: nearest.values[key]}) != here] or keys
 
     def _draw_more(self, count: int) -> None:
         """Draw trials until `count` wait."""
@@ -369,11 +359,8 @@ class TrialScheduler:
 
     def _end(self, trial: ScheduledTrial, state: str) -> int:
         trial.state = state
-        self._record(
-            run_events.TrialEnded(
-                trial.number, trial.step, state, dict(trial.metrics), trial.train_loss, trial.why
-            )
-        )
+        result = (state, dict(trial.metrics), trial.train_loss, trial.why)
+        self._record(run_events.TrialEnded(trial.number, trial.step, *result))
         return 0
 
     def _finish_rung(self) -> None:
@@ -437,23 +424,18 @@ class TrialScheduler:
                 if rung not in trial.reached:
                     result = math.nan if event.result is None else event.result
                     self._arrive(trial, rung, result, event.judged)
-                is_last = rung == len(trial.goals) - 1
-                trial.state = "held" if self.search.waits and not is_last else "waiting"
+                trial.state = "held" if self.search.waits and rung != trial.last else "waiting"
             case run_events.TrialEnded():
                 trial = self.trials[event.trial]
-                trial.state, trial.step = event.state, event.step
-                trial.metrics, trial.train_loss = dict(event.metrics), event.train_loss
-                trial.why = event.why
+                trial.load_result(event)
+                trial.state, trial.why = event.state, event.why
             case run_events.TrialCopied():
                 trial = self.trials[event.trial]
                 trial.step = event.step
                 # All that go on have reached it.
                 self._change(trial, event.values, len(trial.reached) - 1)
             case run_events.TrialGoals():
-                trial = self.trials[event.trial]
-                trial.goals[-len(event.goals) :] = event.goals
-            case _:
-                pass
+                self.trials[event.trial].goals[-len(event.goals) :] = event.goals
 
 
 def _rung_of(trial: ScheduledTrial, step: int) -> int:
@@ -465,14 +447,8 @@ def _standing(trial: ScheduledTrial) -> tuple[Any, ...]:
     """Sort key, best first; ties are ordered by number."""
     complete = trial.state in ("finished", "early-stop")
     unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
-    return (
-        trial.state == "failed",
-        unknown,
-        not complete,
-        0 if complete else -trial.step,
-        _number(trial.result),
-        trial.number,
-    )
+    rank = (trial.state == "failed", unknown, not complete, 0 if complete else -trial.step)
+    return (*rank, _number(trial.result), trial.number)
 
 
 def _number(result: float) -> float:

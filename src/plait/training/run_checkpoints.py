@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.adapt.changes import ChangeSource, SavedSource
 from plait.core.codec import decode
-from plait.core.errors import ArtefactError, CheckpointError
+from plait.core.errors import CheckpointError
 from plait.core.shown import listed
 from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.training import checkpoint as checkpoints
@@ -21,7 +21,7 @@ from plait.training.checks.resumed import check_end, check_order
 from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.engine import Engine
 from plait.training.run import Run
-from plait.training.trial import gain
+from plait.training.trial import gain, reading_progress
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +58,11 @@ class RunCheckpoints:
             run.metrics.saved(run.trial.step, time.perf_counter() - started, is_best)
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
-        name = self._run.settings.checkpoint.keep_best
-        if (
-            name is None
-            or not metrics
-            or not math.isfinite(metrics[name])
-            or self._broken_step == self._run.trial.step
-        ):
+        name, best = self._run.settings.checkpoint.keep_best, self._run.trial.best
+        if name is None or not metrics or self._broken_step == self._run.trial.step:
             return False
-        best = self._run.trial.best
+        if not math.isfinite(metrics[name]):
+            return False
         return best is None or gain(self._run.components.modes[name], metrics[name], best[name]) > 0
 
     def save(self, state: EngineState | None) -> str | None:
@@ -174,12 +170,10 @@ class RunCheckpoints:
         check_same_data(progress, run.components.train_set.dataset, run.settings.data)
         trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
         trial.load(state.step, progress)
-        try:
+        with reading_progress():
             loss_scale = progress["loss_scale"]
             policies = list(progress.get("policies", ()))
             noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
-        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
-            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         check_order(progress, trial.position, run.settings, run.components.train_set.length)
         check_end(state.step, trial.position, run.settings)
         if trial.position.sample:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,6 +56,15 @@ def gain(mode: Mode, value: float, before: float) -> float:
     return before - value if mode == "min" else value - before
 
 
+@contextlib.contextmanager
+def reading_progress() -> Iterator[None]:
+    """Raise CheckpointError where the progress that a checkpoint holds is not as expected."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, ArtefactError) as failure:
+        raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
+
+
 @dataclass(frozen=True)
 class Due:
     """What is due for a trial after a step; `end` if it has finished or stops early."""
@@ -96,7 +106,7 @@ class Trial:
         """Reset to the first step, before a checkpoint is loaded."""
         self.step, self.position, self.best, self.moved = 0, Position(), None, False
         self.early_stopping = EarlyStopping(self.early_stopping.rule, self.early_stopping.modes)
-        self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
+        self.__post_init__()
 
     def change_batch(self, change: BatchSizeChange, workers: int) -> None:
         """Use another batch size over `workers` from the next step on; the order of samples is unchanged."""
@@ -169,13 +179,11 @@ class Trial:
 
     def load(self, step: int, progress: Mapping[str, Any]) -> None:
         """Go on from the progress that a checkpoint of `step` holds; CheckpointError changes nothing."""
-        try:
+        with reading_progress():
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]
             without_gain = int(progress["evaluations_without_gain"])
             batch = decode(BatchSize, progress["batch"]) if "batch" in progress else self.batch
-        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
-            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
         self.step, self.position, self.best = step, position, best
         self.batch = resumed(batch, self.settings.data.batch_size)
         self.early_stopping.best, self.early_stopping.without_gain = early_best, without_gain

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.adapt.changes import ChangeRequest, PlanChange, Replan, SavedSource
-from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.units import show_bytes
@@ -16,6 +15,7 @@ from plait.planner import Plan, PlanError
 from plait.planner.replan import Replanned, plan_for, replan
 from plait.schema.plans.graph import Graph
 from plait.schema.settings import TrainSettings
+from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 
 
@@ -24,18 +24,18 @@ def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
 
     Other workers may have an earlier plan, from before they joined.
     """
-    answer: dict[str, Any] | None = None
-    if worker.rank == 0:
+
+    def make() -> dict[str, Any]:
+        plan = settings.stages.plan
         try:
-            plan = settings.stages.plan
             if plan.devices_used != worker.world_size:
-                plan, graph = plan_and_graph(settings)
-                plan = plan_for(plan, graph, [1.0] * worker.world_size)
-            answer = {"plan": encode(plan), "failure": None}
+                plan = plan_for(*plan_and_graph(settings), [1.0] * worker.world_size)
         except PlanError as failure:
-            answer = {"plan": None, "failure": str(failure)}
-    answer = broadcast_value(answer, 0)
-    if answer["failure"] is not None:
+            return {"failure": str(failure)}
+        return {"plan": encode(plan)}
+
+    answer = ask_rank_0(worker, make)
+    if "failure" in answer:
         raise JobError(f"parallel.plan: {answer['failure']}")
     return settings.with_stages(plan=decode(Plan, answer["plan"], "plan"))
 
