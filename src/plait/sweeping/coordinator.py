@@ -28,7 +28,6 @@ from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
-from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
@@ -108,7 +107,8 @@ class Coordinator:
         self.arrays = Arrays(self._past)
         # The trials whose checkpoints were removed; an ended trial writes no other.
         self._removed: set[int] = set()
-        self._assignments = Assignments()
+        # The workers that asked for trials when none waited; those that wait now are for them.
+        self._idle: set[int] = set()
         self._progress = SweepProgress(self.scheduler, self.arrays)
         self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
@@ -225,13 +225,14 @@ class Coordinator:
 
     def _return_trials(self, worker: int) -> None:
         """Return the trials of a worker, or of its group, that is lost."""
-        for trial in self._assignments.lose(worker):
-            self.scheduler.give_back(trial)
+        self._idle.discard(worker)
+        for trial in self.scheduler.of_worker(worker):
+            self.scheduler.give_back(trial.number)
 
     def _count_groups(self) -> None:
         firsts = self._groups.firsts
         self.scheduler.workers = max(1, len(firsts))
-        self._assignments.keep_idle(firsts)
+        self._idle &= set(firsts)
 
     def _on_group(self, worker: int, arrives: bool, ends: bool, broken: int | None) -> Answer:
         """The number of a worker's group and, once all of the group have arrived, its members.
@@ -267,8 +268,8 @@ class Coordinator:
             return {"over": True}
         waiting = self.scheduler.waiting()
         if not waiting:
-            if self._is_elastic:
-                self._assignments.set_idle(worker)
+            if self._is_elastic and not self.scheduler.of_worker(worker):
+                self._idle.add(worker)
             return {"over": False}
         group, values = waiting[0].group, dict(waiting[0].values)
         share = math.ceil(self.scheduler.expected(waiting) / self._among(worker))
@@ -276,13 +277,14 @@ class Coordinator:
 
     def _among(self, worker: int) -> int:
         """How many workers share the waiting trials: the idle ones if `worker` is idle, else all."""
-        return self._assignments.idle if self._assignments.is_idle(worker) else self.scheduler.workers
+        return len(self._idle) if worker in self._idle else self.scheduler.workers
 
     def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
         trials = []
-        if self._assignments.may_take(worker):
-            trials = self.scheduler.take(group, count, begin, self._among(worker))
-        self._assignments.assign(worker, [trial.number for trial in trials])
+        if not self._idle or worker in self._idle:
+            trials = self.scheduler.take(group, count, begin, self._among(worker), worker)
+        if trials:
+            self._idle.discard(worker)
         search = self.scheduler.search
         drawn = len(self.scheduler.trials) == search.total
         # Trials of leaving or lost workers are assigned again.
@@ -303,7 +305,7 @@ class Coordinator:
         """How many of its trials a worker must return for idle workers."""
         if self.scheduler.waiting():
             return {"count": 0}
-        return {"count": self._assignments.to_hand_over(worker, left_s)}
+        return {"count": self.scheduler.to_hand_over(worker, len(self._idle), left_s)}
 
     def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
         reason = why or self._why_alone(trials)
@@ -325,11 +327,11 @@ class Coordinator:
         return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
 
     def _on_split(self, worker: int, trials: list[int]) -> Answer:
-        assigned = [trial for trial in trials if self._assignments.has(worker, trial)]
-        self.scheduler.split(assigned)
-        for trial in assigned:
-            self._assignments.release(trial)
+        self.scheduler.split([trial for trial in trials if self._has(worker, trial)])
         return {}
+
+    def _has(self, worker: int, trial: int) -> bool:
+        return self.scheduler.trials[trial].is_of(worker)
 
     def _on_verified(
         self, worker: int, trials: int, seconds: float, unfused: dict[str, str], refused: str | None
@@ -371,11 +373,8 @@ class Coordinator:
 
     def _on_report(self, worker: int, results: list[Any]) -> Answer:
         """The next goal, or 0, of each trial in `results`, which are (trial, step, metrics, train_loss)."""
-        reports = [Report(*result) for result in results if self._assignments.has(worker, result[0])]
+        reports = [Report(*result) for result in results if self._has(worker, result[0])]
         until = dict(zip((report.trial for report in reports), self.scheduler.report(reports)))
-        for trial, step in until.items():
-            if step == 0:
-                self._assignments.release(trial)
         self._remove_ended()
         return {"until": [until.get(result[0], 0) for result in results]}
 
@@ -389,22 +388,19 @@ class Coordinator:
         train_loss: float | None,
         why: str = "",
     ) -> Answer:
-        if not self._assignments.has(worker, trial):
-            return {}
-        self.scheduler.stop(trial, step, state, metrics, train_loss, why)
-        self._assignments.release(trial)
-        self._remove_ended()
+        if self._has(worker, trial):
+            self.scheduler.stop(trial, step, state, metrics, train_loss, why)
+            self._remove_ended()
         return {}
 
     def _on_back(self, worker: int, trial: int) -> Answer:
-        if self._assignments.has(worker, trial):
+        if self._has(worker, trial):
             self.scheduler.give_back(trial)
-            self._assignments.release(trial)
         return {}
 
     def _on_goals(self, worker: int, trial: int, goals: list[int]) -> Answer:
         """Set the steps of a trial's goals ahead."""
-        if self._assignments.has(worker, trial):
+        if self._has(worker, trial):
             self.scheduler.count_goals(trial, goals)
         return {}
 

@@ -8,6 +8,7 @@ results.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from plait.workloads.metrics import find_modes
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
+# An array that ends within this time is not divided: building another array takes a few seconds.
+HAND_OVER_S = 5.0
 ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
 
 
@@ -42,6 +45,8 @@ class ScheduledTrial:
     # The same with the batch sizes that it has had.
     goals: list[int]
     state: str = "waiting"
+    # The worker that trains it, while it is running.
+    worker: int | None = None
     step: int = 0
     metrics: dict[str, float | None] = field(default_factory=dict)
     train_loss: float | None = None
@@ -55,6 +60,10 @@ class ScheduledTrial:
     def load_result(self, report: Report | run_events.TrialReached | run_events.TrialEnded) -> None:
         """Set the step and the results of a report."""
         self.step, self.metrics, self.train_loss = report.step, dict(report.metrics), report.train_loss
+
+    def is_of(self, worker: int) -> bool:
+        """Whether `worker` trains it; a question of a lost worker may arrive when others have its trials."""
+        return self.state == "running" and self.worker == worker
 
     @property
     def has_ended(self) -> bool:
@@ -178,8 +187,10 @@ class TrialScheduler:
             return True
         return (_number(result), number) < (_number(best.result), best.number)
 
-    def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[ScheduledTrial]:
-        """Start up to `count` waiting trials of `group`.
+    def take(
+        self, group: str, count: int, begin: bool, among: int | None = None, worker: int = 0
+    ) -> list[ScheduledTrial]:
+        """Start up to `count` waiting trials of `group`, which `worker` trains.
 
         A worker that begins an array gets its share among `among` workers (default: all).
         """
@@ -188,7 +199,7 @@ class TrialScheduler:
         if begin:
             count = min(count, math.ceil(len(fitting) / (among or self.workers)))
         for trial in fitting[:count]:
-            trial.state = "running"
+            trial.state, trial.worker = "running", worker
         return fitting[:count]
 
     def report(self, reports: Sequence[Report]) -> list[int]:
@@ -260,6 +271,22 @@ class TrialScheduler:
         event = run_events.TrialGoals(number, tuple(goals))
         self._record(event)
         self._replay(event)
+
+    def of_worker(self, worker: int) -> list[ScheduledTrial]:
+        """The trials that a worker trains."""
+        return [trial for trial in self.trials if trial.is_of(worker)]
+
+    def to_hand_over(self, worker: int, idle: int, left_s: float) -> int:
+        """How many of its trials `worker`, whose array ends in `left_s`, must return for `idle` workers.
+
+        The worker with the most trials divides them among the idle workers and itself.
+        """
+        counts = Counter(trial.worker for trial in self.trials if trial.state == "running")
+        if not idle or left_s < HAND_OVER_S or not counts:
+            return 0
+        if worker != max(counts, key=lambda each: (counts[each], -(each or 0))):
+            return 0
+        return counts[worker] - math.ceil(counts[worker] / (idle + 1))
 
     def split(self, numbers: Sequence[int]) -> None:
         """Move trials that cannot share an array with the others of their group to a new group."""
