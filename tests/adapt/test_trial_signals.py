@@ -38,7 +38,7 @@ def test_each_fused_trial_has_the_signals_that_it_has_alone(tmp_path: Path):
         parts = components.build(own, torch.device("cpu"))
         loop = make_loop(PlainWorker(), own, parts, RunDir(tmp_path / f"alone-{trial}"))
         loop.train(resume=False)
-        alone = {s.step: s for s in loop.run.signals.newest()}
+        alone = {s.step: s for s in loop.run.trial.signals.newest()}
         for each in found:
             assert each.noise_scale == pytest.approx(alone[each.step].noise_scale, rel=1e-8)
             assert each.variance == pytest.approx(alone[each.step].variance, rel=1e-8)

@@ -452,13 +452,13 @@ def find_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTe
     except NotInPiecesError as failure:
         log.info("%s; every worker builds it whole and keeps its stages", failure)
         return None
-    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
+    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > free_bytes(device) else None
 
 
 def has_room_for_whole(components: Components) -> bool:
     """Whether this worker has memory for training a second copy of the whole model."""
     whole = sum(p.numel() * p.element_size() for p in components.model.parameters())
-    return whole * WHOLE_COPIES < _free_bytes(components.device)
+    return whole * WHOLE_COPIES < free_bytes(components.device)
 
 
 def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors:
@@ -473,7 +473,7 @@ def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTe
     return local_tensors
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """The memory that this worker may use on `device`."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])

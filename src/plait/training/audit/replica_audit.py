@@ -22,7 +22,7 @@ from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import mix
 from plait.launch.worker_process import Worker
-from plait.training.audit.record import AuditRecord, Findings
+from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.schedule import is_audited
 from plait.training.checks.replicas import describe_rows, own_buffers, rows_in
@@ -123,8 +123,8 @@ class AuditedStep:
         after = time.perf_counter() - started
         record.metrics.leave_out(after)
         self._seconds += after
-        findings = Findings(largest, differences, self._before.attributes.unseen)
-        record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
+        local = findings(largest, differences, self._before.attributes.unseen)
+        record.add(self._step + 1, self._seconds, self._gather(local), ADVICE)
 
     def _checksum(self) -> str:
         sums = [_sum(parameter).hex() for parameter in self._live.parameters().values()]

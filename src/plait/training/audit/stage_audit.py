@@ -21,7 +21,7 @@ from plait.comm.collectives import all_gather_values, broadcast_value, gather_na
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, tensors_of
-from plait.training.audit.record import AuditRecord, Findings
+from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.replica_audit import unlike_replicas
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
@@ -200,8 +200,8 @@ class AuditedStages:
         seconds = time.perf_counter() - started
         record.metrics.leave_out(seconds)
         self._seconds += seconds
-        findings = Findings(largest, differences, unseen)
-        record.add(self._trial.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
+        workers = all_gather_values(findings(largest, differences, unseen))
+        record.add(self._trial.step + 1, self._seconds, workers, _ADVICE)
 
     def _is_too_slow(self, ended: float) -> bool:
         """Whether the others might give the first worker up while it takes the step alone."""
@@ -268,12 +268,13 @@ class AuditedStages:
             replicated = {name: copies for name, copies in self._buffers.items() if len(copies) > 1}
             scale = self._pipeline.loss_scale
             made = (fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * scale)
-            placed = (layout, self._stages, replicated)
+            placed: dict[str, Any] = {"layout": layout, "stages": self._stages, "copies": replicated}
             if layout.schedule.synchronous:
-                plain = ReplicatedModel(*made, *placed)
+                plain = ReplicatedModel(*made, **placed)
             else:
                 samples = [count for _, (_, count) in sorted(contents.items())]
-                plain = DelayedModel(*made, *placed, self._make_optimizer, samples, settings.clip_norm)
+                placed |= {"samples": samples, "clip_norm": settings.clip_norm}
+                plain = DelayedModel(*made, **placed, make_optimizer=self._make_optimizer)
             replay = Replay(plain, self._before, parts, self._finish, is_first=step == 0)
             largest, differences = replay.compare(observed, record.rounding, record.harmless)
             differences += self._update_differences(plain, observed, after)

@@ -96,7 +96,7 @@ def apply_change(
     if isinstance(change, SyncChange) and make_engine is not None:
         return _change_sync(change, run, engine, make_engine)
     if isinstance(change, WorkersChange):
-        if not members.can_grow:
+        if not run.worker.memberships.can_grow:
             raise JobError(
                 f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.codec import finite
 from plait.core.run_events import Signals
 from plait.training.trial import Trial
@@ -10,7 +9,6 @@ from plait.training.trial import Trial
 
 def step_signals(
     trial: Trial,
-    noise: GradientAverages,
     workers: int,
     step: int,
     loss: float,
@@ -19,8 +17,9 @@ def step_signals(
 ) -> Signals:
     """The signals of a step of `samples` samples with the trial's settings; `step_s` is None if not timed.
 
-    `noise` is that of all steps so far. What else an engine measures it adds itself.
+    What else an engine measures it adds itself.
     """
+    noise = trial.noise
     return Signals(
         step=step,
         loss=finite(loss),
