@@ -20,7 +20,8 @@ from plait.data.sampler import mix
 from plait.schema.results import TrialResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.search.pruning import exploit, goes_on, survivors
-from plait.sweeping.search.values import Past, Search
+from plait.sweeping.search.tpe import Past
+from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values
 from plait.workloads.metrics import find_modes
