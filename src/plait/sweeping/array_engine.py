@@ -262,7 +262,7 @@ class ArrayEngine:
         step_s, self._since = (now - self._since) / steps, now
         for trial, loss in zip(self.trials, losses.tolist()):
             step, samples = trial.step + done, trial.batch.size
-            trial.signals.add(step_signals(trial, workers, step, loss, samples, step_s))
+            trial.signals.add(step_signals(trial, trial.noise, workers, step, loss, samples, step_s))
 
     @property
     def _trainer(self) -> ArrayTrainer:

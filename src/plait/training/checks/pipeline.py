@@ -15,7 +15,8 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
 
     JobError for settings that a pipeline does not support.
     """
-    stages, plan = settings.stages, settings.stages.plan
+    assert settings.pipeline is not None
+    plan = settings.pipeline.plan
     workers = plan.devices_used if workers is None else workers
     if plan.devices_used != workers:
         raise JobError(
@@ -36,18 +37,18 @@ def check_pipeline(settings: TrainSettings, workers: int | None) -> PipelineLayo
         )
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
-    wrong = [stage for stage in stages.recompute if not 0 <= stage < len(plan.stages)]
+    wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]
     if wrong:
         raise JobError(
             f"parallel.recompute: found stage {wrong[0]}, expected stages 0 to {len(plan.stages) - 1} of the "
             f"plan"
         )
-    if stages.vertical_sync and plan.schedule is not Schedule.STASH:
+    if settings.pipeline.vertical_sync and plan.schedule is not Schedule.STASH:
         raise JobError(
             f"parallel.vertical_sync: found schedule {plan.schedule.value}, which has one version by itself; "
             f"expected stash"
         )
-    pipeline_layout = with_choices(arrange(plan), stages)
+    pipeline_layout = with_choices(arrange(plan), settings.pipeline)
     if settings.sync.kind != "all-reduce":
         check_replicas(settings, pipeline_layout)
     _check_depths(pipeline_layout)

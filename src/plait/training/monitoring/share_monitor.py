@@ -42,7 +42,7 @@ class UpdateSums:
 class ShareMonitor:
     """Measures one worker's updates on its shares of a trial's batches.
 
-    The arguments are those of `StageMonitor`.
+    Gradient noise and signals are added to the trial's; `warn` is called if something cannot be measured.
     """
 
     def __init__(
@@ -131,6 +131,6 @@ class ShareMonitor:
         work_s = tuple(own.work_s / own.updates for own in by_place.values()) if known else ()
         end_s = seconds if known else None
         trial, workers = self._trials[0], len(by_place)
-        signals = step_signals(trial, workers, step, loss, samples, end_s)
+        signals = step_signals(trial, trial.noise, workers, step, loss, samples, end_s)
         # No step has an end of its own here.
         trial.signals.add(replace(signals, step_s=None, topology="none", work_s=work_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.codec import finite
 from plait.core.run_events import Signals
 from plait.training.trial import Trial
@@ -9,6 +10,7 @@ from plait.training.trial import Trial
 
 def step_signals(
     trial: Trial,
+    noise: GradientAverages,
     workers: int,
     step: int,
     loss: float,
@@ -17,9 +19,8 @@ def step_signals(
 ) -> Signals:
     """The signals of a step of `samples` samples with the trial's settings; `step_s` is None if not timed.
 
-    What else an engine measures it adds itself.
+    `noise` is that of all steps so far. What else an engine measures it adds itself.
     """
-    noise = trial.noise
     return Signals(
         step=step,
         loss=finite(loss),

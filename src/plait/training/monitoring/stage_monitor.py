@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import WorkerTimes
+from plait.core.run_events import Signals
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
@@ -29,7 +30,8 @@ from plait.training.trial import Trial
 
 def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
     """The planned compute seconds of each worker in a step."""
-    plan = settings.stages.plan
+    assert settings.pipeline is not None
+    plan = settings.pipeline.plan
     times = enumerate(seconds_of_devices(plan))
     seconds = tuple(each / plan.machines.device(device).speed for device, each in times)
     return seconds if all(seconds) else ()
@@ -38,8 +40,8 @@ def planned_seconds(settings: TrainSettings) -> tuple[float, ...]:
 class StageMonitor:
     """Measures the part of one worker in each step of a trial's pipeline.
 
-    The gradient noise and the signals of each step are added to the trial's; `warn` is called with a message
-    if something cannot be measured.
+    The gradient noise is added to `averages`. `on_signals` is called with the signals of each step, `warn`
+    with a message if something cannot be measured.
     """
 
     def __init__(
@@ -47,11 +49,15 @@ class StageMonitor:
         worker: Worker,
         trials: Sequence[Trial],
         pipeline: Pipeline,
+        averages: GradientAverages,
+        on_signals: Callable[[Signals], None],
         warn: Callable[[str], None],
     ) -> None:
         self._trials = trials
         self._pipeline = pipeline
         self._rank, self._workers = worker.rank, worker.world_size
+        self.averages = averages
+        self._on_signals = on_signals
         settings = trials[0].settings
         self._norms = wants_norms(settings)
         self._planned_s = planned_seconds(settings)
@@ -122,9 +128,9 @@ class StageMonitor:
         """Process the sums of all workers' measurements of a step."""
         variance, whole, missing, *times = sums
         if self._norms and not missing and whole > 0:
-            self._trials[0].noise.add(GradientMoments(variance, whole - variance / samples), whole)
+            self.averages.add(GradientMoments(variance, whole - variance / samples), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
         trial, step_s = self._trials[0], max(seconds) if known else None
-        signals = step_signals(trial, self._workers, step + 1, loss, samples, step_s)
-        trial.signals.add(replace(signals, work_s=busy if known else (), planned_s=self._planned_s))
+        signals = step_signals(trial, self.averages, self._workers, step + 1, loss, samples, step_s)
+        self._on_signals(replace(signals, work_s=busy if known else (), planned_s=self._planned_s))

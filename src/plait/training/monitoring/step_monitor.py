@@ -49,7 +49,7 @@ def notes_of(workers: int) -> int:
 class StepMonitor:
     """Measures one worker's steps of a trial together with the others; `shared` where they sum gradients.
 
-    The other arguments are those of `StageMonitor`.
+    The other arguments are those of `ShareMonitor`.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class StepMonitor:
         step_s, workers = taken.step_s if known else None, self._worker.world_size
         trial.signals.add(
             replace(
-                step_signals(trial, workers, done.step, done.loss, done.samples, step_s),
+                step_signals(trial, trial.noise, workers, done.step, done.loss, done.samples, step_s),
                 batch_size=done.batch_size,
                 lr_factor=done.lr_factor,
                 topology=done.topology,

@@ -78,7 +78,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
     def make_monitor(pipeline: Pipeline) -> StageMonitor | None:
         if not is_monitored(run.settings):
             return None
-        return StageMonitor(worker, trials, pipeline, metrics.warn)
+        return StageMonitor(worker, trials, pipeline, run.trial.noise, run.trial.signals.add, metrics.warn)
 
     stages = _stages_of(run, ModelStages)
     return PipelineEngine(
