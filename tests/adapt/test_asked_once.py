@@ -47,7 +47,7 @@ def train(rank: int, address: str, settings: TrainSettings, folder: Path) -> tup
         loop.train(resume=False)
     except JobError as failure:
         return str(failure), asked
-    (source,) = loop._sources
+    (source,) = loop.run.trial.sources
     return loop.run.batch_size, asked, source.state()
 
 

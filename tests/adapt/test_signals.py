@@ -55,7 +55,7 @@ def signals_of(
     parts = components.build(settings, torch.device("cpu"))
     loop = make_loop(PlainWorker(), settings, parts, RunDir(folder))
     loop.train(resume)
-    return list(loop.run.signals.newest())
+    return list(loop.run.trial.signals.newest())
 
 
 def gradients_of(settings: TrainSettings, parts: int, measured: int) -> list[GradientNorms]:
@@ -189,7 +189,7 @@ def apart(rank: int, address: str, settings: TrainSettings, folder: Path) -> lis
     parts = components.build(settings, torch.device("cpu"))
     loop = make_loop(worker, settings, parts, RunDir(folder))
     loop.train(resume=False)
-    return list(loop.run.signals.newest())
+    return list(loop.run.trial.signals.newest())
 
 
 @pytest.mark.parametrize(

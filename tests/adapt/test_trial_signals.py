@@ -37,7 +37,7 @@ def check_signals(sweep: SweepSettings, folder: Path, alone: TrainSettings) -> N
         parts = components.build(own, torch.device("cpu"))
         loop = make_loop(PlainWorker(), own, parts, RunDir(folder / f"alone-{trial}"))
         loop.train(resume=False)
-        signals = {s.step: s for s in loop.run.signals.newest()}
+        signals = {s.step: s for s in loop.run.trial.signals.newest()}
         for each in found:
             assert each.noise_scale == pytest.approx(signals[each.step].noise_scale, rel=1e-8)
             assert each.variance == pytest.approx(signals[each.step].variance, rel=1e-8)

@@ -140,7 +140,8 @@ def train_elastic(
     table = Announcements(worker.memberships, versions)
     if settings.sync.kind == "auto":
         loop = make_job_loop(worker, settings, parts, RunDir(folder))
-        loop._sources, run = (table,), loop.run
+        run = loop.run
+        run.trial.sources = (table,)
         result = loop.train(resume=False)
     elif settings.pipeline is not None:
         # Nothing more is asked for: a pipeline that drains for it would train otherwise.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plait.core.codec import encode
 from plait.launch.membership import Membership
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.elastic.assignments import HAND_OVER_S, Assignments
+from plait.sweeping.scheduler import HAND_OVER_S
 from plait.sweeping.settings import SweepSettings
 from support.coordinating import make_coordinator
 from support.sweeping import sweep_of
@@ -161,17 +161,25 @@ def test_whoever_comes_goes_or_dies_each_step_of_a_trial_counts_once(
             assert table == whole.coordinator.scheduler.table()
 
 
-def test_the_worker_with_the_most_trials_divides_them_among_itself_and_the_idle_ones():
-    assignments = Assignments()
-    assignments.assign(0, range(7))
-    assignments.assign(1, range(7, 11))
-    assert assignments.to_hand_over(0, HAND_OVER_S) == 0
-    assignments.set_idle(2)
-    assert assignments.to_hand_over(1, HAND_OVER_S) == 0
-    assert assignments.to_hand_over(0, HAND_OVER_S) == 3
+def test_the_worker_with_the_most_trials_divides_them_among_itself_and_the_idle_ones(tmp_path: Path):
+    sweep = sweep_of(f"seed={','.join(map(str, range(11)))}", width=11, job=JOB)
+    workers = Workers(sweep, tmp_path)
+    group = workers.ask(0, ask="look")["group"]
+    for worker, count in ((0, 7), (1, 4)):
+        workers.ask(worker, ask="take", group=group, count=count, begin=False)
+
+    def spare(worker: int, left_s: float = HAND_OVER_S) -> int:
+        return int(workers.ask(worker, ask="spare", left_s=left_s)["count"])
+
+    assert spare(0) == 0
+    workers.ask(2, ask="look")  # it is idle from now on
+    assert (spare(1), spare(0)) == (0, 3)
     # It ends before another worker could have begun.
-    assert assignments.to_hand_over(0, HAND_OVER_S / 2) == 0
-    assignments.set_idle(3)
-    assert assignments.to_hand_over(0, HAND_OVER_S) == 4
+    assert spare(0, HAND_OVER_S / 2) == 0
+    workers.ask(3, ask="look")
+    assert spare(0) == 4
     # What is handed back is for them, not for those that have trials.
-    assert [worker for worker in range(4) if assignments.may_take(worker)] == [2, 3]
+    for trial in range(4):
+        workers.ask(0, ask="back", trial=trial)
+    takers = [w for w in range(4) if workers.ask(w, ask="take", group=group, count=1, begin=False)["trials"]]
+    assert takers == [2, 3]

@@ -22,7 +22,8 @@ from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.progress import MOST_OPEN, SweepProgress, TrialBoards
 from plait.sweeping.scheduler import Report, TrialScheduler
 from plait.sweeping.search.pruning import goes_on
-from plait.sweeping.search.values import Past, Search
+from plait.sweeping.search.tpe import Past
+from plait.sweeping.search.values import Search
 from plait.sweeping.trial_settings import array_key, with_values
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job

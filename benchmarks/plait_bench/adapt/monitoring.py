@@ -88,8 +88,7 @@ def time_steps(worker: Worker, model: str, rounds: int, share: int) -> list[Row]
     with tempfile.TemporaryDirectory() as folder:
         run_ = Run(worker, settings, parts, RunDir(Path(folder)))
         step = TrainStep(parts, settings, group_of_world(worker))
-        signals, warn = run_.signals.add, run_.metrics.warn
-        monitor = StepMonitor(worker, run_.trials, parts, run_.noise, signals, warn, shared=True)
+        monitor = StepMonitor(worker, run_.trials, parts, run_.metrics.warn, shared=True)
         taken = _of_all(_take_steps(step, monitor, _batch(run_, share), rounds))
         run_.metrics.end(0, "finished", {}, None)
     step.close()

@@ -74,7 +74,7 @@ class FusedModule(nn.Module):
         self._find_slots()
         self._recurrent = recurrent_in(self.module)
         # The submodules that run trial by trial, by name.
-        self._per_trial: dict[str, PerTrialModules] = {}
+        self.per_trial_modules: dict[str, PerTrialModules] = {}
         for path, name, tensors in tensor_attributes(models):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
@@ -124,7 +124,7 @@ class FusedModule(nn.Module):
         self._register_hooks()
         refuse_joint_clipping(self)
         indices = shared_names(self.module)
-        for path, modules in self._per_trial.items():
+        for path, modules in self.per_trial_modules.items():
             modules.restore(self._tied_in(modules.part))
             for number, module in enumerate(modules.modules):
                 for name, parameter in module.named_parameters(prefix=path):
@@ -133,7 +133,7 @@ class FusedModule(nn.Module):
     @property
     def unfused(self) -> dict[str, str]:
         """The submodules that run trial by trial ("" is the whole model), with the reasons."""
-        return {name: modules.why for name, modules in self._per_trial.items()}
+        return {name: modules.why for name, modules in self.per_trial_modules.items()}
 
     def unfuse(self, name: str, why: str, models: Sequence[nn.Module] | None = None) -> None:
         """Run a submodule trial by trial from now on, with a separate module for each trial.
@@ -143,13 +143,13 @@ class FusedModule(nn.Module):
         parts = dict(self.module.named_modules())
         if name not in parts:
             raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
-        if is_within(name, self._per_trial):
+        if is_within(name, self.per_trial_modules):
             return
         models = self.split() if models is None else models
-        for other in [other for other in self._per_trial if is_within(other, [name])]:
-            del self._per_trial[other]
+        for other in [other for other in self.per_trial_modules if is_within(other, [name])]:
+            del self.per_trial_modules[other]
         modules = [independent_copy(model.get_submodule(name)) for model in models]
-        self._per_trial[name] = PerTrialModules(
+        self.per_trial_modules[name] = PerTrialModules(
             parts[name], modules, self._trials, self._tied_in(parts[name]), why
         )
         self.forget()
@@ -161,10 +161,6 @@ class FusedModule(nn.Module):
     def of_trials(self, tensor: Tensor) -> TrialTensor:
         """A trial tensor with the same value for each trial, to be kept in an attribute."""
         return TrialTensor(stack([tensor] * self.trials), self._trials)
-
-    def per_trial_modules(self) -> Mapping[str, PerTrialModules]:
-        """The per-trial modules of submodules that are not fused, by name."""
-        return self._per_trial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of each trial's model for its slice of the arguments, trials axis first."""
@@ -370,7 +366,7 @@ class FusedModule(nn.Module):
                 memo.setdefault(id(value), value.detach().clone())
             elif isinstance(value, PerTrial):
                 memo[id(value)] = value.of(number)
-        for modules in self._per_trial.values():
+        for modules in self.per_trial_modules.values():
             memo[id(modules.part)] = modules.copy_of(number, memo)
         with copied_closures(self.module):
             made = copy.deepcopy(self.module, memo)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import time
 from collections import Counter
@@ -12,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,7 +18,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import PlaitError
 from plait.data.loader import Batch
 from plait.fusion.errors import FusionError
-from plait.fusion.trials.memory_need import MemoryNeed, measure_need
+from plait.fusion.trials.memory_need import OVERHEAD_BYTES, MemoryNeed, measure_need
 from plait.fusion.verify import FusionReport
 from plait.measure.fresh_process import FreshProcessError, FreshProcesses
 from plait.schema.settings import TrainSettings
@@ -227,11 +225,8 @@ class _Steps:
         return MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
 
     def _largest(self, need: MemoryNeed) -> int:
-        if self._device.type == "cuda":
-            return need.largest(torch.cuda.mem_get_info(self._device)[0] * SHARE)
-        # The workers of a host share its memory.
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return need.largest(psutil.virtual_memory().available * SHARE / workers, CPU_OVERHEAD_BYTES)
+        overhead_bytes = OVERHEAD_BYTES if self._device.type == "cuda" else CPU_OVERHEAD_BYTES
+        return need.largest(components.free_bytes(self._device) * SHARE, overhead_bytes)
 
     def seconds(self, narrow: Callable[[], Any], wide: Callable[[], Any]) -> list[tuple[float, float]]:
         """Seconds of steps of two arrays that take turns, after one of each that warms up."""

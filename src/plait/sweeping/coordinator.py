@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
-from plait.sweeping.elastic.assignments import Assignments
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
@@ -49,20 +48,23 @@ Answer = dict[str, Any]
 def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[str, Any]:
     """Run the coordinator of a sweep; returns the result of the sweep."""
     request = begin_process(SweepRequest, order)
-    settings, folder, resume = request.settings, RunDir(request.folder), request.resume
     coordinator = Coordinator(
-        settings, folder, resume, process.membership, process.is_elastic, process.report
+        request.settings,
+        RunDir(request.folder),
+        request.resume,
+        process.membership,
+        process.is_elastic,
+        process.report,
     )
     process.serve(coordinator.answer, coordinator.follow)
     return coordinator.close().to_dict()
 
 
+@dataclass(eq=False)
 class UnknownDataError(Exception):
-    """Raised for a data set that no worker has described yet."""
+    """Raised for the data set of `settings` that no worker has described yet."""
 
-    def __init__(self, settings: TrainSettings) -> None:
-        super().__init__(data_key(settings))
-        self.settings = settings
+    settings: TrainSettings
 
 
 class Coordinator:
@@ -85,7 +87,8 @@ class Coordinator:
         self._membership = membership
         self._is_elastic = is_elastic
         self._send_report = report
-        self._past = _read(folder) if resume else []
+        earlier = core_events.read(folder.events()) if resume and folder.events().exists() else ()
+        self._past = [recorded.event for recorded in earlier]
         self._log = EventLog(folder.events(), rank=0)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
@@ -104,7 +107,8 @@ class Coordinator:
         self.arrays = Arrays(self._past)
         # The trials whose checkpoints were removed; an ended trial writes no other.
         self._removed: set[int] = set()
-        self._assignments = Assignments()
+        # The workers that asked for trials when none waited; those that wait now are for them.
+        self._idle: set[int] = set()
         self._progress = SweepProgress(self.scheduler, self.arrays, self._past)
         self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
@@ -209,8 +213,7 @@ class Coordinator:
     def follow(self, now: Membership) -> None:
         """Record a change of workers, and return the trials of lost workers to the scheduler."""
         for worker in now.lost:
-            for trial in self._assignments.lose(worker):
-                self.scheduler.give_back(trial)
+            self._return_trials(worker)
         before, self._membership = self._membership, now
         self._groups.follow(now)
         self._count_groups()
@@ -220,10 +223,16 @@ class Coordinator:
         self._keep(event)
         self.arrays.end(event.lost)
 
+    def _return_trials(self, worker: int) -> None:
+        """Return the trials of a worker, or of its group, that is lost."""
+        self._idle.discard(worker)
+        for trial in self.scheduler.of_worker(worker):
+            self.scheduler.give_back(trial.number)
+
     def _count_groups(self) -> None:
         firsts = self._groups.firsts
         self.scheduler.workers = max(1, len(firsts))
-        self._assignments.keep_idle(firsts)
+        self._idle &= set(firsts)
 
     def _on_group(self, worker: int, arrives: bool, ends: bool, broken: int | None) -> Answer:
         """The number of a worker's group and, once all of the group have arrived, its members.
@@ -244,8 +253,7 @@ class Coordinator:
 
     def _on_abandon(self, worker: int) -> Answer:
         """Return the trials of a worker whose group has lost another one."""
-        for trial in self._assignments.lose(worker):
-            self.scheduler.give_back(trial)
+        self._return_trials(worker)
         return self._on_array(worker, [], False, "")
 
     def _on_data(self, **description: Any) -> Answer:
@@ -260,8 +268,8 @@ class Coordinator:
             return {"over": True}
         waiting = self.scheduler.waiting()
         if not waiting:
-            if self._is_elastic:
-                self._assignments.set_idle(worker)
+            if self._is_elastic and not self.scheduler.of_worker(worker):
+                self._idle.add(worker)
             return {"over": False}
         group, values = waiting[0].group, dict(waiting[0].values)
         share = math.ceil(self.scheduler.expected(waiting) / self._among(worker))
@@ -269,24 +277,35 @@ class Coordinator:
 
     def _among(self, worker: int) -> int:
         """How many workers share the waiting trials: the idle ones if `worker` is idle, else all."""
-        return self._assignments.idle if self._assignments.is_idle(worker) else self.scheduler.workers
+        return len(self._idle) if worker in self._idle else self.scheduler.workers
 
     def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
         trials = []
-        if self._assignments.may_take(worker):
-            trials = self.scheduler.take(group, count, begin, self._among(worker))
-        self._assignments.assign(worker, [trial.number for trial in trials])
+        if not self._idle or worker in self._idle:
+            trials = self.scheduler.take(group, count, begin, self._among(worker), worker)
+        if trials:
+            self._idle.discard(worker)
         search = self.scheduler.search
         drawn = len(self.scheduler.trials) == search.total
         # Trials of leaving or lost workers are assigned again.
         more = search.waits or not drawn or self._is_elastic
-        return {"trials": [_assignment(trial) for trial in trials], "more": more}
+        assigned = [
+            {
+                "trial": trial.number,
+                "values": dict(trial.values),
+                "drawn": trial.drawn[trial.rung :],
+                "goals": trial.goals[trial.rung :],
+                "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
+            }
+            for trial in trials
+        ]
+        return {"trials": assigned, "more": more}
 
     def _on_spare(self, worker: int, left_s: float) -> Answer:
         """How many of its trials a worker must return for idle workers."""
         if self.scheduler.waiting():
             return {"count": 0}
-        return {"count": self._assignments.to_hand_over(worker, left_s)}
+        return {"count": self.scheduler.to_hand_over(worker, len(self._idle), left_s)}
 
     def _on_array(self, worker: int, trials: list[int], fused: bool, why: str) -> Answer:
         reason = why or self._why_alone(trials)
@@ -308,11 +327,11 @@ class Coordinator:
         return f"no other trial that can share its array has been drawn; what keeps them apart: {keys}"
 
     def _on_split(self, worker: int, trials: list[int]) -> Answer:
-        assigned = [trial for trial in trials if self._assignments.has(worker, trial)]
-        self.scheduler.split(assigned)
-        for trial in assigned:
-            self._assignments.release(trial)
+        self.scheduler.split([trial for trial in trials if self._has(worker, trial)])
         return {}
+
+    def _has(self, worker: int, trial: int) -> bool:
+        return self.scheduler.trials[trial].is_of(worker)
 
     def _on_verified(
         self, worker: int, trials: int, seconds: float, unfused: dict[str, str], refused: str | None
@@ -324,8 +343,7 @@ class Coordinator:
         self, trial: int, step: int, seconds: float, largest: float, differences: list[str]
     ) -> Answer:
         self._audited, self._largest = self._audited + 1, max(self._largest, largest)
-        event = run_events.Audited(step, seconds, self._largest, tuple(differences), trial)
-        self._log.record(event)
+        self._log.record(run_events.Audited(step, seconds, self._largest, tuple(differences), trial))
         return {}
 
     def _on_note(
@@ -354,11 +372,8 @@ class Coordinator:
 
     def _on_report(self, worker: int, results: list[Any]) -> Answer:
         """The next goal, or 0, of each trial in `results`, which are (trial, step, metrics, train_loss)."""
-        reports = [Report(*result) for result in results if self._assignments.has(worker, result[0])]
+        reports = [Report(*result) for result in results if self._has(worker, result[0])]
         until = dict(zip((report.trial for report in reports), self.scheduler.report(reports)))
-        for trial, step in until.items():
-            if step == 0:
-                self._assignments.release(trial)
         self._remove_ended()
         return {"until": [until.get(result[0], 0) for result in results]}
 
@@ -372,23 +387,20 @@ class Coordinator:
         train_loss: float | None,
         why: str = "",
     ) -> Answer:
-        if not self._assignments.has(worker, trial):
-            return {}
-        self.scheduler.stop(trial, step, state, metrics, train_loss, why)
-        self._assignments.release(trial)
-        self._remove_ended()
+        if self._has(worker, trial):
+            self.scheduler.stop(trial, step, state, metrics, train_loss, why)
+            self._remove_ended()
         return {}
 
     def _on_back(self, worker: int, trial: int, step: int) -> Answer:
-        if self._assignments.has(worker, trial):
+        if self._has(worker, trial):
             self._progress.count(trial, step, None)
             self.scheduler.give_back(trial)
-            self._assignments.release(trial)
         return {}
 
     def _on_goals(self, worker: int, trial: int, goals: list[int]) -> Answer:
         """Set the steps of a trial's goals ahead."""
-        if self._assignments.has(worker, trial):
+        if self._has(worker, trial):
             self.scheduler.count_goals(trial, goals)
         return {}
 
@@ -415,9 +427,9 @@ class Coordinator:
             with contextlib.suppress(UnknownDataError):
                 self.scheduler.open(self._past)
             self._keep(self._begun())
-        states = {trial.state for trial in self.scheduler.trials}
         reason = "finished" if self.scheduler.is_over else "stopped"
-        reason = "failed" if states == {"failed"} and self.scheduler.is_over else reason
+        if self.scheduler.is_over and {trial.state for trial in self.scheduler.trials} == {"failed"}:
+            reason = "failed"
         best = self.scheduler.best()
         if best is not None:
             self._publish(best)
@@ -486,18 +498,3 @@ def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool 
             f"differently; name a metric to compare them by (evaluate.metric in the job, or --metric), or "
             f"give --metric loss to compare them all the same"
         )
-
-
-def _assignment(trial: ScheduledTrial) -> dict[str, Any]:
-    return {
-        "trial": trial.number,
-        "values": dict(trial.values),
-        "drawn": trial.drawn[trial.rung :],
-        "goals": trial.goals[trial.rung :],
-        "train_loss": None if trial.train_loss is None else finite(trial.train_loss),
-    }
-
-
-def _read(folder: RunDir) -> list[Event]:
-    path = folder.events()
-    return [recorded.event for recorded in core_events.read(path)] if path.exists() else []

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.adapt.changes import SavedSource
-from plait.adapt.history import SignalHistory
-from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.codec import encode
 from plait.core.files import write_atomic
 from plait.launch.run_dir import RunDir
@@ -45,12 +42,6 @@ class RunningTrial(Trial):
 
     drawn: Sequence[int]
     goals: Sequence[int] = ()
-    # Its policies, and what they have seen.
-    sources: Sequence[SavedSource] = ()
-    signals: SignalHistory = field(default_factory=SignalHistory)
-    # The step after which policies were last asked.
-    asked_at: int = -1
-    noise: GradientAverages = field(default_factory=GradientAverages)
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
     # The points of its learning curve at most, unless the job says after how many steps there is one.
@@ -121,10 +112,6 @@ class RunningTrial(Trial):
         super().load(step, progress)
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
         self.train_loss = progress["train_loss"]
-        for source, values in zip(self.sources, progress.get("policies", ())):
-            source.load(values)
-        self.noise.load(progress.get("gradient_noise", ()))
-        self.signals.load(progress.get("signals", {}))
 
     def saved(self, state: EngineState) -> dict[str, Any]:
         """What a checkpoint stores besides tensors: as for a single run, and the unreported loss."""
@@ -135,9 +122,6 @@ class RunningTrial(Trial):
             "loss_sum": self.loss_sum,
             "loss_steps": self.loss_steps,
             "train_loss": self.train_loss,
-            "gradient_noise": self.noise.state(),
-            "signals": self.signals.state(),
-            "policies": [source.state() for source in self.sources],
         }
 
 

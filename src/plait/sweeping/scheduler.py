@@ -8,6 +8,7 @@ results.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,16 @@ from plait.data.sampler import mix
 from plait.schema.results import TrialResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.search.pruning import exploit, goes_on, survivors
-from plait.sweeping.search.values import Past, Search
+from plait.sweeping.search.tpe import Past
+from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values
 from plait.workloads.metrics import find_modes
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
+# An array that ends within this time is not divided: building another array takes a few seconds.
+HAND_OVER_S = 5.0
 ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
 
 
@@ -42,6 +46,8 @@ class ScheduledTrial:
     # The same with the batch sizes that it has had.
     goals: list[int]
     state: str = "waiting"
+    # The worker that trains it, while it is running.
+    worker: int | None = None
     step: int = 0
     metrics: dict[str, float | None] = field(default_factory=dict)
     train_loss: float | None = None
@@ -52,9 +58,13 @@ class ScheduledTrial:
     # By rung, among how many results it is judged: those before it, and those that arrived with it.
     judged: dict[int, int] = field(default_factory=dict)
 
-    def load_result(self, report: Report | run_events.TrialReached) -> None:
+    def load_result(self, report: Report | run_events.TrialReached | run_events.TrialEnded) -> None:
         """Set the step and the results of a report."""
         self.step, self.metrics, self.train_loss = report.step, dict(report.metrics), report.train_loss
+
+    def is_of(self, worker: int) -> bool:
+        """Whether `worker` trains it; a question of a lost worker may arrive when others have its trials."""
+        return self.state == "running" and self.worker == worker
 
     @property
     def has_ended(self) -> bool:
@@ -178,8 +188,10 @@ class TrialScheduler:
             return True
         return (_number(result), number) < (_number(best.result), best.number)
 
-    def take(self, group: str, count: int, begin: bool, among: int | None = None) -> list[ScheduledTrial]:
-        """Start up to `count` waiting trials of `group`.
+    def take(
+        self, group: str, count: int, begin: bool, among: int | None = None, worker: int = 0
+    ) -> list[ScheduledTrial]:
+        """Start up to `count` waiting trials of `group`, which `worker` trains.
 
         A worker that begins an array gets its share among `among` workers (default: all).
         """
@@ -188,7 +200,7 @@ class TrialScheduler:
         if begin:
             count = min(count, math.ceil(len(fitting) / (among or self.workers)))
         for trial in fitting[:count]:
-            trial.state = "running"
+            trial.state, trial.worker = "running", worker
         return fitting[:count]
 
     def report(self, reports: Sequence[Report]) -> list[int]:
@@ -204,21 +216,15 @@ class TrialScheduler:
         trial = self.trials[report.trial]
         if report.step >= trial.steps:
             self._end(trial, "finished")
-        elif not is_new:
-            return self._answer_again(trial)
-        elif self.search.waits:
-            trial.state = "held"
-        else:
+        elif not self.search.waits:
             return self._decide(trial)
+        elif is_new:
+            trial.state = "held"
+        else:  # repeated: the worker may not have received the first answer
+            self.give_back(trial.number)
+            return 0
         if self.search.waits:
             self._finish_rung()
-        return 0
-
-    def _answer_again(self, trial: ScheduledTrial) -> int:
-        """The answer to a repeated result: the worker may not have received the first answer."""
-        if not self.search.waits:
-            return self._decide(trial)
-        self.give_back(trial.number)
         return 0
 
     def _decide(self, trial: ScheduledTrial) -> int:
@@ -227,8 +233,7 @@ class TrialScheduler:
         # Trials that arrived before it and with it.
         arrivals = self._arrivals[rung][: trial.judged[rung]]
         before = [self.trials[n].reached[rung] for n in arrivals if n != trial.number]
-        is_last = rung == len(trial.goals) - 1
-        if not is_last and not goes_on(trial.reached[rung], before, self.search.settings.eta):
+        if rung != trial.last and not goes_on(trial.reached[rung], before, self.search.settings.eta):
             return self._end(trial, "dropped")
         return trial.goal
 
@@ -268,6 +273,22 @@ class TrialScheduler:
         self._record(event)
         self._replay(event)
 
+    def of_worker(self, worker: int) -> list[ScheduledTrial]:
+        """The trials that a worker trains."""
+        return [trial for trial in self.trials if trial.is_of(worker)]
+
+    def to_hand_over(self, worker: int, idle: int, left_s: float) -> int:
+        """How many of its trials `worker`, whose array ends in `left_s`, must return for `idle` workers.
+
+        The worker with the most trials divides them among the idle workers and itself.
+        """
+        counts = Counter(trial.worker for trial in self.trials if trial.state == "running")
+        if not idle or left_s < HAND_OVER_S or not counts:
+            return 0
+        if worker != max(counts, key=lambda each: (counts[each], -(each or 0))):
+            return 0
+        return counts[worker] - math.ceil(counts[worker] / (idle + 1))
+
     def split(self, numbers: Sequence[int]) -> None:
         """Move trials that cannot share an array with the others of their group to a new group."""
         for number in numbers:
@@ -294,16 +315,13 @@ class TrialScheduler:
         def differing(other: ScheduledTrial) -> list[str]:
             return [key for key, value in trial.values.items() if other.values[key] != value]
 
-        nearest = min(others, key=lambda other: (len(differing(other)), other.number))
-        keys = differing(nearest)
-        return [key for key in keys if self._separates(trial, key, nearest.values[key])] or keys
+        def group(values: Mapping[str, Any]) -> tuple[bool, str]:
+            settings = with_values(self.settings.train, values)
+            return is_fusable(settings), array_key(settings)
 
-    def _separates(self, trial: ScheduledTrial, key: str, value: Any) -> bool:
-        """Whether another `value` of `key` would put the trial into another group."""
-        other = with_values(self.settings.train, {**trial.values, key: value})
-        return is_fusable(other) != is_fusable(trial.settings) or array_key(other) != array_key(
-            trial.settings
-        )
+        nearest = min(others, key=lambda other: (len(differing(other)), other.number))
+        keys, here = differing(nearest), group(trial.values)
+        return [key for key in keys if group({**trial.values, key: nearest.values[key]}) != here] or keys
 
     def _draw_more(self, count: int) -> None:
         """Draw trials until `count` wait."""
@@ -369,11 +387,8 @@ class TrialScheduler:
 
     def _end(self, trial: ScheduledTrial, state: str) -> int:
         trial.state = state
-        self._record(
-            run_events.TrialEnded(
-                trial.number, trial.step, state, dict(trial.metrics), trial.train_loss, trial.why
-            )
-        )
+        result = (state, dict(trial.metrics), trial.train_loss, trial.why)
+        self._record(run_events.TrialEnded(trial.number, trial.step, *result))
         return 0
 
     def _finish_rung(self) -> None:
@@ -437,23 +452,18 @@ class TrialScheduler:
                 if rung not in trial.reached:
                     result = math.nan if event.result is None else event.result
                     self._arrive(trial, rung, result, event.judged)
-                is_last = rung == len(trial.goals) - 1
-                trial.state = "held" if self.search.waits and not is_last else "waiting"
+                trial.state = "held" if self.search.waits and rung != trial.last else "waiting"
             case run_events.TrialEnded():
                 trial = self.trials[event.trial]
-                trial.state, trial.step = event.state, event.step
-                trial.metrics, trial.train_loss = dict(event.metrics), event.train_loss
-                trial.why = event.why
+                trial.load_result(event)
+                trial.state, trial.why = event.state, event.why
             case run_events.TrialCopied():
                 trial = self.trials[event.trial]
                 trial.step = event.step
                 # All that go on have reached it.
                 self._change(trial, event.values, len(trial.reached) - 1)
             case run_events.TrialGoals():
-                trial = self.trials[event.trial]
-                trial.goals[-len(event.goals) :] = event.goals
-            case _:
-                pass
+                self.trials[event.trial].goals[-len(event.goals) :] = event.goals
 
 
 def _rung_of(trial: ScheduledTrial, step: int) -> int:
@@ -465,14 +475,8 @@ def _standing(trial: ScheduledTrial) -> tuple[Any, ...]:
     """Sort key, best first; ties are ordered by number."""
     complete = trial.state in ("finished", "early-stop")
     unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
-    return (
-        trial.state == "failed",
-        unknown,
-        not complete,
-        0 if complete else -trial.step,
-        _number(trial.result),
-        trial.number,
-    )
+    rank = (trial.state == "failed", unknown, not complete, 0 if complete else -trial.step)
+    return (*rank, _number(trial.result), trial.number)
 
 
 def _number(result: float) -> float:

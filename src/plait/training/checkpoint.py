@@ -131,16 +131,20 @@ def check_optimizer(progress: Mapping[str, Any], kind: str) -> None:
 
 def load_model_state(model: torch.nn.Module, state: Tensors) -> None:
     """Load `state` into `model`; CheckpointError names the first difference in names or shapes."""
-    expected_state = model_state(model)
-    for name, value in expected_state.items():
-        if name not in state:
-            raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
-        if state[name].shape != value.shape and not is_packed(state[name]):
-            shape, expected = tuple(state[name].shape), tuple(value.shape)
-            raise CheckpointError(f"{name!r} has shape {shape} there and {expected} in the model")
-    if extra := sorted(state.keys() - expected_state.keys()):
-        raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
+    _check_shapes(model_state(model), {n: None if is_packed(t) else tuple(t.shape) for n, t in state.items()})
     model.load_state_dict(unpacked(state))
+
+
+def _check_shapes(expected: Tensors, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+    """CheckpointError with the first difference in names or shapes (None: any), if there is one."""
+    for name, value in expected.items():
+        if name not in shapes:
+            raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
+        if shapes[name] not in (None, tuple(value.shape)):
+            there, here = shapes[name], tuple(value.shape)
+            raise CheckpointError(f"{name!r} has shape {there} there and {here} in the model")
+    if extra := sorted(shapes.keys() - expected.keys()):
+        raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
 
 
 def broadcast(
@@ -361,15 +365,7 @@ def load_lazily(path: Path) -> Checkpoint:
 
 def check_names(model: torch.nn.Module, stored: StoredTensors) -> None:
     """CheckpointError with the first difference in names or shapes, if there is one."""
-    expected_state = model.state_dict()
-    for name, value in expected_state.items():
-        if name not in stored:
-            raise CheckpointError(f"it has no {name!r}, which the model has; is it of another model?")
-        if stored.shape(name) != value.shape:
-            shape, expected = stored.shape(name), tuple(value.shape)
-            raise CheckpointError(f"{name!r} has shape {shape} there and {expected} in the model")
-    if extra := sorted(set(stored) - expected_state.keys()):
-        raise CheckpointError(f"it has {extra[0]!r}, which the model has not; is it of another model?")
+    _check_shapes(model.state_dict(), {name: stored.shape(name) for name in stored})
 
 
 def _replace(aside: Path, final: Path) -> None:

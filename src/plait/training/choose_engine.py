@@ -92,7 +92,7 @@ def decentralized_engine(run: Run, make_member: MakeMember, state: MemberState) 
         make_member,
         run.name_of_opening,
         lambda trial, source: run.order(),
-        Observers(on_step, run.record, run.audits),
+        Observers(on_step, run.metrics.record_here, run.audits),
     )
 
 
@@ -100,7 +100,7 @@ def share_monitor(run: Run, components: Components) -> ShareMonitor | None:
     """What measures the updates of a member, where the job asks for signals."""
     if not is_monitored(run.settings):
         return None
-    return ShareMonitor(run.trials, components, run.noise, run.signals.add, run.metrics.warn)
+    return ShareMonitor(run.trials, components, run.metrics.warn)
 
 
 def whole_model_engine(run: Run) -> WholeModelEngine:
@@ -110,7 +110,7 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
     def make_monitor(shared: bool) -> StepMonitor | None:
         if not is_monitored(run.settings):
             return None
-        return StepMonitor(worker, trials, run.components, run.noise, run.signals.add, metrics.warn, shared)
+        return StepMonitor(worker, trials, run.components, metrics.warn, shared)
 
     def on_step(done: int, losses: Tensor, batches: Sequence[Batch]) -> None:
         step, (batch,) = run.trial.step + done, batches
@@ -133,7 +133,7 @@ def make_sources(run: Run) -> list[ChangeSource]:
     if not run.settings.adapt:
         return []
     source = PolicySource(
-        policies_of(run.settings), run.signals, lambda: asked_every(run.settings, run.worker.world_size)
+        policies_of(run.settings), run.trial.signals, lambda: asked_every(run.settings, run.worker.world_size)
     )
     if not run.settings.in_stages or run.settings.stages.graph is None:
         return [source]
@@ -158,6 +158,6 @@ def engine_of_stages(run: Run) -> Engine:
 
     def make_member(init: MemberInit) -> Member:
         monitor = share_monitor(run, stages.components)
-        return join_pipelines(run.worker, init, stages, run.record, run.metrics.warn, monitor)
+        return join_pipelines(run.worker, init, stages, run.metrics.record_here, run.metrics.warn, monitor)
 
     return decentralized_engine(run, make_member, stages)

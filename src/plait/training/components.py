@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -104,6 +104,12 @@ class Components:
     def weights(self) -> frozenset[str]:
         """The names of the parameters that are trained."""
         return frozenset(name for parameter, name in self.names.items() if parameter.requires_grad)
+
+    def examples(self, count: int, seed: int) -> tuple[Any, Any]:
+        """Inputs and target of some samples of the training split, as examples."""
+        (content,) = self.train_set.example_batches((count,), seed)
+        inputs, target = to_device(content, self.device, self.dtype)
+        return inputs, target
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -266,7 +272,9 @@ class TrialInit:
 def check(settings: TrainSettings) -> None:
     """Refuse settings with unknown names or wrong arguments; builds and reads nothing."""
     code = resolve_names(settings)
-    if makes_stream(settings.data):
+    factory: Any = data.check(settings.data.kind, settings.data.options)[0]
+    # Whether a function makes a stream is only known once it is called.
+    if isinstance(factory, type) and issubclass(factory, IterableDataset):
         check_stream(settings)
     find_collate_fn(settings.data)
     known = ["loss", code.metric[0]] if code.metric is not None else ["loss"]
@@ -378,9 +386,7 @@ def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
 
 def build_train_data(settings: TrainSettings) -> DataSource:
     """The data set's training split."""
-    source = build_data(settings, "train")
-    assert source is not None
-    return source
+    return cast("DataSource", build_data(settings, "train"))
 
 
 def find_collate_fn(settings: DataSettings) -> Collate | None:
@@ -394,12 +400,6 @@ def find_collate_fn(settings: DataSettings) -> Collate | None:
             f"of samples and returns a batch"
         )
     return collate
-
-
-def makes_stream(settings: DataSettings) -> bool:
-    """Whether the job names a stream class; for a function it is only known after calling it."""
-    factory: Any = data.check(settings.kind, settings.options)[0]
-    return isinstance(factory, type) and issubclass(factory, IterableDataset)
 
 
 def check_stream(settings: TrainSettings, source: DataSource | None = None) -> None:
@@ -453,13 +453,13 @@ def find_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTe
     except NotInPiecesError as failure:
         log.info("%s; every worker builds it whole and keeps its stages", failure)
         return None
-    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > _free_bytes(device) else None
+    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > free_bytes(device) else None
 
 
 def has_room_for_whole(components: Components) -> bool:
     """Whether this worker has memory for training a second copy of the whole model."""
     whole = sum(p.numel() * p.element_size() for p in components.model.parameters())
-    return whole * WHOLE_COPIES < _free_bytes(components.device)
+    return whole * WHOLE_COPIES < free_bytes(components.device)
 
 
 def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors:
@@ -474,7 +474,7 @@ def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTe
     return local_tensors
 
 
-def _free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """The memory that this worker may use on `device`."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
@@ -519,16 +519,14 @@ def build(
             check_vocabulary(settings, code.model, model, source.dataset)
             check_length(settings, code.model, model, source.dataset)
     check_continued(settings, train_set.dataset, model)
-    sets = train_set, test_set
-    return replace(_with_optimizer(settings, code, device, model, sets, local_tensors), warnings=warned)
+    return _with_optimizer(settings, code, device, model, (train_set, test_set), local_tensors, warned)
 
 
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
     """The components of a run that gets its batches from the caller: no data are read."""
     code = resolve_names(settings)
-    model = build_model(settings.model, settings.seed)
-    model.to(device, dtype_of(settings))
-    return _with_optimizer(settings, code, device, model, (DataSource(()), None), None)
+    model = build_model(settings.model, settings.seed).to(device, dtype_of(settings))
+    return _with_optimizer(settings, code, device, model, (DataSource(()), None))
 
 
 def _with_optimizer(
@@ -537,10 +535,10 @@ def _with_optimizer(
     device: torch.device,
     model: torch.nn.Module,
     sets: DataPair,
-    local_tensors: LocalTensors | None,
+    local_tensors: LocalTensors | None = None,
+    warnings: tuple[str, ...] = (),
 ) -> Components:
     """The components of a run with this model."""
-    train_set, test_set = sets
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(f"model: {settings.model.factory} has no parameter to train")
     if has_extra_state(model):
@@ -564,12 +562,13 @@ def _with_optimizer(
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),
         # A loss scale keeps small fp16 gradients from underflowing; other dtypes need none.
         scaler=torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16"),
-        train_set=train_set,
-        test_set=test_set,
+        train_set=sets[0],
+        test_set=sets[1],
         device=device,
         dtype=dtype_of(settings),
         autocast=_autocast(settings.precision, device),
         local_tensors=local_tensors,
+        warnings=warnings,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -10,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from plait.adapt.history import SignalHistory
-from plait.adapt.monitors.gradient_noise import GradientAverages
-from plait.core.events import Event, EventLog
 from plait.data.loader import Batch, BatchStream
 from plait.data.sampler import GlobalBatch
 from plait.data.streams import has_state
@@ -38,17 +35,13 @@ class Run:
         self.folder = folder
         self.metrics = RunRecorder(worker, settings, components, folder)
         self.audits = AuditRecord(self.metrics, settings.verify.on_difference == "stop")
-        self.signals = SignalHistory(self.metrics.signals)
-        # The gradient noise, measured by the monitor of the engine.
-        self.noise = GradientAverages()
+        self.trial.signals = SignalHistory(self.metrics.signals)
         # The total steps of the run, if known.
         self.total_steps: int | None = None
         # Seconds that opening the present engine took, for plans that may change.
         self.opened_s = 0.0
-        self._keeps_record = worker.rank == 0
         # The version of the membership that an engine was opened in last, and how many were before it there.
         self._openings = (0, 0)
-        self._own_events: EventLog | None = None
 
     @property
     def trial(self) -> Trial:
@@ -81,44 +74,6 @@ class Run:
         version, count = self.worker.memberships.current.version, self._openings[1] + 1
         self._openings = (version, count if self._openings[0] == version else 0)
         return "{}.{}".format(*self._openings)
-
-    def reset(self) -> None:
-        """Reset the progress of the run, before a checkpoint is loaded."""
-        self.trial.reset()
-        self.noise = GradientAverages()
-
-    def record(self, event: Event) -> None:
-        """Record an event of this worker, in the run's record or in the events file of this worker."""
-        if self._keeps_record:
-            self.metrics.record(event)
-        else:
-            self._events().record(event)
-
-    def flush_events(self) -> None:
-        if self._own_events is not None:
-            self._own_events.flush()
-
-    def flush_record(self) -> None:
-        """Write all pending records, including steps that are in no event yet."""
-        with contextlib.suppress(Exception):  # a loss may be on a device that has failed
-            self.metrics.log_rest()
-        self.metrics.flush()
-        self.flush_events()
-
-    def take_over_record(self) -> None:
-        """Write the run's record from now on: the worker that wrote it is gone."""
-        if not self._keeps_record:
-            self.metrics.take_over(self._events())
-            self._keeps_record, self._own_events = True, None
-
-    def close(self) -> None:
-        if self._own_events is not None:
-            self._own_events.close()
-
-    def _events(self) -> EventLog:
-        if self._own_events is None:
-            self._own_events = EventLog(self.folder.events(self.worker.id), self.worker.id)
-        return self._own_events
 
     def order(self) -> Iterator[GlobalBatch]:
         """The next batches, as sample numbers."""

@@ -5,33 +5,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.adapt.changes import ChangeSource, SavedSource
-from plait.core.codec import decode
-from plait.core.errors import ArtefactError, CheckpointError
+from plait.core.errors import CheckpointError, JobError
 from plait.core.shown import listed
 from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
+from plait.data.sampler import Position
+from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.checks.resumed import check_end, check_order
 from plait.training.checks.unsaved_model import UnsavedState
 from plait.training.engine import Engine
 from plait.training.run import Run
-from plait.training.trial import gain
+from plait.training.trial import gain, reading_progress
 
 log = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
-    """Writes the checkpoints of a run, and loads them; `sources` are the policies whose state they hold."""
+    """Writes the checkpoints of a run, and loads them."""
 
-    def __init__(self, run: Run, sources: Sequence[ChangeSource]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._sources = sources
         # The step of the last checkpoint that this worker wrote, and of the last that it refused to write.
         self._saved_step: int | None = None
         self._broken_step: int | None = None
@@ -58,15 +56,11 @@ class RunCheckpoints:
             run.metrics.saved(run.trial.step, time.perf_counter() - started, is_best)
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
-        name = self._run.settings.checkpoint.keep_best
-        if (
-            name is None
-            or not metrics
-            or not math.isfinite(metrics[name])
-            or self._broken_step == self._run.trial.step
-        ):
+        name, best = self._run.settings.checkpoint.keep_best, self._run.trial.best
+        if name is None or not metrics or self._broken_step == self._run.trial.step:
             return False
-        best = self._run.trial.best
+        if not math.isfinite(metrics[name]):
+            return False
         return best is None or gain(self._run.components.modes[name], metrics[name], best[name]) > 0
 
     def save(self, state: EngineState | None) -> str | None:
@@ -139,9 +133,6 @@ class RunCheckpoints:
             "samples": run.components.train_set.length,
             "order": order_id(run.components.train_set.dataset, run.settings),
             "fingerprint": fingerprint_of(run.components.train_set.dataset),
-            "gradient_noise": run.noise.state(),
-            "signals": run.signals.state(),
-            "policies": [source.state() for source in self._sources if isinstance(source, SavedSource)],
         }
 
     def restore(self, engine: Engine) -> Checkpoint | None:
@@ -168,31 +159,55 @@ class RunCheckpoints:
         return None
 
     def load(self, engine: Engine, state: Checkpoint) -> None:
-        """Continue from a checkpoint; on CheckpointError nothing has changed."""
+        """Continue from a checkpoint; on CheckpointError only the signals of policies have changed."""
         run, progress = self._run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         check_same_data(progress, run.components.train_set.dataset, run.settings.data)
         trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
         trial.load(state.step, progress)
-        try:
+        with reading_progress():
             loss_scale = progress["loss_scale"]
-            policies = list(progress.get("policies", ()))
-            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
-        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
-            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
-        check_order(progress, trial.position, run.settings, run.components.train_set.length)
-        check_end(state.step, trial.position, run.settings)
+        _check_order(progress, trial.position, run.settings, run.components.train_set.length)
+        _check_end(state.step, trial.position, run.settings)
         if trial.position.sample:
             check_same_order(progress, run.components.train_set.dataset, run.settings)
         engine.load(state)
         if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
             trial.best = None
         run.trial = trial
-        run.noise.load(noise)
-        run.signals.load(progress.get("signals", {}))
-        saved = [source for source in self._sources if isinstance(source, SavedSource)]
-        for source, values in zip(saved, policies):
-            source.load(values)
         # A run that had no loss scale starts with a new one.
         if loss_scale and run.components.scaler.is_enabled():
             run.components.scaler.load_state_dict(loss_scale)
+
+
+def _check_order(
+    progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int | None
+) -> None:
+    """Refuse to resume in the middle of an epoch if the order of samples has changed."""
+    if position.sample == 0:
+        return
+    now = {"seed": settings.seed, "data.shuffle": settings.data.shuffle, "samples": samples}
+    for key, value in now.items():
+        before = progress.get(key.rpartition(".")[2], value)
+        if before != value:
+            raise JobError(
+                f"{key}: found {value!r}, but the run was trained with {before!r}, and it is in the middle "
+                f"of an epoch: samples would be repeated and left out; resume with {before!r}, or start a "
+                f"new run"
+            )
+
+
+def _check_end(step: int, position: Position, settings: TrainSettings) -> None:
+    """Refuse to resume a run that is already beyond its end."""
+    if settings.steps is not None and step > settings.steps:
+        raise JobError(
+            f"steps: found {settings.steps}, but the run has made {step} steps; give {step} or more, or "
+            f"start a new run"
+        )
+    epochs = settings.epochs
+    if epochs is not None and (position.epoch, position.sample) > (epochs, 0):
+        part = " and a part of the next" if position.sample else ""
+        raise JobError(
+            f"epochs: found {epochs}, but the run has come through {position.epoch}{part}; give as many or "
+            f"more, or start a new run"
+        )

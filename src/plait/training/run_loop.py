@@ -7,12 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from plait.adapt.changes import (
-    BatchSizeChange,
-    ChangeRequest,
-    ChangeSource,
-    SavedSource,
-)
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
@@ -63,7 +58,7 @@ class RunLoop(Loop):
     ) -> None:
         self.run = run
         self.engine = engine
-        self._sources = tuple(sources)
+        run.trial.sources = tuple(sources)
         self._make_engine = make_engine
         over_stream = run.components.train_set.is_stream and run.settings.epochs is not None
         # Whole models are trained on a stream until it ends, even if its declared length is wrong.
@@ -78,10 +73,8 @@ class RunLoop(Loop):
         run.metrics.on_loss = self.divergence.check_loss
         # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
-        # The step after which sources were last asked.
-        self._asked_at = -1
-        self._checkpoints = RunCheckpoints(run, self._sources)
-        self._members = RunMembers(run, run.worker.memberships)
+        self._checkpoints = RunCheckpoints(run)
+        self._members = RunMembers(run)
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -97,10 +90,9 @@ class RunLoop(Loop):
             self._enter(resume)
             reason, metrics = self._train_with_the_rest()
         except WorkerLeft:
-            self._leave()
+            run.metrics.leave()
             return None
         self.engine.close()
-        run.close()
         if self.divergence.why is not None:
             reason = "diverged"
         audited = (run.audits.steps, run.audits.largest) if run.audits.steps else None
@@ -136,7 +128,7 @@ class RunLoop(Loop):
                 self.engine.close()
                 members.enter(find())
                 # In a planned change, the old members have already asked after this step.
-                self._asked_at = -1 if was_lost else self.run.trial.step
+                self.run.trial.asked_at = -1 if was_lost else self.run.trial.step
                 self._agree_on_state()
                 self._reopen(was_lost)
                 members.report_joined()
@@ -199,11 +191,6 @@ class RunLoop(Loop):
             all_gather_values(None)
         return metrics
 
-    def _leave(self) -> None:
-        """End this worker; the others continue."""
-        self.run.metrics.leave()
-        self.run.close()
-
     def begin(self, steps: int) -> None:
         """Prepare to train until `steps` steps are done."""
         run, metrics = self.run, self.run.metrics
@@ -257,7 +244,7 @@ class RunLoop(Loop):
         run = self.run
         self._stopped, self._change_asked = result.stopped, result.change_asked
         if result.ended:
-            self._until_data_ends, run.trial.until = False, run.trial.step
+            run.trial.until = run.trial.step
             run.metrics.set_steps(run.trial.step)
         if result.lost is not None:
             # The last complete step before the loss may have an evaluation or a checkpoint due.
@@ -291,10 +278,7 @@ class RunLoop(Loop):
         """Continue from the newest checkpoint; all workers call it together."""
         reached = self.run.trial.step
         self.run.metrics.log_rest()
-        self.run.reset()
-        for source in self._sources:
-            if isinstance(source, SavedSource):
-                source.load({})
+        self.run.trial.reset()
         # Until all have loaded it, this worker has no state that others can continue from.
         self._has_begun, self._has_state, self._changes = False, False, (0, 0)
         self.start(resume=True)
@@ -310,9 +294,9 @@ class RunLoop(Loop):
     def _reopen(self, was_lost: bool) -> None:
         """Open the engine among the new members; `was_lost` if the change follows the loss of a worker."""
         if self.run.worker.rank == 0:
-            self.run.take_over_record()
+            self.run.metrics.take_over()
         self._change_asked = False
-        self.run.signals.forget()
+        self.run.trial.signals.forget()
         if self._has_begun:
             self.engine.open()
         else:
@@ -327,18 +311,17 @@ class RunLoop(Loop):
         """What a joining worker needs in addition to a checkpoint."""
         return {
             "until": self.run.trial.until,
-            "until_data_ends": self._until_data_ends,
             "stopped": self._stopped,
             "moved": self.run.trial.moved,
             "changes": self._changes,
-            "asked_at": self._asked_at,
+            "asked_at": self.run.trial.asked_at,
             "settings": encode(self.run.settings),
         }
 
     def _take_position(self, position: Mapping[str, Any]) -> None:
-        self.run.trial.until, self._until_data_ends = position["until"], position["until_data_ends"]
+        self.run.trial.until = position["until"]
         self._stopped, self._changes = position["stopped"], tuple(position["changes"])
-        self._asked_at = position["asked_at"]
+        self.run.trial.asked_at = position["asked_at"]
         # The settings with all changes applied so far.
         before, self.run.settings = self.run.settings, decode(TrainSettings, position["settings"])
         if self.run.settings.sync != before.sync and self._make_engine is not None:
@@ -375,10 +358,11 @@ class RunLoop(Loop):
 
     def _requests(self, step: int) -> Iterator[ChangeRequest]:
         """The changes that are requested after `step` steps."""
-        if self._asked_at == step:
+        trial = self.run.trial
+        if trial.asked_at == step:
             return
-        self._asked_at = step
-        due = [(source, step) for source in self._sources if is_due(source, step)]
+        trial.asked_at = step
+        due = [(source, step) for source in trial.sources if is_due(source, step)]
         for answer in find_requests(partial(ask_rank_0, self.run.worker), due):
             if isinstance(answer, JobError):
                 raise answer
@@ -386,7 +370,7 @@ class RunLoop(Loop):
 
     def steps_until_change(self) -> int | None:
         step = self.run.trial.step
-        due = (source.next_due(step) for source in self._sources)
+        due = (source.next_due(step) for source in self.run.trial.sources)
         return min((at - step for at in due if at is not None), default=None)
 
     def find_due(self) -> dict[int, Due]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -50,6 +51,8 @@ class RunRecorder:
         self._samples_of_epoch = components.train_set.length
         self._folder = folder
         self._log = EventLog(folder.events(), worker.rank) if self._active else None
+        # The events of this worker, while another one keeps the record.
+        self._own: EventLog | None = None
         self._board = open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = self._clock()
         self._loss: torch.Tensor | float = 0.0
@@ -222,9 +225,11 @@ class RunRecorder:
             largest_difference=audited and audited[1],
         )
 
-    def take_over(self, log_: EventLog) -> None:
+    def take_over(self) -> None:
         """Write the record from now on, in the events file of this worker: the previous writer is gone."""
-        self._active, self._log = True, log_
+        if self._active:
+            return
+        self._active, self._log, self._own = True, self._own_log(), None
         if self._settings.tensorboard:
             self._board = open_board(self._folder.tensorboard)
         self._mark = self._clock()
@@ -235,12 +240,15 @@ class RunRecorder:
         self._close()
 
     def _close(self) -> None:
-        for writer in (self._log, self._board):
+        for writer in (self._log, self._board, self._own):
             if writer is not None:
                 writer.close()
 
     def flush(self) -> None:
-        for writer in (self._log, self._board):
+        """Write all that is pending, including steps that are in no event yet."""
+        with contextlib.suppress(Exception):  # a loss may be on a device that has failed
+            self.log_rest()
+        for writer in (self._log, self._board, self._own):
             if writer is not None:
                 writer.flush()
 
@@ -255,6 +263,18 @@ class RunRecorder:
         if self._active and (signals.step % every == 0 if every else now - self._signals_at >= LOG_S):
             self._signals_at = now
             self.record(signals)
+
+    def record_here(self, event: Event) -> None:
+        """Record an event of this worker, in the run's record or in an events file of this worker."""
+        if self._active:
+            self.record(event)
+        else:
+            self._own = self._own_log()
+            self._own.record(event)
+            self._own.flush()
+
+    def _own_log(self) -> EventLog:
+        return self._own or EventLog(self._folder.events(self._worker.id), self._worker.id)
 
     def record(self, event: Event) -> None:
         """Write an event into the record."""

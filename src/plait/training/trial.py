@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from plait.adapt.changes import BatchSizeChange
+from plait.adapt.changes import BatchSizeChange, ChangeSource, SavedSource
+from plait.adapt.history import SignalHistory
+from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.data.loader import BatchStream
@@ -55,6 +58,15 @@ def gain(mode: Mode, value: float, before: float) -> float:
     return before - value if mode == "min" else value - before
 
 
+@contextlib.contextmanager
+def reading_progress() -> Iterator[None]:
+    """Raise CheckpointError where the progress that a checkpoint holds is not as expected."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, ArtefactError) as failure:
+        raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
+
+
 @dataclass(frozen=True)
 class Due:
     """What is due for a trial after a step; `end` if it has finished or stops early."""
@@ -84,6 +96,11 @@ class Trial:
     until: int = UNKNOWN_STEPS
     # Whether it has advanced since what is due was last done.
     moved: bool = False
+    # Its policies, the signals and gradient noise that they see, and the step after which they were asked.
+    sources: Sequence[ChangeSource] = ()
+    signals: SignalHistory = field(default_factory=SignalHistory)
+    noise: GradientAverages = field(default_factory=GradientAverages)
+    asked_at: int = -1
     # The learning rate's schedule, and the batches to come, once they are read.
     schedule: LrFactor = field(default=lambda step: 1.0)
     stream: BatchStream | None = None
@@ -96,7 +113,14 @@ class Trial:
         """Reset to the first step, before a checkpoint is loaded."""
         self.step, self.position, self.best, self.moved = 0, Position(), None, False
         self.early_stopping = EarlyStopping(self.early_stopping.rule, self.early_stopping.modes)
-        self.batch = BatchSize(self.settings.data.batch_size, self.settings.data.batch_size)
+        self.noise = GradientAverages()
+        for source in self._saved_sources:
+            source.load({})
+        self.__post_init__()
+
+    @property
+    def _saved_sources(self) -> list[SavedSource]:
+        return [source for source in self.sources if isinstance(source, SavedSource)]
 
     def change_batch(self, change: BatchSizeChange, workers: int) -> None:
         """Use another batch size over `workers` from the next step on; the order of samples is unchanged."""
@@ -165,18 +189,25 @@ class Trial:
             "workers": workers,
             "batch": asdict(self.batch),
             "is_evaluation_due": self.owes_evaluation,
+            "gradient_noise": self.noise.state(),
+            "signals": self.signals.state(),
+            "policies": [source.state() for source in self._saved_sources],
         }
 
     def load(self, step: int, progress: Mapping[str, Any]) -> None:
         """Go on from the progress that a checkpoint of `step` holds; CheckpointError changes nothing."""
-        try:
+        with reading_progress():
             position = decode(Position, progress["position"])
             best, early_best = progress["best"], progress["early_best"]
             without_gain = int(progress["evaluations_without_gain"])
             batch = decode(BatchSize, progress["batch"]) if "batch" in progress else self.batch
-        except (KeyError, TypeError, ValueError, ArtefactError) as failure:
-            raise CheckpointError(f"its progress is damaged ({type(failure).__name__}: {failure})") from None
+            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
+            policies = list(progress.get("policies", ()))
         self.step, self.position, self.best = step, position, best
         self.batch = resumed(batch, self.settings.data.batch_size)
         self.early_stopping.best, self.early_stopping.without_gain = early_best, without_gain
         self.owes_evaluation = bool(progress.get("is_evaluation_due"))
+        self.noise.load(noise)
+        self.signals.load(progress.get("signals", {}))
+        for source, values in zip(self._saved_sources, policies):
+            source.load(values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,31 +82,21 @@ def _sgd_kernel(tensors: UpdateTensors) -> None:
     )
 
 
-def _adam_kernel(function: Callable[..., None]) -> Callable[[UpdateTensors], None]:
-    def update(tensors: UpdateTensors) -> None:
-        numbers, amsgrad = tensors.numbers, tensors.common["amsgrad"]
-        function(
-            tensors.parameters,
-            tensors.gradients,
-            tensors.states["exp_avg"],
-            tensors.states["exp_avg_sq"],
-            tensors.states["max_exp_avg_sq"] if amsgrad else [],
-            list(tensors.steps),
-            lr=tensors.lr,
-            beta1=numbers["beta1"],
-            beta2=numbers["beta2"],
-            weight_decay=numbers["weight_decay"],
-            eps=numbers["eps"],
-            amsgrad=amsgrad,
-            maximize=False,
-            found_inf=tensors.found_inf,
-        )
-
-    return update
-
-
-def _sgd_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
-    return ["momentum_buffer"] if any(h["momentum"]) else []
+def _adam_kernel(function: Callable[..., None], tensors: UpdateTensors) -> None:
+    others = {name: number for name, number in tensors.numbers.items() if name != "lr"}
+    function(
+        tensors.parameters,
+        tensors.gradients,
+        tensors.states["exp_avg"],
+        tensors.states["exp_avg_sq"],
+        tensors.states.get("max_exp_avg_sq", []),
+        list(tensors.steps),
+        lr=tensors.lr,
+        **others,
+        amsgrad=tensors.common["amsgrad"],
+        maximize=False,
+        found_inf=tensors.found_inf,
+    )
 
 
 def _sgd_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
@@ -132,10 +123,6 @@ def _sgd(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Com
     p.sub_(c["lr"] * g)
 
 
-def _adam_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
-    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])]
-
-
 def _adam_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
     first, second = 1 - h["beta1"] ** (steps + 1), 1 - h["beta2"] ** (steps + 1)
     return {
@@ -150,16 +137,13 @@ def _adam_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _adam(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    _adam_step(p, g + c["decay"] * p, state, c, common)
-
-
-def _adamw(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    p.mul_(c["shrink"])
-    _adam_step(p, g, state, c, common)
-
-
-def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+def _adam(
+    decoupled: bool, p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common
+) -> None:
+    if decoupled:
+        p.mul_(c["shrink"])
+    else:
+        g = g + c["decay"] * p
     # In the precision of the coefficients, as torch does within a kernel.
     precision = c["enter1"].dtype
     g, mean, square = (x.to(precision) for x in (g, state["exp_avg"], state["exp_avg_sq"]))
@@ -174,14 +158,11 @@ def _adam_step(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, commo
 
 
 def _adam_pass(
-    decoupled: bool,
-) -> Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None]:
-    def update(p: Tensor, g: Tensor, state: dict[str, Tensor], table: Tensor, common: Common) -> None:
-        from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build lacks
+    decoupled: bool, p: Tensor, g: Tensor, state: dict[str, Tensor], table: Tensor, common: Common
+) -> None:
+    from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build lacks
 
-        adam(p, g, state["exp_avg"], state["exp_avg_sq"], table, decoupled)
-
-    return update
+    adam(p, g, state["exp_avg"], state["exp_avg_sq"], table, decoupled)
 
 
 def _rmsprop_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
@@ -216,11 +197,6 @@ def _rmsprop(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common:
     p.sub_(change * c["lr"])
 
 
-def _adagrad_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
-    rate = h["lr"] / (1 + steps * h["lr_decay"])
-    return {"lr": rate, "eps": h["eps"], "decay": h["weight_decay"]}
-
-
 def _adagrad(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
     g = g + c["decay"] * p
     total = state["sum"]
@@ -249,14 +225,14 @@ def _adam_kind(
     return OptimizerKind(
         torch_class,
         {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay},
-        _adam_states,
+        lambda h, common: ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])],
         ("size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink"),
         _adam_coefficients,
-        _adamw if decoupled else _adam,
+        partial(_adam, decoupled),
         {"amsgrad": False, "maximize": False},
         keeping=frozenset(("keep2", "shrink", "root", "eps")),
-        kernel=_adam_kernel(fused),
-        one_pass=_adam_pass(decoupled),
+        kernel=partial(_adam_kernel, fused),
+        one_pass=partial(_adam_pass, decoupled),
     )
 
 
@@ -264,7 +240,7 @@ KINDS: Mapping[str, OptimizerKind] = {
     "sgd": OptimizerKind(
         torch.optim.SGD,
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
-        _sgd_states,
+        lambda h, common: ["momentum_buffer"] if any(h["momentum"]) else [],
         ("lr", "decay", "momentum", "keep", "enter"),
         _sgd_coefficients,
         _sgd,
@@ -290,7 +266,11 @@ KINDS: Mapping[str, OptimizerKind] = {
         {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
         lambda h, common: ["sum"],
         ("lr", "eps", "decay"),
-        _adagrad_coefficients,
+        lambda h, steps: {
+            "lr": h["lr"] / (1 + steps * h["lr_decay"]),
+            "eps": h["eps"],
+            "decay": h["weight_decay"],
+        },
         _adagrad,
         {"maximize": False},
         keeping=frozenset(("eps",)),

@@ -86,7 +86,7 @@ def replace_trial(
     _write_model(fused, number, model)
     if fused.plain_models:
         fused.plain_models[number] = model
-    for name, modules in fused.per_trial_modules().items():
+    for name, modules in fused.per_trial_modules.items():
         modules.replace(number, independent_copy(model.get_submodule(name)))
     fused.seeds[number], fused.ages[number] = seed, 0
     changed = {**(hyperparameters or {})}
@@ -190,5 +190,5 @@ def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]]
     for hooks in fused.gradient_hooks:
         hooks[:] = change(hooks)
     numbers = change(list(range(before)))
-    for modules in fused.per_trial_modules().values():
+    for modules in fused.per_trial_modules.values():
         modules.reorder(numbers)

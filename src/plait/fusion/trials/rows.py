@@ -50,7 +50,7 @@ def _rows_after(
     if name in _RESHAPES:
         return _reshaped(tuple(source.shape), at, shape, rows.length)
     if name == "__getitem__" and source is args[0]:
-        axis = _indexed(args[1], at, source.dim())
+        axis = _indexed(args[1], at, tuple(source.shape))
         if axis is not None:
             return axis
     return _aligned(tuple(source.shape), at, shape, rows.length)
@@ -72,28 +72,15 @@ def _reshaped(before: Sequence[int], at: int, after: Sequence[int], length: int)
     return MIXED
 
 
-def _indexed(index: Any, at: int, dims: int) -> int | None:
-    """The axis after an index by ints, slices and None; None for any other index."""
-    index = index if isinstance(index, tuple) else (index,)
-    if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in index):
+def _indexed(index: Any, at: int, shape: Sequence[int]) -> int | None:
+    """The axis after an index by ints, slices and None that leaves it whole; None for any other index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
         return None
-    used = sum(part is not None and part is not ... for part in index)
-    fill = [slice(None)] * (dims - used)
-    if ... in index:
-        position = index.index(...)
-        index = (*index[:position], *fill, *index[position + 1 :])
-    else:
-        index = (*index, *fill)
-    before = after = 0
-    for part in index:
-        if part is None:
-            after += 1
-            continue
-        if before == at:
-            return after if part == slice(None) else None
-        before += 1
-        after += isinstance(part, slice)
-    return None
+    # A size that no other axis has.
+    rows = sum(shape) + 2
+    after = torch.empty((*shape[:at], rows, *shape[at + 1 :]), device="meta")[index].shape
+    return after.index(rows) if rows in after else None
 
 
 def _aligned(before: Sequence[int], at: int, after: Sequence[int], length: int) -> int | None:

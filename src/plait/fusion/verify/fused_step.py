@@ -59,7 +59,7 @@ def _left_in(
 ) -> list[dict[str, Tensor | None]]:
     """The gradients, buffers and Python numbers of each trial in a fused module."""
     states: list[dict[str, Tensor | None]] = [{} for _ in range(fused.trials)]
-    module, per_trial = fused.module, fused.per_trial_modules()
+    module, per_trial = fused.module, fused.per_trial_modules
     for name, parameter in module.named_parameters() if training else ():
         key = f"{GRADIENT}{first_names.get(name, name)}"
         absent = trials_without_gradient(parameter, fused.trials)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
@@ -48,24 +48,15 @@ class PlainRun:
     @contextmanager
     def forwards(self) -> Iterator[None]:
         """Context in which each forward of the model, and what follows it, runs as this trial's next step."""
-        contexts: list[Any] = []
+        current = ExitStack()
 
         def begin(*_: object) -> None:
-            end()
-            contexts.append(self.forward())
-            contexts[-1].__enter__()
-
-        def end() -> None:
-            while contexts:
-                contexts.pop().__exit__(None, None, None)
+            current.close()
+            current.enter_context(self.forward())
 
         # Before the hooks of unfused modules, as the model itself may be one.
-        handle = self._model.register_forward_pre_hook(begin, prepend=True)
-        try:
+        with current, self._model.register_forward_pre_hook(begin, prepend=True):
             yield
-        finally:
-            handle.remove()
-            end()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -74,20 +65,19 @@ class PlainRun:
         seeds, rng_steps = (torch.tensor([number], device=device) for number in (self._seed, self._rng_step))
         self._streams = Streams(seeds, rng_steps)
         mode = SingleTrialMode(self._streams)
-        handle = self._model.register_forward_hook(lambda *_: self._begin_loss(mode, seeds, rng_steps))
+
+        def begin_loss(*_: object) -> None:
+            # The streams of the next call of the fused module, from which a loss draws.
+            mode.trials.streams = self._streams = Streams(seeds, rng_steps + int(self._model.training))
+
         try:
-            with mode:
+            with self._model.register_forward_hook(begin_loss), mode:
                 yield
         finally:
-            handle.remove()
             while self._open:
                 self._open.pop().__exit__(None, None, None)
         if self._model.training:
             self._rng_step += 1
-
-    def _begin_loss(self, mode: SingleTrialMode, seeds: Tensor, rng_steps: Tensor) -> None:
-        """Start the streams of the next call of the fused module, from which a loss draws."""
-        mode.trials.streams = self._streams = Streams(seeds, rng_steps + int(self._model.training))
 
     def _enter(self, *_: object) -> None:
         assert self._streams is not None

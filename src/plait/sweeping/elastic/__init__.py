@@ -1,1 +1,1 @@
-"""Sweeps whose workers come and go: which worker has which trials, and how it is a member."""
+"""Sweeps whose workers come and go: which workers train together, and how one becomes a member."""

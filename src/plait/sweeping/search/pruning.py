@@ -14,6 +14,8 @@ from typing import TypeVar
 from plait.core.errors import InputError
 
 Id = TypeVar("Id", bound=Hashable)
+# Of population-based training: the share of trials that are replaced, and how much their values change.
+_SHARE, _FACTORS = 0.25, (0.8, 1.25)
 
 
 def best_first(results: Mapping[Id, float]) -> list[Id]:
@@ -58,30 +60,22 @@ class Copy:
     factors: Mapping[str, float]
 
 
-def exploit(
-    results: Mapping[int, float],
-    names: Sequence[str],
-    seed: int,
-    share: float = 0.25,
-    factors: Sequence[float] = (0.8, 1.25),
-) -> list[Copy]:
-    """One round of population-based training: the worst `share` become changed copies of the best.
+def exploit(results: Mapping[int, float], names: Sequence[str], seed: int) -> list[Copy]:
+    """One round of population-based training: the worst `_SHARE` become changed copies of the best.
 
     So does every other that has no number for a result, as long as another has one. Each copied
-    hyperparameter in `names` is multiplied by one of `factors`. The same seed and results give the same
+    hyperparameter in `names` is multiplied by one of `_FACTORS`. The same seed and results give the same
     round.
     """
-    if not 0 < share <= 0.5:
-        raise InputError(f"exploit: found a share of {share}, expected more than 0 and at most 0.5")
     order = best_first(results)
-    count = min(max(1, round(len(order) * share)), len(order) // 2)
+    count = min(max(1, round(len(order) * _SHARE)), len(order) // 2)
     winners = [trial for trial in order[:count] if not math.isnan(results[trial])]
     if not winners:
         return []
     worst = order[len(order) - count :]
     draw = random.Random(seed)
     return [
-        Copy(loser, draw.choice(winners), {name: draw.choice(list(factors)) for name in names})
+        Copy(loser, draw.choice(winners), {name: draw.choice(_FACTORS) for name in names})
         for loser in order
         if loser in worst or math.isnan(results[loser])
     ]

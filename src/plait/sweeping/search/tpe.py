@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from plait.core.errors import InputError
 from plait.sweeping.search.space import Dimension
 
-if TYPE_CHECKING:
-    from plait.sweeping.search.values import Past
+
+@dataclass(frozen=True)
+class Past:
+    """A trial as a sampler sees it: its values, the result so far (less is better), and its state."""
+
+    values: Mapping[str, Any]
+    result: float | None
+    step: int
+    state: str
 
 
 def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from plait.adapt.policies.registry import make_policy
@@ -17,6 +16,7 @@ from plait.schema.topology_spec import TopologySpec
 from plait.sweeping.engines.array_plans import averages, check_stages_of
 from plait.sweeping.search.pruning import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
+from plait.sweeping.search.tpe import Past, suggest
 from plait.sweeping.settings import SweepSettings
 
 # Population-based training changes these between two steps; anything else a trial keeps to its end.
@@ -31,16 +31,6 @@ _OF_ALL_TRIALS = {
     "workers": "each trial has its policies, and the workers are the sweep's; with parallel.elastic, plait "
     "resize changes them",
 }
-
-
-@dataclass(frozen=True)
-class Past:
-    """A trial as a sampler sees it: its values, the result so far (less is better), and its state."""
-
-    values: Mapping[str, Any]
-    result: float | None
-    step: int
-    state: str
 
 
 class Search:
@@ -68,8 +58,6 @@ class Search:
         if self._listed is not None:
             return self._listed[number]
         if self.learns:
-            from plait.sweeping.search.tpe import suggest  # loads optuna
-
             return suggest(self.over, past, self.settings.seed, number)
         return draw(self.over, self.settings.seed, number)
 

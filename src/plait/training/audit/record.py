@@ -22,21 +22,13 @@ class DifferenceError(PlaitError):
     """A step of the run differs from the same step in plain PyTorch."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What one worker found in an audit.
+def findings(largest: float, differences: Sequence[Difference], unseen: Sequence[str]) -> list[Any]:
+    """What one worker found in an audit, as workers exchange it.
 
     `largest` is the largest difference, relative to the largest value of its kind. `unseen` names
     state that forward may depend on and no audit can read.
     """
-
-    largest: float = 0.0
-    differences: Sequence[Difference] = ()
-    unseen: Sequence[str] = ()
-
-    def plain(self) -> list[Any]:
-        """In the form in which workers exchange it."""
-        return [self.largest, [str(each) for each in self.differences], list(self.unseen[:_NAMED])]
+    return [largest, [str(each) for each in differences], list(unseen[:_NAMED])]
 
 
 @dataclass

@@ -22,10 +22,10 @@ from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import mix
 from plait.launch.worker_process import Worker
-from plait.training.audit.record import AuditRecord, Findings
+from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.schedule import is_audited
-from plait.training.checks.replicas import can_describe_rows, describe_rows, own_buffers
+from plait.training.checks.replicas import describe_rows, own_buffers, rows_in
 from plait.training.components import Components
 from plait.training.trial import Trial
 from plait.verification.attributes import load_attributes
@@ -123,8 +123,8 @@ class AuditedStep:
         after = time.perf_counter() - started
         record.metrics.leave_out(after)
         self._seconds += after
-        findings = Findings(largest, differences, self._before.attributes.unseen)
-        record.add(self._step + 1, self._seconds, self._gather(findings.plain()), ADVICE)
+        local = findings(largest, differences, self._before.attributes.unseen)
+        record.add(self._step + 1, self._seconds, self._gather(local), ADVICE)
 
     def _checksum(self) -> str:
         sums = [_sum(parameter).hex() for parameter in self._live.parameters().values()]
@@ -135,7 +135,7 @@ class AuditedStep:
         before, known = self._before.tensors, self._record.shared_buffers
         own = {n: b for n, b in own_buffers(self._live.model).items() if n in before and n not in known}
         inputs = self.parts[-1].inputs if self.parts else None
-        workers = self._gather([sorted(changed_tensors(before, own)), can_describe_rows(inputs)])
+        workers = self._gather([sorted(changed_tensors(before, own)), rows_in(inputs)])
         names = sorted({name for written, _ in workers for name in written})
         # All workers look or none, since a forward may itself gather from all of them.
         if not names or not all(can_look for _, can_look in workers):

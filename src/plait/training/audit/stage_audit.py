@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
-from plait.pipeline.named_state import load_optimizer_state, optimizer_state
-from plait.training.audit.record import AuditRecord, Findings
+from plait.pipeline.named_state import load_optimizer_state, optimizer_state, tensors_of
+from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.replica_audit import unlike_replicas
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
@@ -89,11 +90,7 @@ class AuditedStages:
         components = self._components
         if not broadcast_value(has_room_for_whole(components), FIRST):
             return "no worker has memory for the whole model"
-        tied = any(
-            len(self._stages[name]) > 1
-            for name in dict(components.model.named_parameters())
-            if name in self._stages
-        )
+        tied = any(len(self._stages.get(name, ())) > 1 for name, _ in components.model.named_parameters())
         if tied and not self._layout.schedule.synchronous:
             return f"under schedule {self._layout.schedule.value} stages share parameters"
         return ""
@@ -117,10 +114,7 @@ class AuditedStages:
         self._buffers = self._gather_buffers()
         attributes = self._gather_attributes()
         if self._rank == FIRST:
-            known = {
-                n: t.detach()
-                for n, t in (*components.model.named_parameters(), *components.model.named_buffers())
-            }
+            known = {name: tensor.detach() for name, tensor in tensors_of(components.model).items()}
             known |= _below("weights", gathered)
             known |= {name: next(iter(copies.values())) for name, copies in self._buffers.items()}
             # Those of other workers arrive on the CPU.
@@ -150,7 +144,8 @@ class AuditedStages:
         """What modules keep in Python, each where it runs; of those in no stage what the first worker has."""
         local = read_attributes(self._held_objects())
         workers = all_gather_values([dict(local.values), local.unseen, sorted(self._held_objects())])
-        rest = read_attributes({p: m for p, m in self._modules().items() if not _is_in(p, workers)})
+        held = {path for _, _, paths in workers for path in paths}
+        rest = read_attributes({p: m for p, m in self._modules().items() if p not in held})
         values = dict(rest.values)
         for theirs, _, _ in reversed(workers):
             values |= theirs
@@ -192,7 +187,10 @@ class AuditedStages:
             observed, contents, after = self._observe(loss), self._gather_contents(), self._gather_after()
             if self._rank == FIRST:
                 largest, differences = self._replay(observed, contents, after)
-        differences += [*self._twin.differences(), *unlike_replicas(self._replicated(), self._tied())]
+        holders = {name: self._layout.holders(*self._stages[name]) for name in self._pipeline.parameters}
+        replicated = {n: p.detach() for n, p in self._pipeline.parameters.items() if len(holders[n]) > 1}
+        tied = {name for name in self._pipeline.parameters if len(self._stages[name]) > 1}
+        differences += [*self._twin.differences(), *unlike_replicas(replicated, tied)]
         unseen = self._before.attributes.unseen if not self._blind and self._rank == FIRST else ()
         # The state of one that is inside of another is in no name of the whole model's.
         attributes = vars(self._pipeline.optimizer).items() if self._needs_optimizer else ()
@@ -202,15 +200,8 @@ class AuditedStages:
         seconds = time.perf_counter() - started
         record.metrics.leave_out(seconds)
         self._seconds += seconds
-        findings = Findings(largest, differences, unseen)
-        record.add(self._trial.step + 1, self._seconds, all_gather_values(findings.plain()), _ADVICE)
-
-    def _tied(self) -> set[str]:
-        return {name for name in self._pipeline.parameters if len(self._stages[name]) > 1}
-
-    def _replicated(self) -> Named:
-        holders = {name: self._layout.holders(*self._stages[name]) for name in self._pipeline.parameters}
-        return {n: p.detach() for n, p in self._pipeline.parameters.items() if len(holders[n]) > 1}
+        workers = all_gather_values(findings(largest, differences, unseen))
+        record.add(self._trial.step + 1, self._seconds, workers, _ADVICE)
 
     def _is_too_slow(self, ended: float) -> bool:
         """Whether the others might give the first worker up while it takes the step alone."""
@@ -222,24 +213,20 @@ class AuditedStages:
         pipeline, twin = self._pipeline, self._twin
         gradients = {n: g for n, g in twin.gradients.items() if g is not None and self._is_first(n)}
         written = {n: t for n, t in twin.written.items() if self._is_first(n)}
-        written |= {n: pipeline.parameters[n] for n in self._frozen if self._is_written(n)}
+        frozen = {n: pipeline.parameters[n] for n in self._frozen if self._is_first(n)}
+        written |= {n: p for n, p in frozen.items() if _checksum(p) != self._frozen[n]}
         gathered = gather_named(_prefixed("gradients", gradients) | _prefixed("written", written), FIRST)
         buffers, attributes = self._gather_buffers(), self._gather_attributes()
         trained = [n for n, p in self._components.model.named_parameters() if p.requires_grad]
         gradients = _below("gradients", gathered)
+        unused = {n: b.detach() for n, b in self._components.model.named_buffers() if n not in buffers}
         return ObservedStep(
             torch.tensor(loss, dtype=torch.float64),
             {name: gradients.get(name) for name in trained},
-            {**self._unused_buffers(buffers), **_by_worker(buffers)},
+            {**unused, **_by_worker(buffers)},
             _below("written", gathered),
             attributes.values,
         )
-
-    def _is_written(self, name: str) -> bool:
-        return self._is_first(name) and _checksum(self._pipeline.parameters[name]) != self._frozen[name]
-
-    def _unused_buffers(self, held: Mapping[str, object]) -> Named:
-        return {n: b.detach() for n, b in self._components.model.named_buffers() if n not in held}
 
     def _gather_after(self) -> Named:
         """On the first worker the weights after the step, where it takes the update of all of them."""
@@ -258,12 +245,12 @@ class AuditedStages:
             tensors |= {f"{number}/{i}": leaf for i, leaf in enumerate(leaves) if leaf is not None}
             specs[str(number)] = [spec, len(leaves), part.weight, part.seed, samples]
         gathered, merged = gather_named(tensors, FIRST), Contents()
-        for key, (spec, count, weight, seed, samples) in _merged(all_gather_values(specs)).items():
+        everywhere = dict(ChainMap(*all_gather_values(specs)))
+        for key, (spec, count, weight, seed, samples) in everywhere.items():
             if self._rank == FIRST:
                 device, number = self._components.device, int(key)
                 leaves = [gathered.get(f"{number}/{i}") for i in range(count)]
-                moved = [None if leaf is None else leaf.to(device) for leaf in leaves]
-                inputs, target = unpack_tree(moved, spec)
+                inputs, target = unpack_tree([x if x is None else x.to(device) for x in leaves], spec)
                 merged[number] = Part(inputs, target, weight, seed, number), samples
         return merged
 
@@ -280,19 +267,14 @@ class AuditedStages:
             fresh = take_reference(record, self._components, settings, step)
             replicated = {name: copies for name, copies in self._buffers.items() if len(copies) > 1}
             scale = self._pipeline.loss_scale
-            how: dict[str, Any] = {
-                "autocast": fresh.autocast,
-                "scale": lambda loss: loss * scale,
-                "layout": layout,
-                "stages": self._stages,
-                "copies": replicated,
-            }
+            made = (fresh.model, fresh.loss, fresh.autocast, lambda loss: loss * scale)
+            placed: dict[str, Any] = {"layout": layout, "stages": self._stages, "copies": replicated}
             if layout.schedule.synchronous:
-                plain = ReplicatedModel(fresh.model, fresh.loss, **how)
+                plain = ReplicatedModel(*made, **placed)
             else:
                 samples = [count for _, (_, count) in sorted(contents.items())]
-                how |= {"make_optimizer": self._make_optimizer, "samples": samples}
-                plain = DelayedModel(fresh.model, fresh.loss, **how, clip_norm=settings.clip_norm)
+                placed |= {"samples": samples, "clip_norm": settings.clip_norm}
+                plain = DelayedModel(*made, **placed, make_optimizer=self._make_optimizer)
             replay = Replay(plain, self._before, parts, self._finish, is_first=step == 0)
             largest, differences = replay.compare(observed, record.rounding, record.harmless)
             differences += self._update_differences(plain, observed, after)
@@ -345,14 +327,6 @@ def _by_worker(buffers: Mapping[str, Mapping[int, Tensor]]) -> Named:
         for name, copies in buffers.items()
         for worker, buffer in copies.items()
     }
-
-
-def _is_in(path: str, workers: Sequence[Any]) -> bool:
-    return any(path in held for _, _, held in workers)
-
-
-def _merged(mappings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
 def _checksum(tensor: Tensor) -> tuple[float, float]:

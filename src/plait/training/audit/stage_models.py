@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ from plait.pipeline.layout import PipelineLayout, microbatches_per_update, versi
 from plait.verification.replay import Part, PlainModel, State
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ReplicatedModel(PlainModel):
     """A model whose stages have replicas; each has separate buffers, which see only its microbatches.
 
     `stages` are the stages that use each parameter and buffer, and `copies` each worker's buffers by name.
     """
 
-    layout: PipelineLayout | None = None
-    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    copies: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    layout: PipelineLayout
+    stages: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, Mapping[int, Tensor]]
 
     def load(self, state: State) -> None:
         super().load(state)
@@ -43,7 +43,6 @@ class ReplicatedModel(PlainModel):
 
     def _worker(self, name: str, part: Part) -> int:
         """The worker that runs a part in the stage of a buffer."""
-        assert self.layout is not None
         index, pipeline = divmod(part.number, self.layout.pipelines)
         return self.layout.layouts[pipeline].worker(self.stages[name][0], index)
 
@@ -56,7 +55,7 @@ class ReplicatedModel(PlainModel):
         return {name: b for name, b in self.buffers().items() if name not in self._now} | replicated
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DelayedModel(ReplicatedModel):
     """A model that is updated as an asynchronous schedule promises, without a pipeline.
 
@@ -65,14 +64,12 @@ class DelayedModel(ReplicatedModel):
     all parameters, with its state before the step; `samples` are those of each microbatch.
     """
 
-    make_optimizer: Callable[[Mapping[str, Tensor]], torch.optim.Optimizer] | None = None
-    samples: Sequence[int] = ()
-    clip_norm: float | None = None
+    make_optimizer: Callable[[Mapping[str, torch.nn.Parameter]], torch.optim.Optimizer]
+    samples: Sequence[int]
+    clip_norm: float | None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """The loss; the sum of the gradients of all updates is left on the parameters."""
-        assert self.layout is not None
-        assert self.make_optimizer is not None
         layout, parameters = self.layout, self.parameters()
         self._optimizer = self.make_optimizer(parameters)
         # What is not trained has one version, into which forward may write.
@@ -90,11 +87,10 @@ class DelayedModel(ReplicatedModel):
             loss = self.backward(replace(part, weight=1.0))
             grads = {name: parameter.grad for name, parameter in parameters.items()}
             total += loss * self.samples[part.number] / sum(self.samples)
-            is_last = part is parts[-1]
             for stage, names in enumerate(held):
                 rounds[stage].append((self.samples[part.number], grads))
                 size = microbatches_per_update(layout, stage) * layout.pipelines
-                if len(rounds[stage]) == size or is_last:
+                if len(rounds[stage]) == size or part is parts[-1]:
                     versions[stage].append(self._update(names, versions[stage][-1], rounds[stage], sums))
                     rounds[stage] = []
         for first, *_ in versions:

@@ -96,22 +96,18 @@ def apply_change(
     if isinstance(change, SyncChange) and make_engine is not None:
         return _change_sync(change, run, engine, make_engine)
     if isinstance(change, WorkersChange):
-        _ask_for_workers(change, f"{request.by}: {request.why}", members)
+        if not run.worker.memberships.can_grow:
+            raise JobError(
+                f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
+            )
+        if members.worker.rank == 0:
+            members.worker.ask_to_resize(change.workers, f"{request.by}: {request.why}")
         return engine
     if isinstance(change, BatchSizeChange):
         run.trial.change_batch(change, run.worker.world_size)
         run.metrics.batch_size = run.batch_size
     engine.apply(change)
     return engine
-
-
-def _ask_for_workers(change: WorkersChange, why: str, members: RunMembers) -> None:
-    if not members.can_grow:
-        raise JobError(
-            f"adapt: cannot apply {change}: the job's workers are fixed; set parallel.elastic: true"
-        )
-    if members.worker.rank == 0:
-        members.worker.ask_to_resize(change.workers, why)
 
 
 def _change_sync(change: SyncChange, run: Run, engine: Engine, make_engine: Callable[[], Engine]) -> Engine:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
-from plait.launch.membership import Membership, Memberships
+from plait.launch.membership import Membership
 from plait.launch.worker_process import LaunchedWorker, Worker, as_loss
 from plait.schema.settings import TrainSettings
 
@@ -79,28 +79,16 @@ def join_members(worker: Worker, settings: TrainSettings) -> None:
 class RunMembers:
     """The members of a run; those of a fixed job never change."""
 
-    def __init__(self, run: Run, memberships: Memberships) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self.worker = cast("LaunchedWorker", run.worker)
-        self._memberships = memberships
+        self._memberships = memberships = run.worker.memberships
+        self.can_change = memberships.can_change
+        # Whether this worker had yet to become a member.
+        self.is_joining = run.worker.rank < 0
         # When steps stopped for the current change, and the members before it.
         self._since: float | None = None
         self._before: Membership | None = None if self.is_joining else memberships.current
-
-    @property
-    def can_change(self) -> bool:
-        """Whether workers may be lost, leave or join."""
-        return self._memberships.can_change
-
-    @property
-    def can_grow(self) -> bool:
-        """Whether workers may join."""
-        return self._memberships.can_grow
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether this worker has yet to become a member."""
-        return self.worker.rank < 0
 
     def agree(self) -> Membership:
         """The version to change to, the same on all members, who call it after the same step."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.adapt.changes import ChangeRequest, PlanChange, Replan, SavedSource
-from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.units import show_bytes
@@ -16,6 +15,7 @@ from plait.planner import Plan, PlanError
 from plait.planner.replan import Replanned, plan_for, replan
 from plait.schema.plans.graph import Graph
 from plait.schema.settings import TrainSettings
+from plait.training.engine import ask_rank_0
 from plait.training.run import Run
 
 
@@ -24,18 +24,18 @@ def replan_together(worker: Worker, settings: TrainSettings) -> TrainSettings:
 
     Other workers may have an earlier plan, from before they joined.
     """
-    answer: dict[str, Any] | None = None
-    if worker.rank == 0:
+
+    def make() -> dict[str, Any]:
+        plan = settings.stages.plan
         try:
-            plan = settings.stages.plan
             if plan.devices_used != worker.world_size:
-                plan, graph = plan_and_graph(settings)
-                plan = plan_for(plan, graph, [1.0] * worker.world_size)
-            answer = {"plan": encode(plan), "failure": None}
+                plan = plan_for(*plan_and_graph(settings), [1.0] * worker.world_size)
         except PlanError as failure:
-            answer = {"plan": None, "failure": str(failure)}
-    answer = broadcast_value(answer, 0)
-    if answer["failure"] is not None:
+            return {"failure": str(failure)}
+        return {"plan": encode(plan)}
+
+    answer = ask_rank_0(worker, make)
+    if "failure" in answer:
         raise JobError(f"parallel.plan: {answer['failure']}")
     return settings.with_stages(plan=decode(Plan, answer["plan"], "plan"))
 
@@ -77,24 +77,24 @@ class Replanning:
         self._run = run
         self._source = source
         # The request that is being answered, the membership version, the planner thread, and its answer.
-        self._request: ChangeRequest | None = None
-        self._version: int | None = None
-        self._planner: threading.Thread | None = None
-        self._answer: dict[str, Any] = {}
+        self._pending: tuple[ChangeRequest, int, threading.Thread, dict[str, Any]] | None = None
 
     def next_due(self, step: int) -> int | None:
         return self._source.next_due(step)
 
     def due(self, step: int) -> Sequence[ChangeRequest]:
-        requests = []
-        if self._request is not None and self._members_version() != self._version:
+        requests, version = [], self._run.worker.memberships.current.version
+        if self._pending is not None and self._pending[1] != version:
             # Requested before a change of members: those that have joined do not know of it.
-            self._request = self._planner = None
+            self._pending = None
         for request in self._source.due(step):
             if not isinstance(request.change, Replan):
                 requests.append(request)
-            elif self._request is None:
-                self._begin(request, request.change)
+            elif self._pending is None:
+                answer = dict[str, Any]()
+                planner = threading.Thread(target=self._plan, args=(request.change, answer), daemon=True)
+                planner.start()
+                self._pending = request, version, planner, answer
         return [*requests, *self._answers()]
 
     def state(self) -> Any:
@@ -102,16 +102,6 @@ class Replanning:
 
     def load(self, state: Any) -> None:
         self._source.load(state)
-
-    def _begin(self, request: ChangeRequest, change: Replan) -> None:
-        self._request, self._version = request, self._members_version()
-        answer = self._answer = dict[str, Any]()
-        self._planner = threading.Thread(target=self._plan, args=(change, answer), name="plait-planner")
-        self._planner.daemon = True
-        self._planner.start()
-
-    def _members_version(self) -> int:
-        return self._run.worker.memberships.current.version
 
     def _plan(self, change: Replan, answer: dict[str, Any]) -> None:
         run = self._run
@@ -129,10 +119,9 @@ class Replanning:
 
     def _answers(self) -> list[ChangeRequest]:
         """The change to the new plan, once the planner is done and if it pays."""
-        request, planner, answer = self._request, self._planner, self._answer
-        if request is None or planner is None or planner.is_alive():
+        if self._pending is None or self._pending[2].is_alive():
             return []
-        self._request = self._planner = None
+        (request, _, _, answer), self._pending = self._pending, None
         if answer.get("plan") is None:
             return []
         return [ChangeRequest(PlanChange(answer["plan"]), request.by, f"{request.why}: {answer['why']}")]

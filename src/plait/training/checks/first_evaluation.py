@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from plait.training.checks.loss_parts import rows_of
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, is_by_all, output_of, sums_of
 from plait.verification import unchanged_random_numbers
-from plait.verification.python_state import Name, PythonState, changed, unchanged_state
+from plait.verification.python_state import PythonState, changed, unchanged_state
 from plait.workloads.metrics import NAMED
 
 # How long a test batch may take to be read in another process.
@@ -109,14 +109,20 @@ def _evaluate(components: Components, batches: list[Share]) -> str:
             state = PythonState({} if copied.metric is None else {"": copied.metric[1]})
             before = state.tokens()
             sums = sums_of(copied, output, target, count, by_all)
-            message = message or _describe_state(components, state, before)
+            names = [shown for _, shown in changed(before, state.tokens())]
+            if copied.metric is not None and names and not message:
+                message = (
+                    f"evaluate.metric: {copied.metric[0]} changes {names[0]} when it is called, but each "
+                    f"worker calls it only for its local batches, and a resumed run starts over; return "
+                    f"(sum, count) of each batch, and let `finish` compute what is reported from the quotient"
+                )
             message = message or _describe_metric(components, output, target, count, sums[2:])
     return message
 
 
 def _own(components: Components) -> Components:
     """The components with copies of loss and metric, so that their state is not changed."""
-    metric = None if components.metric is None else (components.metric[0], _copied(components.metric[1]))
+    metric = components.metric and (components.metric[0], _copied(components.metric[1]))
     return replace(components, loss=_copied(components.loss), metric=metric)
 
 
@@ -151,18 +157,6 @@ def _describe_metric(components: Components, output: Any, target: Any, count: in
                 f"into batches and over workers; return (sum, count) over samples"
             )
     return ""
-
-
-def _describe_state(components: Components, state: PythonState, before: Mapping[Name, Any]) -> str:
-    """A warning if the metric keeps state between calls; else empty."""
-    names = [shown for _, shown in changed(before, state.tokens())]
-    if components.metric is None or not names:
-        return ""
-    return (
-        f"evaluate.metric: {components.metric[0]} changes {names[0]} when it is called, but each worker "
-        f"calls it only for its local batches, and a resumed run starts over; return (sum, count) of each "
-        f"batch, and let `finish` compute what is reported from the quotient"
-    )
 
 
 def _copied(function: T) -> T:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import JobError
-from plait.data import loader
 from plait.data.calling import forward
 from plait.pipeline.named_state import has_extra_state
 from plait.schema.settings import TrainSettings
@@ -41,8 +40,7 @@ def own_buffers(model: nn.Module) -> dict[str, Tensor]:
 def check_no_rows(components: Components, settings: TrainSettings) -> None:
     """Refuse a model whose forward writes a buffer for single samples, of which a worker has only some."""
     if names := list(own_buffers(components.model)):
-        (content,) = components.train_set.example_batches((_FEWEST + 1,), settings.seed)
-        inputs, _ = loader.to_device(content, components.device, components.dtype)
+        inputs, _ = components.examples(_FEWEST + 1, settings.seed)
         if words := describe_rows(components.model, inputs, names):
             raise JobError(f"model: {words}")
 
@@ -67,8 +65,7 @@ def check_kept(run: Run) -> None:
         and not components.train_set.is_stream
         and settings.verify.start != "off"
     ):
-        (content,) = components.train_set.example_batches((2,), settings.seed)
-        inputs, _ = loader.to_device(content, components.device, components.dtype)
+        inputs, _ = components.examples(2, settings.seed)
         if shown := find_kept(components.model, inputs):
             raise JobError(
                 f"{key}: forward of {settings.model.factory} changes {shown}, which a worker that joins, or "
@@ -94,8 +91,8 @@ def describe_rows(model: nn.Module, inputs: Any, names: Sequence[str]) -> str:
     Found by changing one sample, then another: where they change different numbers of a buffer, it has a
     place for each. Nothing of the model changes.
     """
-    count = _samples(inputs)
-    if count < _FEWEST:
+    count = rows_in(inputs)
+    if not count:
         return ""
     try:
         start = _after(model, None, names)
@@ -127,16 +124,11 @@ def _after(model: nn.Module, inputs: Any, names: Sequence[str]) -> dict[str, Ten
     return {name: own_buffers(copied)[name].detach() for name in names}
 
 
-def can_describe_rows(inputs: Any) -> bool:
-    """Whether the inputs have enough samples for `describe_rows`."""
-    return _samples(inputs) >= _FEWEST
-
-
-def _samples(inputs: Any) -> int:
-    """How many rows all tensors of the inputs have; 0 where they differ."""
+def rows_in(inputs: Any) -> int:
+    """How many rows all tensors of the inputs have; 0 where they differ, or are too few to tell apart."""
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     sizes = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
-    return sizes.pop() if len(sizes) == 1 else 0
+    return max(sizes) if len(sizes) == 1 and max(sizes) >= _FEWEST else 0
 
 
 def _replaced(inputs: Any, row: int, by: int) -> Any:

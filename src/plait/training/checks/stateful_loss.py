@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.errors import JobError
-from plait.data import loader
 from plait.data.calling import forward
 from plait.training.run import Run
 from plait.verification import same_random_numbers
@@ -67,8 +66,7 @@ def _has_several(run: Run) -> bool:
 def _call(run: Run, loss: object) -> None:
     components, settings = run.components, run.settings
     count = min(_SAMPLES, len(components.train_set), settings.data.batch_size)
-    (content,) = components.train_set.example_batches((count,), settings.seed)
-    inputs, target = loader.to_device(content, components.device, components.dtype)
+    inputs, target = components.examples(count, settings.seed)
     model = copy.deepcopy(components.model)
     with components.autocast():  # with gradients, by which a loss may know that it trains
         loss(forward(model, inputs), target)  # type: ignore[operator]

@@ -14,9 +14,8 @@ from time import perf_counter
 
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
+from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
-from plait.core.run_events import Signals
 from plait.sync.averaging.base import Averaging
 from plait.training.components import Components
 from plait.training.monitoring.asked import wants_norms
@@ -43,21 +42,17 @@ class UpdateSums:
 class ShareMonitor:
     """Measures one worker's updates on its shares of a trial's batches.
 
-    The arguments are those of `StageMonitor`.
+    Gradient noise and signals are added to the trial's; `warn` is called if something cannot be measured.
     """
 
     def __init__(
         self,
         trials: Sequence[Trial],
         components: Components,
-        averages: GradientAverages,
-        on_signals: Callable[[Signals], None],
         warn: Callable[[str], None],
     ) -> None:
         self._trials = trials
         self._scaler = components.scaler
-        self._averages = averages
-        self._on_signals = on_signals
         self._warn = warn
         self._norms = wants_norms(trials[0].settings)
         self._sums = UpdateSums()
@@ -128,7 +123,7 @@ class ShareMonitor:
         total = UpdateSums(*(sum(each) for each in zip(*(own.as_list() for own in by_place.values()))))
         if total.measured:
             found = GradientMoments(total.variance / total.measured, total.squared_norm / total.measured)
-            self._averages.add(found, total.whole / total.measured)
+            self._trials[0].noise.add(found, total.whole / total.measured)
         # Work is shared out as workers are ready for it, so the busiest one's time is the interval's.
         seconds = max((own.work_s for own in by_place.values()), default=0.0)
         known = all(own.updates for own in by_place.values()) and seconds > 0
@@ -136,6 +131,6 @@ class ShareMonitor:
         work_s = tuple(own.work_s / own.updates for own in by_place.values()) if known else ()
         end_s = seconds if known else None
         trial, workers = self._trials[0], len(by_place)
-        signals = step_signals(trial, self._averages, workers, step, loss, samples, end_s)
+        signals = step_signals(trial, trial.noise, workers, step, loss, samples, end_s)
         # No step has an end of its own here.
-        self._on_signals(replace(signals, step_s=None, topology="none", work_s=work_s))
+        trial.signals.add(replace(signals, step_s=None, topology="none", work_s=work_s))

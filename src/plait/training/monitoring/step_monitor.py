@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.gradient_noise import GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
-from plait.core.run_events import Signals
 from plait.launch.worker_process import Worker
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training.components import Components
@@ -50,7 +49,7 @@ def notes_of(workers: int) -> int:
 class StepMonitor:
     """Measures one worker's steps of a trial together with the others; `shared` where they sum gradients.
 
-    The other arguments are those of `StageMonitor`.
+    The other arguments are those of `ShareMonitor`.
     """
 
     def __init__(
@@ -58,16 +57,12 @@ class StepMonitor:
         worker: Worker,
         trials: Sequence[Trial],
         components: Components,
-        averages: GradientAverages,
-        on_signals: Callable[[Signals], None],
         warn: Callable[[str], None],
         shared: bool,
     ) -> None:
         self._worker = worker
         self._trials = trials
         self._scaler = components.scaler
-        self._averages = averages
-        self._on_signals = on_signals
         self._rank = worker.rank if shared else 0
         self._workers = worker.world_size if shared else 1
         self._shared = shared
@@ -163,19 +158,19 @@ class StepMonitor:
         square = now.scale**2
         now = replace(now, loss=loss, parts=parts / square, weight=weight, count=count)
         # Times and the norm of the sum are those of the step before, but for a worker alone.
-        done, averages = self._before if self._shared else now, self._averages
+        done, trial = self._before if self._shared else now, self._trials[0]
         self._before = now
         if done is None:
             return
         if done.count:
             norms = GradientNorms(done.parts, done.weight, done.count, whole / done.scale**2, done.samples)
-            averages.update(norms)
+            trial.noise.update(norms)
         taken = WorkerTimes(tuple(times[: self._workers]), tuple(times[self._workers :]))
         known, links = taken.known, self._shared and taken.known
         step_s, workers = taken.step_s if known else None, self._worker.world_size
-        self._on_signals(
+        trial.signals.add(
             replace(
-                step_signals(self._trials[0], averages, workers, done.step, done.loss, done.samples, step_s),
+                step_signals(trial, trial.noise, workers, done.step, done.loss, done.samples, step_s),
                 batch_size=done.batch_size,
                 lr_factor=done.lr_factor,
                 topology=done.topology,

@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from plait.core.events import Event
 from plait.data.sampler import Position
 from plait.pipeline.executor import Pipeline
 from plait.training.audit.schedule import USUAL_COST, next_audited
@@ -58,14 +57,10 @@ def pipeline_engine(run: Run) -> PipelineEngine:
         step = run.trial.step + done
         metrics.step(step, batch.epoch, losses[0], run.lr(step - 1), batch.samples, ended)
 
-    def on_operations(event: Event) -> None:
-        run.record(event)
-        run.flush_events()
-
     def on_opened(seconds: float) -> None:
         if run.opened_s:
             # Earlier measurements are of another plan or of other workers.
-            run.signals.forget()
+            run.trial.signals.forget()
         run.opened_s = seconds
 
     def begin_audit(pipeline: Pipeline) -> tuple[int, AuditedStages | None]:
@@ -83,10 +78,10 @@ def pipeline_engine(run: Run) -> PipelineEngine:
     def make_monitor(pipeline: Pipeline) -> StageMonitor | None:
         if not is_monitored(run.settings):
             return None
-        workers = worker.rank, worker.world_size
-        return StageMonitor(workers, trials, pipeline, [run.noise], metrics.warn, run.signals.add)
+        workers, trial = (worker.rank, worker.world_size), run.trial
+        return StageMonitor(workers, trials, pipeline, [trial.noise], metrics.warn, trial.signals.add)
 
     stages = _stages_of(run, ModelStages)
     return PipelineEngine(
-        worker, trials, stages, on_step, on_operations, on_opened, begin_audit, make_monitor
+        worker, trials, stages, on_step, metrics.record_here, on_opened, begin_audit, make_monitor
     )
