@@ -86,7 +86,7 @@ class OperationsClock(TorchDispatchMode):
     ("model", "inputs"),
     [
         (vgg16_tiny, lambda: torch.randn(16, 1, 32, 32)),
-        (resnet18_tiny, lambda: torch.randn(16, 1, 32, 32)),
+        pytest.param(resnet18_tiny, lambda: torch.randn(16, 1, 32, 32), marks=pytest.mark.extended),
         (transformer_tiny, lambda: torch.randint(0, 256, (8, 64))),
     ],
 )

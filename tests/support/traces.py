@@ -17,5 +17,11 @@ for name in ("cnn", "lstm", "transformer", "masked"):
 
 # As jobs do: on the first four images, and on three others.
 _images = [torch.zeros(samples, 1, 8, 8, dtype=torch.float64) for samples in (4, 3)]
-for make in (training.small_net, training.norm_net, sweeping.norm_net, sweeping.Halves, partial(MortalLayers, 0)):
+for make in (
+    training.small_net,
+    training.norm_net,
+    sweeping.norm_net,
+    sweeping.Halves,
+    partial(MortalLayers, 0),
+):
     trace(make().double(), _images[:1], others=[_images[1:]])

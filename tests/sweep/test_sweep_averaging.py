@@ -35,6 +35,7 @@ from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.member import WholeModelMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
+from support.further import but_further
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job, largest_difference, saved_weights, train_rank
 from support.world import run_ranks
@@ -109,10 +110,9 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
 
 # "an empty share" and "unlike seeds" have the same local SGD, "trials that join" the same outer optimizer;
 # layers that some trials do not use are in test_sweep_replicas.py, too.
-FURTHER = dict.fromkeys(("local SGD", "DiLoCo", "unused layers"), pytest.mark.extended)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])
+@pytest.mark.parametrize(
+    "name", but_further(EQUAL, "local SGD", "DiLoCo", "unused layers", "pairs", "SMA", "one by one")
+)
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
     with job_store() as address:
         result, alone = run_ranks(2, sweep_and_trials, EQUAL[name], tmp_path, address)[0]
@@ -161,7 +161,7 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
 # AD-PSGD averages in pairs, too.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.extended if n == "pair averaging" else ()) for n in OWN_PACE],
+    but_further(OWN_PACE, "partial reduce", "AD-PSGD", "pair averaging"),
 )
 def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
     name: str, tmp_path: Path

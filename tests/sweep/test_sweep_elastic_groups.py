@@ -98,7 +98,8 @@ def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, 
     ("name", "victim"),
     [
         ("stages", 1),
-        ("averaging", 1),
+        # Without a sweep, it is in tests/training/test_elastic_averaging.py.
+        pytest.param("averaging", 1, marks=pytest.mark.extended),
         # One of two replicas is killed in test_sweep_elastic_launch.py.
         pytest.param("replicas", 0, marks=pytest.mark.extended),
         pytest.param("replicas", 1, marks=pytest.mark.extended),

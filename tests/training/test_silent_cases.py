@@ -134,7 +134,7 @@ def outcomes(
 
 # The cases of a mode are shared out to as many worlds.
 SHARES = {"flush": 4, "two": 2, "one": 2}
-# What another schedule than flush and stash could do to them in its own way; the others are for `make test-all`.
+# What another schedule could do to them in a way of its own; the others are for `make test-all`.
 AT_ONCE = {
     "recompute": ("clamped weights", "counting block", "momentum encoder"),
     "zero-bubble": ("kept gradients", "masked gradients"),

@@ -108,7 +108,7 @@ _MOST_MODES = 16
 
 
 def _mode_for(model: nn.Module, examples: _Examples) -> FakeTensorMode:
-    """The mode of an earlier trace of such a model, unless the trace has replaced sizes in it, or a new one."""
+    """The mode of an earlier trace of such a model, unless it has replaced sizes; else a new one."""
     named = [(name, tensor) for name, tensor in _named_tensors(model) if not is_lazy(tensor)]
     tensors = [*named, *(("", each) for one in (examples.inputs, *examples.others) for each in _tensors(one))]
     key = type(model), *((name, each.shape, each.dtype, each.device) for name, each in tensors)
