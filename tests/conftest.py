@@ -34,6 +34,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 server.own()
 
 
+# No test cuts the power: what a killed process has written stays. Only commands that are not forked wait.
+os.fsync = lambda descriptor: None  # type: ignore[assignment]
+
+
 # Where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be by all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -86,7 +86,7 @@ def assert_code_computes_the_same(model: nn.Module, inputs: Any, folder: Path, p
 
 
 # Their layers are those of the deeper and the newer one that stay.
-MORE = {"vgg16", "resnet18", "resnet50", "resnet56", "mobilenet-v2"}
+MORE = {"vgg16", "resnet18", "resnet50", "resnet56", "mobilenet-v2", "mobilenet-v3"}
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def test_the_trials_of_a_group_that_loses_a_worker_go_on_from_their_last_evaluat
     assert sum(count > 0 for count in again.values()) <= 2
 
 
+# Groups that are not elastic do in test_sweep_averaging.py.
+@pytest.mark.extended
 def test_groups_that_average_at_their_own_speed_do_not_meet_in_the_store(tmp_path: Path):
     job = digits_job(steps=12, sync=SyncSettings("partial-reduce"), **DUE)
     settings = replace(sweep_of(*OVER, width=2, job=job), replicas=2)

@@ -137,6 +137,8 @@ def test_batch_norms_take_the_statistics_of_a_share_as_data_parallel_training_do
     assert largest_difference(best_weights(folder / name), weights) < 1e-10
 
 
+# One worker, and stages, have it in test_sweep.py and test_sweep_stages.py.
+@pytest.mark.extended
 def test_half_precision_on_two_workers_comes_close_to_that_on_one(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

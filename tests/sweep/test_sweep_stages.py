@@ -325,13 +325,14 @@ def test_replicas_that_were_stopped_go_on_with_the_same_dropout(
     assert same_table(trio[1]["dropout"], found, tolerance=1e-10)
 
 
+# Two groups of replicas do in test_sweep_replicas.py.
+@pytest.mark.extended
 def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
     settings = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2)
     found = run_ranks(4, sweep_rank, settings, tmp_path / "four")[0]
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-10)
 
 
-# Two groups of replicas do in test_sweep_replicas.py, too.
 @pytest.mark.extended
 def test_two_groups_of_replicas_take_their_arrays_from_one_queue(tmp_path: Path):
     whole = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", replicas=(1,), width=2)

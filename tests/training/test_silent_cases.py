@@ -135,7 +135,10 @@ def outcomes(
 # The cases of a mode are shared out to as many worlds.
 SHARES = {"flush": 4, "two": 2, "one": 2}
 # What another schedule could do to them in a way of its own; the others are for `make test-all`.
+_OTHERS_IN_PYTHON = ("every seventh forward", "countdown", "annealer", "window")
 AT_ONCE = {
+    # What is kept in a dict, in a class, globally, in a generator or in one block is refused in the same way.
+    "flush": tuple(name for name in CASES if name not in _OTHERS_IN_PYTHON),
     "recompute": ("clamped weights", "counting block", "momentum encoder"),
     "zero-bubble": ("kept gradients", "masked gradients"),
     "2bw": ("clamped weights", "weights in a list"),
