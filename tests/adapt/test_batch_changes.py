@@ -188,6 +188,7 @@ def on_a_rank(rank: int, size: int, *rest: Any) -> Any:
     return through_the_job(rank, size, *rest)
 
 
+# Before the second change, as after it.
 @pytest.mark.parametrize("stop_at", but_further((6, 12), 6))
 def test_a_run_resumed_after_a_change_takes_the_steps_of_one_that_was_not_interrupted(
     stop_at: int, tmp_path: Path

@@ -106,6 +106,7 @@ def test_the_first_worker_of_a_group_asks_for_all(tmp_path: Path):
     assert {e.step for e in recorded(tmp_path / "averages", Changed)} == {25}
 
 
+# Halving has rungs, as asha has, and a whole table, as a grid.
 @pytest.mark.parametrize("search", but_further(("grid", "halving", "asha"), "grid", "asha"))
 def test_goals_are_counted_anew_also_in_a_sweep_that_was_stopped(search: str, tmp_path: Path):
     """Goals after 3, 9 and 23 steps of 64; from the second step on, a step has 128 samples."""

@@ -21,6 +21,7 @@ def bench() -> Bench:
         return fresh.submit(planner.run, repeats=1).result()
 
 
+# tests/planner/test_solver.py has it.
 @pytest.mark.parametrize("profile", but_further(("vgg16", "gnmt", "resnet50"), "gnmt"))
 def test_plans_are_as_good_as_pipedreams_and_close_to_the_bound(profile: str):
     rows = planner.plan_profile(profile)

@@ -358,6 +358,7 @@ STREAMED = {
 }
 
 
+# Streams in epochs are trained by one worker above; with a state, more can go wrong.
 @pytest.mark.parametrize("name", but_further(STREAMED, "in epochs"))
 def test_each_trial_of_a_sweep_reads_a_stream_as_it_does_alone(name: str, tmp_path: Path) -> None:
     one, *over = STREAMED[name]

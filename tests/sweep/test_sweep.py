@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+# Microbatches of two workers are in test_sweep_replicas.py.
 @pytest.mark.parametrize("name", but_further(CASES, "accumulated microbatches"))
 def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path):
     settings = CASES[name]

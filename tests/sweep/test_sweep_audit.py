@@ -109,6 +109,7 @@ def odd_job(model: str, **changes: Any) -> TrainSettings:
 
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("model", ["SlottedScale", "DrawsInPython"])
+# The first trials are found in the same way as the last.
 @pytest.mark.parametrize("odd", but_further((1, 2, 3), 1, 2))
 def test_whichever_trial_is_trained_as_another_it_is_found_at_its_first_step(
     model: str, odd: int, tmp_path: Path
@@ -185,6 +186,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return folder, SweepsWhenAsked(2, sweeps, folder)
 
 
+# The others sum, and average, in the same way.
 @pytest.mark.parametrize("name", but_further(SUMMED, "sgd", "local SGD"))
 def test_trials_that_two_workers_train_are_what_they_are_alone(
     name: str, shared: tuple[Path, dict[str, Any]]
@@ -201,6 +203,7 @@ def test_trials_that_two_workers_train_are_what_they_are_alone(
     assert result["largest_difference"] < (1e-12 if is_exact else 0.05)
 
 
+# The others have stages and more.
 @pytest.mark.parametrize("name", but_further(IN_STAGES, "in stages"))
 def test_trials_in_stages_are_what_they_are_alone(name: str, shared: tuple[Path, dict[str, Any]]) -> None:
     """One trial at a step, the new ones first."""

@@ -109,9 +109,10 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
 
 
 # "an empty share" and "unlike seeds" have the same local SGD, "trials that join" the same outer optimizer;
-# layers that some trials do not use are in test_sweep_replicas.py, too.
+# layers that some trials do not use are in test_sweep_replicas.py, too, trials one by one in
+# test_sweep_stages.py, and pairs in tests/training/test_elastic_averaging.py.
 @pytest.mark.parametrize(
-    "name", but_further(EQUAL, "local SGD", "DiLoCo", "unused layers", "pairs", "SMA", "one by one")
+    "name", but_further(EQUAL, "local SGD", "DiLoCo", "unused layers", "pairs", "one by one")
 )
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
     with job_store() as address:
@@ -158,11 +159,8 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
         return sweep_rank(rank, settings, folder), intervals, samples
 
 
-# AD-PSGD averages in pairs, too.
-@pytest.mark.parametrize(
-    "name",
-    but_further(OWN_PACE, "partial reduce", "AD-PSGD", "pair averaging"),
-)
+# AD-PSGD averages in pairs, too; the first is the second without gradients.
+@pytest.mark.parametrize("name", but_further(OWN_PACE, "partial reduce", "pair averaging"))
 def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
     name: str, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     assert sum(e.samples for e in paces) == 30 * 48
 
 
+# What is written to the store is the same for all but AD-PSGD, which writes more.
 @pytest.mark.parametrize("sync", but_further(("pair-sync", "local-sgd", "ad-psgd"), "pair-sync", "local-sgd"))
 def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sync: str, tmp_path: Path):
     counts = []

@@ -47,7 +47,7 @@ JOBS = {
 }
 
 
-# The first is in tests/test_engines.py.
+# The first is in tests/test_engines.py; the last batch of the third is uneven, that of the fourth more so.
 @pytest.mark.parametrize("name", but_further(JOBS, "sgd", "uneven last batches"))
 def test_n_workers_give_the_parameters_of_one_process(name: str, tmp_path: Path):
     job, workers = JOBS[name], 2 if name == "sgd" else 3

@@ -356,6 +356,7 @@ def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
         assert tuple(stream(ends, rank, work)) == expected[rank]
 
 
+# Every topology is in tests/sync/test_topology_training.py.
 @pytest.mark.parametrize("topology", but_further(("ring", "auto"), "ring"))
 def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: Path, topology: str) -> None:
     settings = replace(unverified_plan((3, 1), Schedule.FLUSH, steps=8), topology=TopologySpec(topology))
