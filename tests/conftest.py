@@ -81,6 +81,12 @@ def _real_commands() -> Iterator[None]:
 
 
 @pytest.fixture
+def fused_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that measures its width finds that, whatever else the machine does while steps are timed."""
+    monkeypatch.setattr("plait.sweeping.array_size.slower_by", lambda *_: 0.0)
+
+
+@pytest.fixture
 def hosts() -> Iterator[Hosts]:
     """Network namespaces joined by a bridge: `hosts.make("w0", "w1")`. Always cleaned up."""
     if reason := missing_for_hosts():
