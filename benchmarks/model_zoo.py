@@ -154,7 +154,7 @@ def prepare(case: Case, model: nn.Module, batches: Sequence[Batch]) -> VerifiedS
     return prepare_stages(
         traced,
         (ids[:at], ids[at:]),
-        lambda whole: trace(model, first, others=[second], whole=whole, before=traced),
+        lambda whole: trace(model, first, others=[second], whole=whole),
         Example([(first, None), (second, None)], loss_of, fresh=lambda: make_model(case, 0)),
     )
 

@@ -34,6 +34,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 server.own()
 
 
+# No test cuts the power: what a killed process has written stays. Only commands that are not forked wait.
+os.fsync = lambda descriptor: None  # type: ignore[assignment]
+
+
 # Where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be by all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -74,6 +78,12 @@ def _real_commands() -> Iterator[None]:
     """But not those of this test."""
     with real_commands():
         yield
+
+
+@pytest.fixture
+def fused_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that measures its width finds that, whatever else the machine does while steps are timed."""
+    monkeypatch.setattr("plait.sweeping.array_size.slower_by", lambda *_: 0.0)
 
 
 @pytest.fixture

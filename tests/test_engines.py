@@ -36,6 +36,7 @@ from plait.sweeping.trial_settings import with_values
 from support.averaging import job_store
 from support.elastic import Versions, run_elastic
 from support.elastic_sweep import Change, run_elastic_sweep
+from support.further import but_further
 from support.plans import placed, planned, with_graph
 from support.sweeping import sweep_of, sweep_rank
 from support.syncs import settings_of
@@ -146,7 +147,8 @@ def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) ->
     return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
 
 
-@pytest.fixture(scope="module", params=ROWS)
+# Replicas and several pipelines have rows of their own; trials one by one are in sweep/test_sweep_stages.py.
+@pytest.fixture(scope="module", params=but_further(ROWS, "fused, pipeline", "one by one, pipeline"))
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Row, Outcome, Outcome]:
@@ -190,7 +192,8 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, O
     ("name", "versions"),
     [
         ("whole model", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
-        ("pipeline", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
+        # training/test_elastic_pipelines.py has more of this one.
+        pytest.param("pipeline", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))], marks=pytest.mark.extended),
         ("decentralized", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
         ("pipelines side by side", [(0, (0, 1, 2, 3)), (3, (0, 1, 2, 3, 4)), (5, (2, 4)), (7, (2, 4, 5, 6))]),
     ],
@@ -208,15 +211,15 @@ def test_workers_that_come_and_go_change_nothing(name: str, versions: Versions, 
     assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
 
 
+# One of the workers in stages is lost in sweep/test_sweep_elastic_groups.py; the workers of a group do not
+# change while it trains, whatever they do.
 @pytest.mark.parametrize(
     "name",
-    [
-        "fused",
-        "fused, whole model",
+    but_further(
+        ("fused", "fused, whole model", "fused, pipeline", "fused, pipelines side by side"),
         "fused, pipeline",
-        # The workers of a group do not change while it trains, whatever they do.
-        pytest.param("fused, pipelines side by side", marks=pytest.mark.extended),
-    ],
+        "fused, pipelines side by side",
+    ),
 )
 def test_nor_do_they_change_a_trial_of_a_sweep(name: str, tmp_path: Path) -> None:
     row = ROWS[name]()

@@ -37,6 +37,7 @@ from plait.training.choose_engine import make_loop, whole_model_engine
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from support.changes import StepTable
+from support.further import but_further
 from support.training import PlainWorker, digits_job, largest_difference
 from support.world import run_ranks
 
@@ -187,7 +188,8 @@ def on_a_rank(rank: int, size: int, *rest: Any) -> Any:
     return through_the_job(rank, size, *rest)
 
 
-@pytest.mark.parametrize("stop_at", [6, 12])
+# Before the second change, as after it.
+@pytest.mark.parametrize("stop_at", but_further((6, 12), 6))
 def test_a_run_resumed_after_a_change_takes_the_steps_of_one_that_was_not_interrupted(
     stop_at: int, tmp_path: Path
 ):

@@ -136,7 +136,7 @@ def test_one_worker_without_microbatches_says_that_it_cannot(tmp_path: Path, cap
 
 @pytest.mark.parametrize(
     ("replicas", "schedule"),
-    [((2, 1), Schedule.FLUSH), ((1, 1), Schedule.ZERO_BUBBLE)],
+    [((2, 1), Schedule.FLUSH), pytest.param((1, 1), Schedule.ZERO_BUBBLE, marks=pytest.mark.extended)],
 )
 def test_stages_add_up_to_what_the_whole_models_gradients_say(replicas, schedule, tmp_path: Path):
     """Of each stage the first of four microbatches counts; gradients are clipped afterwards."""

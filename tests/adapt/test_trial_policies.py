@@ -28,6 +28,7 @@ from plait.schema.settings import (
 from plait.sweeping.search.values import check
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.training.change.batch_size import BatchSize
+from support.further import but_further
 from support.plans import in_stages, straight_layout
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
 from support.training import digits_job, train_here, train_rank, unverified_job
@@ -105,7 +106,8 @@ def test_the_first_worker_of_a_group_asks_for_all(tmp_path: Path):
     assert {e.step for e in recorded(tmp_path / "averages", Changed)} == {25}
 
 
-@pytest.mark.parametrize("search", ["grid", "halving", "asha"])
+# Halving has rungs, as asha has, and a whole table, as a grid.
+@pytest.mark.parametrize("search", but_further(("grid", "halving", "asha"), "grid", "asha"))
 def test_goals_are_counted_anew_also_in_a_sweep_that_was_stopped(search: str, tmp_path: Path):
     """Goals after 3, 9 and 23 steps of 64; from the second step on, a step has 128 samples."""
     saved = CheckpointSettings(every_steps=3)

@@ -38,6 +38,8 @@ def test_an_unknown_model_or_mode_is_refused_with_the_nearest():
         run(models=["mlp"], modes=["fusd"], device="cpu")
 
 
+# That fused trials train as they do alone is shown in tests/fusion/test_fused_training.py.
+@pytest.mark.extended
 def test_fused_curves_lie_on_the_serial_ones(tmp_path):
     rows, (claim,) = convergence(rates=(0.01, 0.1), steps=10)
     assert claim.holds, claim

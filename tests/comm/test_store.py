@@ -102,11 +102,11 @@ def test_a_value_that_nobody_sets_is_reported_as_a_silent_worker(client: StoreCl
 
 def test_a_store_that_is_gone_is_reported_as_such():
     server = StoreServer(SECRET)
-    client = StoreClient(server.address, SECRET, 0, answer_s=0.2)
-    client.set("x", "1")
+    first, second = (StoreClient(server.address, SECRET, 0, answer_s=seconds) for seconds in (20.0, 0.2))
+    first.set("x", "1")
     server.close()
     with pytest.raises(PeerError, match="store does not answer") as caught:
-        client.get("x")
+        second.get("x")
     assert caught.value.kind is LostPeer.GONE
 
 

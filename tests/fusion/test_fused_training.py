@@ -170,7 +170,7 @@ WORKLOADS = {
 
 
 # Their layers are those of the deeper and the newer one that stay.
-MORE = {"resnet18", "resnet56", "mobilenet v2"}
+MORE = {"vgg", "resnet18", "resnet50", "resnet56", "mobilenet v2"}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_worker_that_shows_no_sign_of_life_is_ended_and_the_others_go_on(tmp_p
     memory = Memory()
     settings = {"who": 1, "how": "stop", "longer_s": 0.0}
     results = launch_entry(
-        "go_on_without", tmp_path, memory, settings=settings, hosts=(Host(LOCAL, 3),), lease_s=1.0
+        "go_on_without", tmp_path, memory, settings=settings, hosts=(Host(LOCAL, 3),), lease_s=2.0
     )
     assert sorted(results) == [0, 2]
 

@@ -44,7 +44,7 @@ def prepare(
     example = Example([(first, None), (second, None)], square_loss, choices or Choices()) if verify else None
 
     def retrace(whole: frozenset[str]) -> Any:
-        return trace(model, first, others=[second], whole=whole, before=traced)
+        return trace(model, first, others=[second], whole=whole)
 
     return prepare_stages(traced, (ids[:at], ids[at:]), retrace, example)
 

@@ -20,6 +20,7 @@ from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load
+from support.further import but_further
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
 from support.plans import in_stages, planned, straight_layout, unverified_plan
 from support.training import digits_job, largest_difference, saved_weights, train_rank
@@ -48,7 +49,7 @@ def encoder() -> nn.Module:
 # Mixed has every kind of module that draws, bert those of transformers.
 @pytest.mark.parametrize(
     "factory",
-    [Mixed, pytest.param(gpt2, marks=pytest.mark.extended), bert, encoder, lambda: nn.LSTM(20, 20, 2)],
+    but_further((Mixed, gpt2, bert, encoder, lambda: nn.LSTM(20, 20, 2)), gpt2, bert),
 )
 def test_each_workers_tensors_are_those_of_the_whole_model_bit_by_bit(factory: Any):
     def make() -> nn.Module:

@@ -76,7 +76,7 @@ MODELS: dict[str, Any] = {
 
 # What the first has is in bert-masked, too; models with their loss train in stages in
 # training/test_model_loss.py, gpt2 in pipeline/test_model_zoo.py.
-MORE = {"bert-classifier", "bert-with-loss", "gpt2"}
+MORE = {"bert-classifier", "bert-with-loss", "bert-masked", "gpt2"}
 
 
 @pytest.mark.parametrize(

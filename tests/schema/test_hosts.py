@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,13 +37,26 @@ def test_one_job_runs_over_two_hosts_and_stops_though_its_agents_were_paused(hos
     assert hosts.processes() == []
 
 
+class CutsWhileTraining(Memory):
+    """Takes a host off the network at the first report of a step: hosts that still connect wait for long."""
+
+    def __init__(self, hosts: Hosts, host: str) -> None:
+        super().__init__()
+        self._hosts, self._host = hosts, host
+
+    def progressed(self, progress: Mapping[str, Any]) -> None:
+        super().progressed(progress)
+        if len(self.progress) == 1:
+            self._hosts.cut(self._host)
+
+
 def test_a_link_that_goes_down_ends_the_job_with_a_clear_message(hosts: Hosts, tmp_path: Path):
     hosts.make("w0", "w1")
     with pytest.raises(LaunchError, match="w1 and w0 could not reach each other for 3 s"):
         launch_entry(
             "work_until_stopped",
             tmp_path,
-            Memory(lambda _: hosts.cut("w1")),
+            CutsWhileTraining(hosts, "w1"),
             hosts=TWO,
             shell=hosts.shell,
             nic="eth0",

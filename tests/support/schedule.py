@@ -34,8 +34,10 @@ SLOW = (
 
 # Modules whose tests start no process, but train, trace or plan whole workloads: a second and more each.
 WORKLOADS = (
+    "adapt/test_trial_policies.py",
     "benches/test_fusion_experiment.py",
     "benches/test_planner_bench.py",
+    "data/test_seeded_factories.py",
     "data/test_streams.py",
     "faults/test_elastic.py",
     "fusion/test_fused_fuzz.py",
@@ -53,7 +55,10 @@ WORKLOADS = (
     "sweep/test_sweep_resume.py",
     "sweep/test_sweep_stages_verified.py",
     "sweep/test_sweep_verified.py",
+    "training/test_decentralized.py",
+    "training/test_evaluation_faults.py",
     "training/test_model_loss.py",
+    "training/test_resume_and_divergence.py",
     "workloads/test_examples.py",
     "workloads/test_models.py",
     "workloads/test_transformers_jobs.py",

@@ -3,6 +3,8 @@
 It is for worlds alone: importing it traces models, which takes seconds.
 """
 
+import os
+
 import torch
 
 from plait.launch.fork_server import import_all
@@ -31,3 +33,4 @@ import_all(
     ]
 )
 digits("train")  # reads the file, which is kept
+os.fsync = lambda descriptor: None  # type: ignore[assignment]  # as in tests/conftest.py

@@ -25,6 +25,7 @@ from plait.schema.settings import (
 from plait.sweeping import array_size
 from plait.sweeping.search.space import Dimension
 from plait.training import checkpoint as checkpoints
+from support.further import but_further
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference, small_net, unverified_job
 
@@ -73,7 +74,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Microbatches of two workers are in test_sweep_replicas.py.
+@pytest.mark.parametrize("name", but_further(CASES, "accumulated microbatches"))
 def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path):
     settings = CASES[name]
     found = sweep_here(settings, tmp_path / "sweep")

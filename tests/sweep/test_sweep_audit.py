@@ -27,6 +27,7 @@ from plait.schema.settings import (
 from plait.sweeping.engines import audited_step
 from plait.sweeping.settings import SweepSettings
 from plait.training.audit.record import DifferenceError
+from support.further import but_further
 from support.plans import placed, planned
 from support.sweeping import SweepsWhenAsked, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job
@@ -108,7 +109,8 @@ def odd_job(model: str, **changes: Any) -> TrainSettings:
 
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize("model", ["SlottedScale", "DrawsInPython"])
-@pytest.mark.parametrize("odd", [1, 2, 3])
+# The first trials are found in the same way as the last.
+@pytest.mark.parametrize("odd", but_further((1, 2, 3), 1, 2))
 def test_whichever_trial_is_trained_as_another_it_is_found_at_its_first_step(
     model: str, odd: int, tmp_path: Path
 ) -> None:
@@ -184,7 +186,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return folder, SweepsWhenAsked(2, sweeps, folder)
 
 
-@pytest.mark.parametrize("name", SUMMED)
+# The others sum, and average, in the same way.
+@pytest.mark.parametrize("name", but_further(SUMMED, "sgd", "local SGD"))
 def test_trials_that_two_workers_train_are_what_they_are_alone(
     name: str, shared: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -200,7 +203,8 @@ def test_trials_that_two_workers_train_are_what_they_are_alone(
     assert result["largest_difference"] < (1e-12 if is_exact else 0.05)
 
 
-@pytest.mark.parametrize("name", IN_STAGES)
+# The others have stages and more.
+@pytest.mark.parametrize("name", but_further(IN_STAGES, "in stages"))
 def test_trials_in_stages_are_what_they_are_alone(name: str, shared: tuple[Path, dict[str, Any]]) -> None:
     """One trial at a step, the new ones first."""
     result, found = shared[1][name], audited(shared[0] / name)
@@ -217,7 +221,9 @@ def sweep_with_a_mistake(rank: int, settings: SweepSettings, folder: Path) -> st
     return str(failure.value)
 
 
-@pytest.mark.parametrize("sync", ["all-reduce", "local-sgd", "partial-reduce", "in stages"])
+@pytest.mark.parametrize(
+    "sync", but_further(("all-reduce", "local-sgd", "partial-reduce", "in stages"), "all-reduce", "local-sgd")
+)
 def test_a_mistake_of_any_worker_ends_the_sweep_on_all_of_them(sync: str, tmp_path: Path) -> None:
     unverified: dict[str, Any] = {"steps": 5, "verify": VerifySettings(start="off")}
     if sync == "in stages":

@@ -37,6 +37,7 @@ from plait.training.engines.member import WholeModelMember
 from plait.training.engines.pipeline_member import PipelineMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
+from support.further import but_further
 from support.plans import in_stages, straight_layout
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
 from support.training import digits_job, largest_difference, saved_weights, train_rank
@@ -139,11 +140,11 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
 
 
 # "an empty share" and "unlike seeds" have the same local SGD, "trials that join" the same outer optimizer;
-# layers that some trials do not use are in test_sweep_replicas.py, too.
-FURTHER = dict.fromkeys(("local SGD", "DiLoCo", "unused layers"), pytest.mark.extended)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])
+# layers that some trials do not use are in test_sweep_replicas.py, too, trials one by one in
+# test_sweep_stages.py, and pairs in tests/training/test_elastic_averaging.py.
+@pytest.mark.parametrize(
+    "name", but_further(EQUAL, "local SGD", "DiLoCo", "unused layers", "pairs", "one by one")
+)
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
     check_as_runs(2, EQUAL[name], tmp_path)
 
@@ -203,11 +204,8 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
         return sweep_rank(rank, settings, folder), intervals, samples
 
 
-# AD-PSGD averages in pairs, too.
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.extended if n == "pair averaging" else ()) for n in OWN_PACE],
-)
+# AD-PSGD averages in pairs, too; the first is the second without gradients.
+@pytest.mark.parametrize("name", but_further(OWN_PACE, "partial reduce", "pair averaging"))
 def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
     name: str, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from plait.launch.run_dir import RunDir
 from plait.schema.settings import UNVERIFIED, CheckpointSettings, EvaluateSettings, ModelSettings
 from plait.training.checkpoint import list_checkpoints, load
 from support.elastic_sweep import Change, run_elastic_sweep
+from support.further import but_further
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference
 
@@ -62,7 +63,8 @@ def check_equal(expected: tuple[dict[str, Any], Path], found: dict[str, Any], fo
     assert largest_difference(ours.model, theirs.model) < 1e-9
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+# tests/test_engines.py has a grid.
+@pytest.mark.parametrize("name", but_further(SWEEPS, "grid"))
 def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
     name: str, alone: dict[str, Any], tmp_path: Path
 ):

@@ -98,7 +98,8 @@ def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, 
     ("name", "victim"),
     [
         ("stages", 1),
-        ("averaging", 1),
+        # Without a sweep, it is in tests/training/test_elastic_averaging.py.
+        pytest.param("averaging", 1, marks=pytest.mark.extended),
         # One of two replicas is killed in test_sweep_elastic_launch.py.
         pytest.param("replicas", 0, marks=pytest.mark.extended),
         pytest.param("replicas", 1, marks=pytest.mark.extended),
@@ -120,6 +121,8 @@ def test_the_trials_of_a_group_that_loses_a_worker_go_on_from_their_last_evaluat
     assert sum(count > 0 for count in again.values()) <= 2
 
 
+# Groups that are not elastic do in test_sweep_averaging.py.
+@pytest.mark.extended
 def test_groups_that_average_at_their_own_speed_do_not_meet_in_the_store(tmp_path: Path):
     job = digits_job(steps=12, sync=SyncSettings("partial-reduce"), **DUE)
     settings = replace(sweep_of(*OVER, width=2, job=job), replicas=2)

@@ -52,8 +52,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
-@pytest.mark.parametrize("name", CASES)
+# Without verification, training finds what would fail "at once", too.
+@pytest.mark.parametrize(
+    ("name", "verify"),
+    [
+        *((name, "first") for name in CASES),
+        ("later", "off"),
+        *(pytest.param(name, "off", marks=pytest.mark.extended) for name in CASES if name != "later"),
+    ],
+)
 def test_a_trial_that_fails_is_told_of_and_the_others_go_on_fused(name: str, verify: str, tmp_path: Path):
     model, args, why, step = CASES[name]
     settings = sweep_of(
@@ -76,13 +83,7 @@ def test_a_trial_that_fails_is_told_of_and_the_others_go_on_fused(name: str, ver
     assert table[0]["why"] == ""
 
 
-@pytest.fixture
-def _fused_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else the machine does while steps are timed."""
-    monkeypatch.setattr("plait.sweeping.array_size.slower_by", lambda *_: 0.0)
-
-
-@pytest.mark.usefixtures("_fused_steps_pay")
+@pytest.mark.usefixtures("fused_steps_pay")
 @pytest.mark.parametrize("width", [None, pytest.param(1, marks=pytest.mark.extended), 2])
 def test_a_first_trial_that_fails_costs_the_others_nothing(width: int | None, tmp_path: Path):
     settings = sweep_of("model_args.scale=2.0,0.5,1.0", job=job("FailsWhenMade"), width=width)

@@ -31,6 +31,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training.engines.train_step import TrainStep
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import rounds_of
+from support.further import but_further
 from support.sweeping import (
     SweepsWhenAsked,
     killed_sweep,
@@ -106,11 +107,8 @@ def check_equal(settings: SweepSettings, found: dict[str, Any], folder: Path, ow
         assert largest_difference(best_weights(folder), weights) < 1e-10
 
 
-# Like halving, asha leaves trials behind; pbt is in test_sweep_stages.py.
-FURTHER = dict.fromkeys(("asha", "pbt"), pytest.mark.extended)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=FURTHER.get(n, ())) for n in EQUAL])
+# Like halving, asha leaves trials behind; pbt and trials one by one are in test_sweep_stages.py.
+@pytest.mark.parametrize("name", but_further(EQUAL, "asha", "pbt", "one by one"))
 def test_a_trial_of_two_workers_equals_that_of_one(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -127,7 +125,7 @@ def test_shares_may_differ_and_one_may_be_empty(tmp_path: Path):
     check_equal(settings, found, tmp_path / "three", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["norms", "a norm"])
+@pytest.mark.parametrize("name", but_further(("norms", "a norm"), "a norm"))
 def test_batch_norms_take_the_statistics_of_a_share_as_data_parallel_training_does(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -139,6 +137,8 @@ def test_batch_norms_take_the_statistics_of_a_share_as_data_parallel_training_do
     assert largest_difference(best_weights(folder / name), weights) < 1e-10
 
 
+# One worker, and stages, have it in test_sweep.py and test_sweep_stages.py.
+@pytest.mark.extended
 def test_half_precision_on_two_workers_comes_close_to_that_on_one(
     pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

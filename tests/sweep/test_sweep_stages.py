@@ -42,6 +42,7 @@ from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.training import checkpoint as checkpoints
 from plait.training.worker_group import WorkerGroup
+from support.further import but_further
 from support.plans import placed, straight_layout
 from support.sweeping import (
     SweepsWhenAsked,
@@ -226,8 +227,8 @@ def best_of(folder: Path) -> checkpoints.Checkpoint:
 @pytest.mark.parametrize(
     "name",
     [
-        "flush",
-        "gpipe",
+        # "tied" is the same as the first with a tied weight; the second's model is that of "recompute".
+        *(pytest.param(n, marks=pytest.mark.extended) for n in ("flush", "gpipe")),
         "tied",
         "several stages",
         "zero-bubble",
@@ -248,11 +249,10 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
 # The others in two stages are above: replicas share the microbatches, whatever the schedule and the search.
 @pytest.mark.parametrize(
     "name",
-    [
-        "flush",
-        "several stages",
-        *(pytest.param(n, marks=pytest.mark.extended) for n in ("gpipe", "pbt", "recompute", "not fused")),
-    ],
+    but_further(
+        ("flush", "several stages", "gpipe", "pbt", "recompute", "not fused"),
+        *("flush", "gpipe", "pbt", "recompute", "not fused"),
+    ),
 )
 def test_a_trial_in_replicated_stages_equals_that_on_one_worker(
     name: str, trio: tuple[Path, dict[str, Any]], tmp_path: Path
@@ -325,13 +325,14 @@ def test_replicas_that_were_stopped_go_on_with_the_same_dropout(
     assert same_table(trio[1]["dropout"], found, tolerance=1e-10)
 
 
+# Two groups of replicas do in test_sweep_replicas.py.
+@pytest.mark.extended
 def test_two_pipelines_take_their_arrays_from_one_queue(tmp_path: Path):
     settings = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2)
     found = run_ranks(4, sweep_rank, settings, tmp_path / "four")[0]
     assert same_table(sweep_here(on_one(settings), tmp_path / "one"), found, tolerance=1e-10)
 
 
-# Two groups of replicas do in test_sweep_replicas.py, too.
 @pytest.mark.extended
 def test_two_groups_of_replicas_take_their_arrays_from_one_queue(tmp_path: Path):
     whole = in_stages("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", replicas=(1,), width=2)

@@ -19,6 +19,7 @@ from plait.schema.topology import TOPOLOGIES, from_graphs, make_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import Members, Spec, whole_world
 from plait.sync.allreduce.topology_reduce import OverTopology
+from support.further import but_further
 from support.meeting import rendezvous_of, world_store
 from support.world import run_ranks
 
@@ -67,10 +68,8 @@ def sum_all_ways(rank: int, layouts: list[tuple[str, ...]], dtypes: list[torch.d
     return found
 
 
-MORE = (pytest.param(ranks, marks=pytest.mark.extended) for ranks in (5, 6))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, *MORE, 7, 8])
+# Powers of two and others; the larger ones are for further shapes of trees.
+@pytest.mark.parametrize("ranks", but_further(range(1, 9), 3, 5, 6, 8))
 def test_every_topology_gives_the_same_mean_and_all_ranks_the_same_bits(ranks: int):
     counts = {4: (1, 2, 4), 6: (2,), 7: (3,), 8: (4,)}.get(ranks, (1, 2, 3))
     layouts = [spread_hosts(ranks, hosts) for hosts in counts if hosts <= ranks]

@@ -217,6 +217,8 @@ def test_steps_that_are_not_plain_pytorchs_end_the_run(tmp_path: Path) -> None:
         assert "a checkpoint of step" in words
 
 
+# That right jobs pass is shown above, with others.
+@pytest.mark.extended
 def test_the_same_jobs_are_trained_rightly(tmp_path: Path) -> None:
     jobs = {name: job for name, (job, _, _) in wrong().items() if "alone" not in name}
     for name, (_, largest, words) in run_ranks(2, audits, jobs, tmp_path)[0].items():

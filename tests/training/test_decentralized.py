@@ -34,6 +34,7 @@ from plait.training.engines.auto_sync import choose
 from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store, open_store
+from support.further import but_further
 from support.syncs import run_sync, settings_of
 from support.training import PlainWorker, largest_difference, train_rank
 from support.world import run_ranks
@@ -177,7 +178,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path):
     assert sum(e.samples for e in paces) == 30 * 48
 
 
-@pytest.mark.parametrize("sync", ["pair-sync", "local-sgd", "ad-psgd"])
+# What is written to the store is the same for all but AD-PSGD, which writes more.
+@pytest.mark.parametrize("sync", but_further(("pair-sync", "local-sgd", "ad-psgd"), "pair-sync", "local-sgd"))
 def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sync: str, tmp_path: Path):
     counts = []
     often = {"evaluate": EvaluateSettings(every_steps=2, batch_size=400), "verify": VerifySettings()}

@@ -26,8 +26,15 @@ SYNCS: list[tuple[str, dict[str, Any]]] = [
     ("hetpipe", {"servers": 2}),
 ]
 NAMES = [f"{kind}-{options['outer']}" if "outer" in options else kind for kind, options in SYNCS]
-# AD-PSGD averages in pairs at their own pace, too; local SGD with an outer optimizer is local SGD and more.
-MARKS = [pytest.mark.extended if name in ("pair-averaging", "local-sgd") else () for name in NAMES]
+# Each in one of the two tests below, or in both. AD-PSGD averages in pairs at their own pace, too; local SGD
+# with an outer optimizer is local SGD and more.
+FURTHER = ("pair-averaging", "local-sgd")
+
+
+def syncs_but(*further: str) -> list[Any]:
+    """The syncs for `parametrize`; `further` are for `make test-all`."""
+    marks = [pytest.mark.extended if name in further else () for name in NAMES]
+    return [pytest.param(*each, marks=own) for each, own in zip(SYNCS, marks)]
 
 
 def recorded(folder: Path, kind: type[Any]) -> list[Any]:
@@ -35,9 +42,7 @@ def recorded(folder: Path, kind: type[Any]) -> list[Any]:
     return [line.event for file in files for line in events.read(file) if isinstance(line.event, kind)]
 
 
-@pytest.mark.parametrize(
-    ("sync", "options"), [pytest.param(*each, marks=marks) for each, marks in zip(SYNCS, MARKS)], ids=NAMES
-)
+@pytest.mark.parametrize(("sync", "options"), syncs_but(*FURTHER, "pair-sync", "sma", "ad-psgd"), ids=NAMES)
 def test_workers_join_and_leave_and_every_sample_is_used_once(
     sync: str, options: dict[str, Any], tmp_path: Path
 ):
@@ -69,7 +74,7 @@ def test_workers_that_join_a_run_take_over_the_sync_that_its_first_workers_chose
 
 @pytest.mark.parametrize(
     ("victim", "sync", "options"),
-    [pytest.param(i % 3, *each, marks=marks) for i, (each, marks) in enumerate(zip(SYNCS, MARKS))],
+    [pytest.param(i % 3, *each.values, marks=each.marks) for i, each in enumerate(syncs_but(*FURTHER))],
     ids=NAMES,
 )
 def test_where_a_worker_dies_the_rest_finishes_the_run_with_equal_weights(

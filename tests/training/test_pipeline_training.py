@@ -34,6 +34,7 @@ from plait.schema.settings import (
 from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint
 from plait.training.checks.pipeline import check_pipeline
+from support.further import but_further
 from support.plans import placed, unverified_plan
 from support.training import (
     PlainWorker,
@@ -355,7 +356,8 @@ def test_workers_that_hold_several_stages_agree_on_an_interval_that_ends_early(
         assert tuple(stream(ends, rank, work)) == expected[rank]
 
 
-@pytest.mark.parametrize("topology", ["ring", "auto"])
+# Every topology is in tests/sync/test_topology_training.py.
+@pytest.mark.parametrize("topology", but_further(("ring", "auto"), "ring"))
 def test_replicas_of_a_stage_sum_over_the_topology_that_was_asked_for(tmp_path: Path, topology: str) -> None:
     settings = replace(unverified_plan((3, 1), Schedule.FLUSH, steps=8), topology=TopologySpec(topology))
     run_ranks(4, train_rank, settings, tmp_path / "pipeline", hosts=["a", "a", "b", "b"])

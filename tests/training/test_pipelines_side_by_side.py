@@ -99,7 +99,7 @@ MORTAL = ModelSettings("support.elastic:MortalLayers", {"dies_at": 13, "norm": F
         pytest.param(2, "pair-sync", {}, marks=pytest.mark.extended),
         pytest.param(3, "sma", {}, marks=pytest.mark.extended),
         pytest.param(1, "local-sgd", {"every": 3, "outer": "nesterov"}, marks=pytest.mark.extended),
-        (3, "hetpipe", {"servers": 2}),
+        pytest.param(3, "hetpipe", {"servers": 2}, marks=pytest.mark.extended),
     ],
 )
 def test_where_a_worker_dies_the_others_go_on_in_whole_pipelines(

@@ -60,8 +60,9 @@ def test_gradients_averaged_by_everyone_give_the_optimizer_what_one_process_give
     ("sync", "options"),
     [
         ("ad-psgd", {"graph": "ring"}),
-        ("pair-sync", {}),
-        ("pair-averaging", {}),
+        # AD-PSGD averages in pairs, too.
+        pytest.param("pair-sync", {}, marks=pytest.mark.extended),
+        pytest.param("pair-averaging", {}, marks=pytest.mark.extended),
         ("local-sgd", {"every": 4, "outer": "nesterov"}),
         ("hetpipe", {"staleness": 2, "wave": 2, "servers": 2}),
     ],

@@ -220,9 +220,9 @@ class Pipeline:
             _Hop(2 * (len(hops) + i), route)
             for i, route in enumerate(find_routes(evaluated, evaluated_stages))
         ]
-        output = replace(traced, model=nn.Module(), constants={}, evaluation=None, mode=None)
+        output = replace(traced, model=nn.Module(), constants={}, evaluation=None)
         self._traced = output
-        self._evaluated = replace(evaluated, model=nn.Module(), constants={}, evaluation=None, mode=None)
+        self._evaluated = replace(evaluated, model=nn.Module(), constants={}, evaluation=None)
         self._held: dict[int, _LocalStage] = {}
         for number, stage in stages.items():
             runner = StageRunner(

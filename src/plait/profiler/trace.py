@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from plait.profiler.arguments import PLAIN, SizeArgument
@@ -67,7 +68,6 @@ def trace(
     others: Sequence[Inputs] = (),
     whole: Collection[str] = (),
     evaluation: bool = True,
-    before: TracedModel | None = None,
 ) -> TracedModel:
     """The layers of `model` on `inputs`, in its current mode (train or eval).
 
@@ -75,18 +75,18 @@ def trace(
     tensor (and the second of integer and boolean tensors) is free, so the trace is valid for any batch; so
     are sizes in which `others`, additional inputs, differ. The modules in `whole` become one layer each,
     which calls the module itself, if its arguments and results allow it. A model in training mode is also
-    traced in evaluation mode, unless `evaluation` is False. `before` is an earlier trace of the same model on
-    the same inputs, which saves time. The model is run on fake tensors and not changed. Trace under the same
-    autocast as in training. Raises TraceError with the line of the model's source that cannot be traced.
+    traced in evaluation mode, unless `evaluation` is False. The model is run on fake tensors and not changed.
+    Trace under the same autocast as in training. Raises TraceError with the line of the model's source that
+    cannot be traced.
     """
     examples = _Examples(inputs, others)
-    traced = _trace_once(model, examples, frozenset(whole), {}, _reusable(before))
+    traced = _trace_once(model, examples, frozenset(whole), {})
     if not model.training or not evaluation:
         return traced
     try:
         # The same modules stay whole, and constants keep their names.
         evaluated = replace(examples, evaluating=True)
-        other = _trace_once(model, evaluated, traced.whole, traced.constants, _reusable(traced))
+        other = _trace_once(model, evaluated, traced.whole, traced.constants)
         traced = replace(traced, evaluation=other)
     except TraceError as failure:
         traced = replace(traced, no_evaluation=str(failure))
@@ -102,9 +102,23 @@ class _Examples:
     evaluating: bool = False
 
 
-def _reusable(before: TracedModel | None) -> FakeTensorMode | None:
-    """The fake tensor mode of an earlier trace, which caches most calls, unless sizes were fixed in it."""
-    return before.mode if before is not None and not before.guards.fixed else None
+# Of the models that were traced last, for inputs of the same sizes: a fake tensor mode caches most calls.
+_MODES: dict[Any, FakeTensorMode] = {}
+_MOST_MODES = 16
+
+
+def _mode_for(model: nn.Module, examples: _Examples) -> FakeTensorMode:
+    """The mode of an earlier trace of such a model, unless it has replaced sizes; else a new one."""
+    named = [(name, tensor) for name, tensor in _named_tensors(model) if not is_lazy(tensor)]
+    tensors = [*named, *(("", each) for one in (examples.inputs, *examples.others) for each in _tensors(one))]
+    key = type(model), *((name, each.shape, each.dtype, each.device) for name, each in tensors)
+    mode = _MODES.pop(key, None)
+    if mode is None or mode.shape_env is None or mode.shape_env.replacements:
+        mode = FakeTensorMode(shape_env=Sizes(), allow_non_fake_inputs=True)
+    _MODES[key] = mode
+    if len(_MODES) > _MOST_MODES:
+        del _MODES[next(iter(_MODES))]
+    return mode
 
 
 def _trace_once(
@@ -112,12 +126,11 @@ def _trace_once(
     examples: _Examples,
     whole: frozenset[str],
     constants: Mapping[str, Tensor],
-    mode: FakeTensorMode | None = None,
 ) -> TracedModel:
     """The model as layers, in its current mode; modules of `whole` that cannot be one layer are traced."""
     while True:
         try:
-            return _trace_whole(model, examples, whole, constants, mode)
+            return _trace_whole(model, examples, whole, constants)
         except MustOpen as refused:
             whole -= refused.paths
 
@@ -127,7 +140,6 @@ def _trace_whole(
     examples: _Examples,
     whole: frozenset[str],
     constants: Mapping[str, Tensor],
-    mode: FakeTensorMode | None,
 ) -> TracedModel:
     inputs, others = examples.inputs, examples.others
     args, kwargs = _arguments(inputs)
@@ -135,8 +147,7 @@ def _trace_whole(
     tensors = _tensors(inputs)
     if not tensors:
         raise TraceError(f"found no tensor among the inputs of {type(model).__name__}; expected at least one")
-    if mode is None:
-        mode = FakeTensorMode(shape_env=Sizes(), allow_non_fake_inputs=True)
+    mode = _mode_for(model, examples)
     sizes = mode.shape_env
     assert isinstance(sizes, Sizes)
     sizes.silent = 1
@@ -180,7 +191,6 @@ def _trace_whole(
         run.concerns or tuple(_value_concerns(fixed_values, others)),
         run.written,
         run.kept,
-        mode=mode,
     )
 
 

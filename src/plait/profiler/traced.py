@@ -12,7 +12,6 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from sympy import Expr, Symbol
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError
@@ -166,8 +165,6 @@ class TracedModel:
     # The same model in evaluation mode, or the reason why it cannot be traced; neither if this is that trace.
     evaluation: TracedModel | None = None
     no_evaluation: str | None = None
-    # The fake tensor mode of the trace, which makes another trace faster.
-    mode: FakeTensorMode | None = None
 
     @cached_property
     def homes(self) -> dict[str, str]:

@@ -144,7 +144,7 @@ def verify_stages(
     stages = [s.layers for s in cuts.stages] if isinstance(cuts, Plan) else _stages_from_cuts(traced, cuts)
 
     def retrace(whole: frozenset[str]) -> TracedModel:
-        return trace(model, first, others=[second], whole=whole, before=traced)
+        return trace(model, first, others=[second], whole=whole)
 
     return prepare_stages(traced, stages, retrace, Example(batches, loss))
 

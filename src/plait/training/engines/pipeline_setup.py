@@ -55,12 +55,8 @@ def trace_components(
     components: Components,
     whole: Collection[str] = (),
     evaluation: bool = True,
-    before: TracedModel | None = None,
 ) -> TracedModel:
-    """The layers of the model, traced with the first few samples; modules in `whole` are one layer each.
-
-    `before` is an earlier trace of the model, which saves time.
-    """
+    """The layers of the model, traced with the first few samples; modules in `whole` are one layer each."""
     with same_random_numbers(settings.seed):
         (inputs, target), (others, _) = _examples(settings, components, few=4)
     check_target(target)
@@ -71,7 +67,6 @@ def trace_components(
             others=[as_arguments(others)],
             whole=whole,
             evaluation=evaluation,
-            before=before,
         )
 
 
@@ -92,7 +87,7 @@ def prepare_pipeline(
     verified = prepare_stages(
         traced,
         pipeline_layout.stages,
-        lambda whole: trace_components(settings, components, whole, before=traced),
+        lambda whole: trace_components(settings, components, whole),
         example,
     )
     pipeline_layout = replace(pipeline_layout, stages=verified.stages)
