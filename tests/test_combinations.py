@@ -186,10 +186,11 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             options={"search": "pbt", "trials": 4, "width": 1},
         )
     ],
-    ("the policies `workers`, `sync`, `plan`", "a sweep"): [
+    ("the policies `workers`, `sync`, `plan`, `topology`", "a sweep"): [
         Refused("adapt[0].kind: found workers", {"adapt": [{"kind": "workers", "most": 4}]}, over=RATES),
         Refused("adapt[0].kind: found sync", {"adapt": [{"kind": "sync"}]}, over=RATES),
         Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
+        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
     ],
     ("syncs other than `all-reduce`", "a sweep's arrays in stages"): [
         Refused("parallel.sync: found 'partial-reduce'", {}, AVERAGE, stages=(2, 2), over=RATES)
@@ -201,16 +202,6 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             stages=(1, 1),
             over=RATES,
         )
-    ],
-    ("`parallel.topology`, the policy `topology`", "a sweep"): [
-        Refused(
-            "parallel.topology: found 'ring'",
-            {},
-            {"topology": "ring", "workers": 2},
-            over=RATES,
-            options={"replicas": 2},
-        ),
-        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
     ],
     ("`parallel.sync: auto`", "pipelines side by side"): [
         Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2))

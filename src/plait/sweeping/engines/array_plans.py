@@ -26,10 +26,10 @@ def _moved(layout: Layout, start: int) -> Layout:
     return Layout(tuple(tuple(start + worker for worker in workers) for workers in layout.stages))
 
 
-def is_replicated(settings: SweepSettings) -> bool:
-    """Whether several workers of a group hold the same stage."""
+def holders_of_stages(settings: SweepSettings) -> set[int]:
+    """How many workers of a group hold a stage, of each."""
     layout = layout_from(0, settings)
-    return any(len(layout.holders(stage)) > 1 for stage in range(len(layout.stages)))
+    return {len(layout.holders(stage)) for stage in range(len(layout.stages))}
 
 
 def check_stages_of(settings: SweepSettings) -> None:

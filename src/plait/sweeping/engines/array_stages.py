@@ -191,10 +191,11 @@ class FusedStages(ArrayStages):
             first.device,
             first.autocast,
             self._worker.rendezvous,
+            topology=self._settings.topology,
             stages=kind,
             loss_scale=StageLossScales(components) if components.is_scaled else None,
             everyone=self._workers.sums,
-            group_of=links.group_of,
+            members_of=links.members_of,
         )
         pipeline = Pipeline(self._workers.rank, layout, self._traced, links.channels, parts)
         counted = [p for name, p in pipeline.parameters.items() if self._is_first_holder(name)]
