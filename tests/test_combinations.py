@@ -193,7 +193,8 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
     ],
     ("syncs other than `all-reduce`", "a sweep's arrays in stages"): [
-        Refused("parallel.sync: found 'partial-reduce'", {}, AVERAGE, stages=(2, 2), over=RATES)
+        Refused("parallel.sync: found 'partial-reduce'", {}, AVERAGE, stages=(2, 2), over=RATES),
+        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2), over=RATES),
     ],
     ("the policy `batch-size`", "a sweep's arrays in stages"): [
         Refused(
@@ -203,8 +204,8 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             over=RATES,
         )
     ],
-    ("`parallel.sync: auto`", "pipelines side by side"): [
-        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2))
+    ("`parallel.sync: auto`", "elastic pipelines"): [
+        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto", "elastic": True}, stages=(2, 2))
     ],
     ("a topology as a graph of ranks", "elastic workers; stages with replicas"): [
         Refused(

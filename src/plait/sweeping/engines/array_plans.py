@@ -51,7 +51,7 @@ def check_stages_of(settings: SweepSettings) -> None:
 
 def check_in_stages(settings: SweepSettings) -> None:
     """Refuse settings that arrays in stages do not support, for any plan."""
-    if (sync := settings.train.sync.kind) not in ("all-reduce", "auto"):
+    if (sync := settings.train.sync.kind) != "all-reduce":
         raise JobError(
             f"parallel.sync: found {sync!r} with a plan, but the workers of a stage sum the gradients of an "
             f"array; use all-reduce, or --replicas without a plan"

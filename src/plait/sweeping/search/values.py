@@ -156,7 +156,7 @@ def _check_replicas(settings: SweepSettings) -> None:
             f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
         )
     sync = settings.train.sync
-    if settings.replicas > 1 and sync.kind != "auto":
+    if settings.replicas > 1:
         # The job was checked with all of its workers.
         read_options(sync.kind, sync.options, settings.replicas)
 

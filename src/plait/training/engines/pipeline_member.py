@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.core.events import Event
-from plait.core.splits import split
 from plait.data import loader
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.microbatches import microbatch_count
 from plait.pipeline.op_timings import operations_event
 from plait.schema.sync_options import COLLECTIVE
 from plait.sync.averaging.base import Averaging, NoAveraging
@@ -23,7 +21,7 @@ from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging import PREFIX
 from plait.training.engines.member import Member, MemberInit
 from plait.training.engines.pipeline import evaluation_sums
-from plait.training.engines.pipeline_replica import PipelineReplica
+from plait.training.engines.pipeline_replica import PipelineReplica, in_microbatches
 from plait.training.engines.replica_layout import in_order
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.stages.replica_stages import ReplicaStages
@@ -104,15 +102,9 @@ class PipelineMember:
         (step,), (batch,), (factor,) = steps, batches, factors
         usual = math.ceil(self._trial.batch.size / self._replicas)
         most = self._replica.pipeline_layout.microbatches
-        sizes = [len(rows) for rows in split(batch.count, microbatch_count(batch.count, usual, most))]
-        contents = self._contents(batch, len(sizes)) if self.is_first else iter(())
+        sizes, contents = in_microbatches(batch, usual, most, self._stages.components)
         loss = self._replica.update(step, share, sizes if batch.count else (), factor, contents)
         return torch.tensor([loss], dtype=torch.float64)
-
-    def _contents(self, batch: loader.Batch, microbatches: int) -> Iterator[Any]:
-        components = self._stages.components
-        for content, _ in loader.cut(batch.content, batch.count, microbatches):
-            yield loader.to_device(content, components.device, components.dtype)
 
     def weight_sums(self) -> list[float]:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,53 @@ import torch.distributed as dist
 
 from plait.comm.channels import Channels
 from plait.comm.lockstep import Lockstep
+from plait.core.splits import split
+from plait.data import loader
+from plait.data.loader import Batch
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, one_batch
-from plait.pipeline.microbatches import Microbatch, MicrobatchSource
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource, microbatch_count
 from plait.pipeline.named_state import Tensors
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import Averaging
 from plait.sync.averaging.optimizer_state import rest_of_state
+from plait.training.components import Components
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.replica_layout import in_order
 from plait.training.optimizers.lr_schedule import set_lr
 
 # A partner that is late by this many steps may itself wait for this replica in another stage.
 OVERDUE = 1.0
+
+
+def in_microbatches(
+    batch: Batch, usual: int, most: int, components: Components
+) -> tuple[list[int], Iterator[Any]]:
+    """The sizes of the microbatches of a pipeline's batch, and their contents, for the first stage only.
+
+    A batch of `usual` samples has `most` microbatches.
+    """
+    count = microbatch_count(batch.count, usual, most)
+    cut = (content for content, _ in loader.cut(batch.content, batch.count, count))
+    contents = (loader.to_device(each, components.device, components.dtype) for each in cut)
+    return [len(rows) for rows in split(batch.count, count)], contents
+
+
+def take_batch(
+    pipeline: Pipeline, step: int, share: int, sizes: Sequence[int], seed: int, contents: Iterable[Any]
+) -> None:
+    """Update on microbatches of `sizes` samples, which are `share` of a step.
+
+    The worker of the first stage has their `contents`.
+    """
+    layout, first = pipeline.pipeline_layout, share * pipeline.pipeline_layout.microbatches
+    microbatches = [Microbatch(step, first + i, 0, range(count)) for i, count in enumerate(sizes)]
+    work = MicrobatchSource(
+        layout, pipeline.rank, microbatches, seed=seed, fetch=lambda local: iter(contents)
+    )
+    pipeline.run(one_batch(layout, pipeline.rank, len(sizes)), work)
 
 
 class PipelineReplica:
@@ -104,13 +136,8 @@ class PipelineReplica:
             if not averages_gradients(self._options):
                 self.averaging.after_update()
             return 0.0
-        layout, first = self.pipeline_layout, share * self.pipeline_layout.microbatches
-        microbatches = [Microbatch(step, first + i, 0, range(count)) for i, count in enumerate(sizes)]
         set_lr(self.pipeline.optimizer, self.pipeline.base_lrs, factor)
-        work = MicrobatchSource(
-            layout, self._rank, microbatches, seed=self._settings.seed, fetch=lambda local: iter(contents)
-        )
-        self.pipeline.run(one_batch(layout, self._rank, len(sizes)), work)
+        take_batch(self.pipeline, step, share, sizes, self._settings.seed, contents)
         if self._rank == self._first != self._last:
             self._loss = float(self.lockstep.receive_from(self._last, "a batch's loss")[0][0])
         return self._loss
