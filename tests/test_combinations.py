@@ -188,10 +188,14 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             options={"search": "pbt", "trials": 4, "width": 1},
         )
     ],
-    ("the policies `workers`, `sync`, `plan`", "a sweep"): [
+    ("the policies `workers`, `sync`, `plan`, `topology`", "a sweep"): [
         Refused("adapt[0].kind: found workers", {"adapt": [{"kind": "workers", "most": 4}]}, over=RATES),
         Refused("adapt[0].kind: found sync", {"adapt": [{"kind": "sync"}]}, over=RATES),
         Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
+        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
+    ],
+    ("`parallel.sync: auto`", "a sweep's arrays in stages"): [
+        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2), over=RATES),
     ],
     ("the policy `batch-size`", "a sweep's pipelines side by side"): [
         Refused(
@@ -202,18 +206,8 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
             over=RATES,
         )
     ],
-    ("`parallel.topology`, the policy `topology`", "a sweep"): [
-        Refused(
-            "parallel.topology: found 'ring'",
-            {},
-            {"topology": "ring", "workers": 2},
-            over=RATES,
-            options={"replicas": 2},
-        ),
-        Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
-    ],
-    ("`parallel.sync: auto`", "pipelines side by side"): [
-        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2))
+    ("`parallel.sync: auto`", "elastic pipelines"): [
+        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto", "elastic": True}, stages=(2, 2))
     ],
     ("a topology as a graph of ranks", "elastic workers; stages with replicas"): [
         Refused(

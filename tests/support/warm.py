@@ -17,6 +17,7 @@ import_all(
         *("torch.distributed", "plait.training.worker", "plait.sweeping.worker", "support.world"),
         *(
             "plait.training.engines.auto_sync",
+            "plait.training.engines.auto_pipelines",
             "plait.training.engines.pipeline_member",
             "plait.training.stages.run_stages",
         ),

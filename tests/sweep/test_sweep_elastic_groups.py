@@ -21,6 +21,7 @@ from plait.schema.settings import (
     ModelSettings,
     SyncSettings,
 )
+from plait.schema.topology_spec import TopologySpec
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.settings import SweepSettings
 from support.elastic_sweep import Change, run_elastic_sweep
@@ -44,7 +45,7 @@ DROPOUT = ModelSettings("support.training:small_net", {"dropout": 0.4})
 
 
 def replicated(**search: object) -> SweepSettings:
-    job = digits_job(steps=STEPS, model=DROPOUT, **DUE)
+    job = digits_job(steps=STEPS, model=DROPOUT, topology=TopologySpec("ring"), **DUE)
     over = ("optimizer.lr=log:1e-3:0.03",) if search else OVER
     return replace(sweep_of(*over, width=2, job=job, **search), replicas=2)
 

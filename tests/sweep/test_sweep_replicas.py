@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.launch.run_dir import RunDir
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,
@@ -21,17 +24,21 @@ from plait.schema.settings import (
     OptimizerSettings,
     VerifySettings,
 )
+from plait.schema.topology_spec import TopologySpec
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.sync.allreduce import autotune
+from plait.sync.allreduce.topology_reduce import OverTopology
 from plait.training import checkpoint as checkpoints
 from plait.training.engines.train_step import TrainStep
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import rounds_of
 from support.further import but_further
+from support.plans import unverified_plan
 from support.sweeping import (
     SweepsWhenAsked,
     killed_sweep,
@@ -40,6 +47,7 @@ from support.sweeping import (
     sweep_here,
     sweep_of,
     sweep_rank,
+    sweeps_rank,
     trial_alone,
 )
 from support.training import largest_difference, train_rank, unverified_job
@@ -193,12 +201,75 @@ def test_a_trial_without_rows_is_untouched_by_a_neighbour_whose_samples_are_not_
     assert pieces[0][0][0].isfinite().all()
 
 
+def a_chain(hosts: list[str]) -> list[dict[str, Any]]:
+    return [{"reduce": [[rank, rank - 1] for rank in range(1, len(hosts))]}]
+
+
+def sweep_over_each(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -> Any:
+    """What sweeps came to, the topologies that they summed over, and how often one was measured."""
+    names, measured = [], []
+    switch, choose = OverTopology.switch, autotune.choose
+
+    def switched(self: Any, topology: Any) -> None:
+        names.append(topology.name)
+        switch(self, topology)
+
+    def chosen(*arguments: Any) -> Any:
+        measured.append(arguments)
+        return choose(*arguments)
+
+    with mock.patch.object(OverTopology, "switch", switched), mock.patch.object(autotune, "choose", chosen):
+        return sweeps_rank(rank, sweeps, folder), set(names), len(measured)
+
+
+FOUR = ("optimizer.lr=0.01,0.03", "seed=0,1")
+
+
+def of_whole_models() -> SweepSettings:
+    return replace(sweep_of(*FOUR, width=2, job=unverified_job(steps=6, optimizer=ADAM)), replicas=3)
+
+
+def in_replicated_stages() -> SweepSettings:
+    """The first of two stages has two workers."""
+    return sweep_of(*FOUR, width=2, job=unverified_plan((2, 1), Schedule.FLUSH, steps=6, optimizer=ADAM))
+
+
+@pytest.mark.parametrize(
+    ("make", "topologies"),
+    [
+        (of_whole_models, ("ring", "test_sweep_replicas:a_chain")),
+        (in_replicated_stages, ("ring",)),
+    ],
+    ids=["whole models", "stages"],
+)
+def test_the_gradients_of_an_array_travel_over_the_topology_that_was_asked_for(
+    make: Callable[[], SweepSettings], topologies: tuple[str, ...], tmp_path: Path
+):
+    one = make()
+    sweeps = {
+        name: replace(one, train=replace(one.train, topology=TopologySpec(name)))
+        for name in ("native", *topologies, "auto")
+    }
+    found, names, measured = run_ranks(3, sweep_over_each, sweeps, tmp_path)[0]
+    assert names >= set(topologies)
+    # Two arrays of its trials follow each other on the same workers.
+    assert measured == 1
+    for name in sweeps:
+        assert same_table(found["native"], found[name], tolerance=1e-12)
+        weights = best_weights(tmp_path / "native")
+        assert largest_difference(best_weights(tmp_path / name), weights) < 1e-12
+
+
 def test_replicas_that_cannot_be_are_refused_with_the_numbers():
     over = sweep_of("data.batch_size=4,64")
     with pytest.raises(InputError, match=r"--replicas: found 8, but a batch has 4 samples.*at most 4"):
         check(replace(over, replicas=8))
     with pytest.raises(InputError, match="--replicas: found 0, expected 1 or more"):
         check(replace(over, replicas=0))
+    # The job may have more workers than train an array.
+    root = replace(over, train=replace(over.train, topology=TopologySpec("star:2")), replicas=2)
+    with pytest.raises(InputError, match=r"parallel.topology: found 'star:2', expected a root from 0 to 1"):
+        check(root)
     with pytest.raises(InputError, match=r"found 2, which does not divide the 5 workers; use -np 4"):
         check_worker_groups(replace(over, replicas=2), 5)
     with pytest.raises(InputError, match=r"found 2, which does not divide the 1 worker; use -np 2"):

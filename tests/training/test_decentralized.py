@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,28 @@ from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
 from plait.launch.run_dir import RunDir
+from plait.pipeline.executor import Pipeline
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,
     ModelSettings,
     SlowSettings,
+    SyncSettings,
     TrainSettings,
     VerifySettings,
 )
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints
 from plait.training.choose_engine import make_job_loop
+from plait.training.engines import auto_pipelines
 from plait.training.engines.auto_sync import choose
 from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store, open_store
 from support.further import but_further
+from support.plans import unverified_plan
 from support.syncs import run_sync, settings_of
 from support.training import PlainWorker, largest_difference, train_rank
 from support.world import run_ranks
@@ -197,7 +203,7 @@ def test_the_store_holds_no_more_keys_after_a_long_run_than_after_a_short_one(sy
         ({"sync": "partial-reduce", "sync_options": {"windw": 0.1}}, "parallel.sync_options: unknown field"),
         ({"sync": "partial-reduce", "sync_options": {"minimum": 9}}, "sync_options.minimum: found 9"),
         ({"sync": "auto", "sync_options": {"every": 3}}, "parallel.sync_options: found options"),
-        ({"sync": "auto", "plan": "auto"}, "parallel.sync: found 'auto' with parallel.plan 'auto'"),
+        ({"sync": "auto", "plan": "auto", "elastic": True}, "sync: found 'auto' with parallel.elastic and"),
         ({"sync": "all-reduce", "slow": {7: 2.0}}, "parallel.slow: found 7: 2.0"),
         ({"sync": "all-reduce", "jitter": [2.0, 0.1]}, "parallel.jitter: found"),
     ],
@@ -220,30 +226,48 @@ def test_auto_takes_all_reduce_for_workers_of_one_speed_and_partial_reduce_for_u
 def choose_in_a_world(
     rank: int, port: int, settings: TrainSettings, folder: Path, step_s: tuple[float, float]
 ) -> str:
-    """The trainer that `auto` takes where a worker's steps are taken for so long."""
-    measure = TrainStep.time_backward
+    """The trainer that `auto` takes where steps of a worker, or a pipeline, are taken for so long."""
+    measure, measure_update = TrainStep.time_backward, auto_pipelines.time_update
 
     def time_backward(engine: TrainStep, batch: Any) -> float:
         assert measure(engine, batch) > 0
         return step_s[rank]
 
+    def time_update(pipeline: Pipeline, *arguments: Any) -> float:
+        assert measure_update(pipeline, *arguments) > 0
+        # Only the times of a pipeline's first worker count.
+        return step_s[rank] if rank < len(step_s) else 9.0
+
     TrainStep.time_backward = time_backward  # type: ignore[method-assign]
+    auto_pipelines.time_update = time_update
     parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     loop: Any = make_job_loop(PlainWorker(address=port), settings, parts, RunDir(folder))
     assert largest_difference(before, parts.model.state_dict()) == 0
+    assert loop.train(resume=False).reason == "finished"
     return type(loop.engine).__name__
 
 
+NORM: dict[str, Any] = {"model": ModelSettings("support.training:norm_net"), "steps": 2}
+
+
 @pytest.mark.parametrize(
-    ("step_s", "sync", "engine"),
-    [((0.1, 0.1), "all-reduce", "WholeModelEngine"), ((0.1, 0.4), "partial-reduce", "DecentralizedEngine")],
+    ("stages", "step_s", "sync", "engine"),
+    [
+        ((), (0.1, 0.1), "all-reduce", "WholeModelEngine"),
+        ((), (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
+        ((2, 2), (0.1, 0.1), "all-reduce", "PipelineEngine"),
+        ((2, 2), (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
+    ],
 )
 def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(
-    step_s: tuple[float, float], sync: str, engine: str, tmp_path: Path
+    stages: tuple[int, ...], step_s: tuple[float, float], sync: str, engine: str, tmp_path: Path
 ):
-    settings = settings_of("auto", model=ModelSettings("support.training:norm_net"))
+    settings = settings_of("auto", **NORM)
+    if stages:
+        settings = replace(unverified_plan(stages, Schedule.FLUSH, **NORM), sync=SyncSettings("auto"))
     with job_store() as port:
-        assert run_ranks(2, choose_in_a_world, port, settings, tmp_path, step_s) == [engine] * 2
+        found = run_ranks(sum(stages) or 2, choose_in_a_world, port, settings, tmp_path, step_s)
+    assert set(found) == {engine}
     (chosen,) = [e for e in all_events(tmp_path)[0] if isinstance(e, run_events.SyncChosen)]
     assert chosen.sync == sync

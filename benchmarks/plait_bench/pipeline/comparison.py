@@ -28,12 +28,11 @@ import torch
 from torch import nn
 
 from plait.comm.channels import connect
-from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker_process import Worker
 from plait.measure.job import ProfileRequest, profile_here
 from plait.pipeline.executor import PipelineParts
-from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, replica_groups
+from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, new_members, stage_replicas
 from plait.pipeline.layout import PipelineLayout, arrange
 from plait.pipeline.tied_weights import make_tied
 from plait.planner import (
@@ -244,10 +243,10 @@ class _World:
 def _stand_by(rendezvous: Rendezvous, layout: PipelineLayout, traced: TracedModel) -> Callable[[], None]:
     """What a worker does that the plan has no use for: take part in making the others' groups."""
     connect(rendezvous, (), window=layout.window())
-    stages_of, group_of = find_stages(traced, layout), partial(new_group, rendezvous)
-    make_gradient_reducers(rendezvous, layout, stages_of, {}, group_of)
+    stages_of, members_of = find_stages(traced, layout), partial(new_members, rendezvous)
+    make_gradient_reducers(rendezvous, layout, stages_of, {}, members_of)
     make_tied(layout, stages_of, {}, {}, lambda: None, rendezvous)
-    replica_groups(layout, group_of)
+    stage_replicas(layout, members_of)
     return lambda: None
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.comm.channels import Channels
-from plait.comm.groups import new_group
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
 from plait.data.calling import as_arguments, evaluation_mode
@@ -28,11 +28,12 @@ from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import (
-    GroupOf,
+    MembersOf,
     find_stages,
     first_held,
     make_gradient_reducers,
-    replica_groups,
+    new_members,
+    stage_replicas,
 )
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScaling
@@ -95,10 +96,10 @@ class PipelineParts:
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     # For fp16, under schedules that drain.
     loss_scale: LossScaling | None = None
-    # The process group of all workers of the pipelines, and those of replicas; by default the world, and new
-    # groups, which all workers of the world make together.
+    # The process group of all workers of the pipelines, and the replicas with theirs; by default the world,
+    # and new groups, which all workers of the world make together.
     everyone: dist.ProcessGroup | None = None
-    group_of: GroupOf | None = None
+    members_of: MembersOf | None = None
 
 
 @dataclass(frozen=True)
@@ -193,9 +194,15 @@ class Pipeline:
         self.base_lrs = tuple(rate if isinstance(rate, float) else float(rate) for rate in rates)
         # Some optimizers keep the gradients.
         copy_gradients = not is_known(self.optimizer)
-        group_of = parts.group_of or (lambda ranks: new_group(rendezvous, ranks))
+        members_of = parts.members_of or partial(new_members, rendezvous)
         reducers = make_gradient_reducers(
-            rendezvous, pipeline_layout, stages_of, self.parameters, group_of, parts.topology, copy_gradients
+            rendezvous,
+            pipeline_layout,
+            stages_of,
+            self.parameters,
+            members_of,
+            parts.topology,
+            copy_gradients,
         )
         tied = make_tied(
             pipeline_layout,
@@ -213,7 +220,7 @@ class Pipeline:
         )
         self._first_held = first_held(rank, pipeline_layout, stages_of)
         self._stages_of = stages_of
-        self._replicas = replica_groups(pipeline_layout, group_of)
+        self._replicas = stage_replicas(pipeline_layout, members_of)
         hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, pipeline_layout.stages))]
         evaluated, evaluated_stages = evaluation_stages(traced, pipeline_layout.stages)
         further = [
@@ -325,9 +332,9 @@ class Pipeline:
 
     def average_buffers(self) -> None:
         """Give all replicas of each stage the mean of their running statistics; all workers call it."""
-        for stage, group in self._replicas.items():
-            if stage in self.modules:
-                average(list(self.modules[stage].buffers()), group, self._seen[stage])
+        for stage, members in self._replicas.items():
+            if stage in self.modules and members is not None:
+                average(list(self.modules[stage].buffers()), members.group, self._seen[stage])
         for seen in self._seen.values():
             seen.zero_()
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError, PlanError
 from plait.pipeline.gradient_clipping import clip_model, clip_stage
@@ -20,9 +21,14 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.sums import Members
 
 Holders = dict[str, tuple[int, ...]]
-# The process group of some workers of a pipeline, which all its workers ask for in one order; where it is not
-# needed, it may be None on workers outside of it.
-GroupOf = Callable[[Sequence[int]], dist.ProcessGroup | None]
+# Some workers of a pipeline with their process group, which all its workers ask for in one order; it may be
+# None on workers outside of it.
+MembersOf = Callable[[Sequence[int]], Members | None]
+
+
+def new_members(rendezvous: Rendezvous, ranks: Sequence[int]) -> Members:
+    """These ranks with a new process group; every rank of the world calls it."""
+    return Members(rendezvous, tuple(ranks), new_group(rendezvous, ranks))
 
 
 def find_holders(traced: TracedModel, pipeline_layout: PipelineLayout) -> Holders:
@@ -40,10 +46,10 @@ def first_held(
     return {name for name, stages in stages_of.items() if pipeline_layout.holders(*stages)[0] == rank}
 
 
-def replica_groups(pipeline_layout: PipelineLayout, group_of: GroupOf) -> dict[int, dist.ProcessGroup | None]:
-    """The process group of each stage with several workers; all workers call it together."""
+def stage_replicas(pipeline_layout: PipelineLayout, members_of: MembersOf) -> dict[int, Members | None]:
+    """The workers of each stage that has several; all workers call it together."""
     return {
-        stage: group_of(pipeline_layout.holders(stage))
+        stage: members_of(pipeline_layout.holders(stage))
         for stage in range(len(pipeline_layout.stages))
         if len(pipeline_layout.holders(stage)) > 1
     }
@@ -99,7 +105,7 @@ class GradientReducer:
         rendezvous: Rendezvous,
         own: Mapping[str, Parameter],
         holders: Holders,
-        group_of: GroupOf,
+        members_of: MembersOf,
         topology: TopologySpec | None = None,
         copy_gradients: bool = False,
     ) -> None:
@@ -109,13 +115,12 @@ class GradientReducer:
         self._sums: list[AllReduce] = []
         self._members: list[Members] = []
         for workers in shared:
-            group = group_of(workers)
+            members = members_of(workers)
             # In the order of the model, the same on all holders; backward finishes with the first parameter.
             parameters = [own[name] for name in holders if name in own and holders[name] == workers]
-            if rank in workers:
+            if members is not None and rank in workers:
                 # All holders visit their groups in the same order, which avoids deadlock.
-                members = Members(rendezvous, workers, group)
-                may_fail = rendezvous.check is not None
+                may_fail, group = rendezvous.check is not None, members.group
                 self._sums.append(
                     AllReduce(parameters, group, members, may_fail=may_fail, copy_gradients=copy_gradients)
                 )
@@ -185,7 +190,7 @@ def make_gradient_reducers(
     pipeline_layout: PipelineLayout,
     stages_of: Mapping[str, Sequence[int]],
     parameters: Mapping[str, Parameter],
-    group_of: GroupOf,
+    members_of: MembersOf,
     topology: TopologySpec | None = None,
     copy_gradients: bool = False,
 ) -> dict[int, GradientReducer]:
@@ -197,12 +202,12 @@ def make_gradient_reducers(
     holders = {name: pipeline_layout.holders(*used_by) for name, used_by in stages_of.items()}
     stages = range(len(pipeline_layout.stages))
     if pipeline_layout.schedule.synchronous:
-        whole = GradientReducer(rendezvous, parameters, holders, group_of, topology, copy_gradients)
+        whole = GradientReducer(rendezvous, parameters, holders, members_of, topology, copy_gradients)
         return dict.fromkeys(stages, whole)
     reducers = {}
     for stage in stages:
         names = {name for name, used_by in stages_of.items() if tuple(used_by) == (stage,)}
         part = {name: parameter for name, parameter in parameters.items() if name in names}
         by_name = {name: workers for name, workers in holders.items() if name in names}
-        reducers[stage] = GradientReducer(rendezvous, part, by_name, group_of, topology, copy_gradients)
+        reducers[stage] = GradientReducer(rendezvous, part, by_name, members_of, topology, copy_gradients)
     return reducers

@@ -14,7 +14,7 @@ from plait.schema.hosts import MAX_SLOTS
 from plait.schema.limits import MAX_COUNT, MAX_SECONDS
 from plait.schema.placement import ElasticRules
 from plait.schema.settings import PlanRequest
-from plait.schema.sync_options import KINDS, read_options
+from plait.schema.sync_options import AUTO, KINDS, read_options
 from plait.schema.topology_spec import check_topology
 
 if TYPE_CHECKING:
@@ -72,23 +72,13 @@ def _check_plan(job: Job) -> None:
 
 def _check_sync(job: Job, workers: int) -> None:
     parallel = job.parallel
-    if parallel.sync == "auto" and parallel.sync_options:
-        raise JobError(
-            "parallel.sync_options: found options, but parallel.sync is auto; name the sync they are for"
-        )
-    if parallel.sync != "auto":
-        # The number of pipeline replicas is only known once there is a plan.
-        limit = workers if parallel.plan == "data-parallel" else MAX_SLOTS
-        read_options(parallel.sync, parallel.sync_options, limit)
+    # The number of pipeline replicas is only known once there is a plan.
+    limit = workers if parallel.plan == "data-parallel" else MAX_SLOTS
+    read_options(parallel.sync, parallel.sync_options, limit)
     if parallel.sync_options.get("average") == "gradients" and job.precision == "fp16":
         raise JobError(
             "parallel.sync_options.average: found 'gradients' with precision fp16, which scales them "
             "differently on each worker; use bf16 or float32, or average: weights"
-        )
-    if parallel.plan != "data-parallel" and parallel.sync == "auto":
-        raise JobError(
-            f"parallel.sync: found 'auto' with parallel.plan {shown(parallel.plan)}, but it is measured for "
-            f"whole models only; use all-reduce or, for pipelines side by side, {', '.join(list(KINDS)[1:])}"
         )
     if parallel.plan == "data-parallel" or workers > 1:
         check_slow(parallel.slow, workers)
@@ -136,6 +126,12 @@ def _check_elastic(job: Job, workers: int) -> None:
         if extra := {each.name for each in fields(ElasticRules)} & _given(job):
             raise JobError(f"parallel.{min(extra)}: applies to elastic jobs only; add parallel.elastic: true")
         return
+    if parallel.plan != "data-parallel" and parallel.sync == AUTO:
+        raise JobError(
+            f"parallel.sync: found 'auto' with parallel.elastic and parallel.plan {shown(parallel.plan)}; "
+            f"under all-reduce other workers mean other stages, and pipelines side by side keep theirs: name "
+            f"one of {', '.join(KINDS)}"
+        )
     for key in ("depths", "recompute"):
         if parallel.plan != "data-parallel" and parallel.sync == "all-reduce" and getattr(parallel, key):
             raise JobError(

@@ -27,14 +27,14 @@ from plait.schema.placement import ElasticRules, HostAccess, WorkerLimits
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Plan
 from plait.schema.plans.schedules import Schedule
-from plait.schema.sync_options import KINDS
+from plait.schema.sync_options import AUTO, KINDS
 from plait.schema.topology_spec import TopologySpec
 
 Precision = Literal["float32", "float64", "bf16", "fp16"]
 # When the stages or the fused trials are compared with the plain model: never, once, or at every start.
 VerifyStart = Literal["off", "first", "every_run"]
 # A sync, or `auto`, which measures the first steps and chooses one.
-SyncName = Annotated[str, OneOf((*KINDS, "auto"))]
+SyncName = Annotated[str, OneOf((*KINDS, AUTO))]
 # Whether less or more of a metric is better.
 Mode = Literal["min", "max"]
 Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]

@@ -114,6 +114,8 @@ KINDS: Mapping[str, type[Options]] = {
     "hetpipe": HetPipeOptions,
 }
 
+# The sync is chosen by measurement.
+AUTO = "auto"
 # Syncs that tolerate the loss of a worker.
 FAULT_TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
 # Syncs under which all workers take the same steps together; under the others, workers may differ.
@@ -123,9 +125,13 @@ COLLECTIVE = ("sma", "local-sgd", "hetpipe")
 
 
 def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
-    """The options of sync `kind`, checked; an error names the key."""
+    """The options of sync `kind`, checked; an error names the key. `auto` has none."""
+    if kind == AUTO:
+        if given:
+            raise JobError(f"{KEY}: found options, but parallel.sync is auto; name the sync they are for")
+        return AllReduceOptions()
     if kind not in KINDS:
-        raise JobError(f"parallel.sync: found {kind!r}{did_you_mean(kind, [*KINDS, 'auto'])}")
+        raise JobError(f"parallel.sync: found {kind!r}{did_you_mean(kind, [*KINDS, AUTO])}")
     try:
         options = decode(KINDS[kind], dict(given), KEY)
     except ArtefactError as failure:

@@ -21,7 +21,7 @@ from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
-from plait.sweeping.engines.array_plans import averages, is_replicated, layout_from
+from plait.sweeping.engines.array_plans import averages, holders_of_stages, layout_from
 from plait.sweeping.engines.audited_step import ADVICE
 from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.fusable import (
@@ -243,7 +243,7 @@ class ArrayBuilder:
         from plait.training.engines.pipeline_member import PipelineMember
 
         worker, workers = self._worker, self.workers
-        check_replicated(entries[0], is_replicated(self._settings))
+        check_replicated(entries[0], max(holders_of_stages(self._settings)) > 1)
         verified, verdict = self._verify_in_stages(group, entries, [trial.number for trial in trials])
         if self.width(group) == 1:
             stages, begin_audit = ArrayStages(worker, entries, feed, workers, verified), not_audited

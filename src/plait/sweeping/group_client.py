@@ -16,6 +16,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.settings import SweepSettings
+from plait.sync.allreduce.sums import Members
 from plait.training.worker_group import StageLinks, WorkerGroup
 
 # The first member may wait for trials for any time; its loss is still detected at once.
@@ -69,7 +70,8 @@ def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.dev
         sums = new_group(worker.rendezvous, ranks)
         answers = new_group(worker.rendezvous, ranks, ANSWER_TIMEOUT, backend="gloo")
         if worker.rank in ranks:
-            group = WorkerGroup(ranks, worker.rank, sums, answers)
+            members = Members(worker.rendezvous, tuple(ranks), sums)
+            group = WorkerGroup(ranks, worker.rank, sums, answers, members)
     assert group is not None
     if settings.train.in_stages:
         group.links = _link_stages(worker, settings, device)

@@ -67,7 +67,7 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     members.join()
     try:
         while (group := members.find_group()) is not None:
-            if settings.train.sync.kind == "auto" and group.links is None and not group.is_alone:
+            if settings.train.sync.kind == "auto" and not group.is_alone:
                 settings = with_measured_sync(settings, sets, device, group)
             loop = SweepLoop(worker, settings, folder, sets, device, members, group, fresh)
             if loop.run() != "left":

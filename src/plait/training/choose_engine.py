@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
 from plait.adapt.policy_source import PolicySource
+from plait.core.run_events import SyncChosen
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
@@ -41,16 +42,25 @@ def make_job_loop(worker: Worker, settings: TrainSettings, components: Component
 
     A worker that joins them later receives the choice with their progress; one worker has nothing to choose.
     """
-    if settings.sync.kind != "auto" or settings.in_stages:
+    if settings.sync.kind != "auto":
         return make_loop(worker, settings, components, folder)
     if worker.world_size < 2:
         return make_loop(worker, replace(settings, sync=SyncSettings()), components, folder)
-    from plait.training.engines.auto_sync import choose_sync  # imports the profiler
-
-    chosen = choose_sync(settings, components, (worker.rank, worker.world_size))
+    chosen = _measured_sync(worker, settings, components)
     loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
     loop.run.metrics.record(chosen)
     return loop
+
+
+def _measured_sync(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
+    # Both import the profiler.
+    if settings.in_stages:
+        from plait.training.engines.auto_pipelines import choose_sync_of_pipelines
+
+        return choose_sync_of_pipelines(worker, settings, components)
+    from plait.training.engines.auto_sync import choose_sync
+
+    return choose_sync(settings, components, (worker.rank, worker.world_size))
 
 
 def make_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:

@@ -32,14 +32,14 @@ class StageLinks:
     channels: Channels
     rendezvous: Rendezvous
     loads: bool
-    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _members: dict[tuple[int, ...], Members] = field(default_factory=dict)
 
-    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of these ranks, which ask for their groups in one order; None for others."""
-        members = tuple(ranks)
-        if self.rendezvous.rank in members and members not in self._groups:
-            self._groups[members] = new_group_of_members(self.rendezvous, members)
-        return self._groups.get(members)
+    def members_of(self, ranks: Sequence[int]) -> Members | None:
+        """These ranks with their process group, which they ask for in one order; None on other ranks."""
+        key = tuple(ranks)
+        if self.rendezvous.rank in key and key not in self._members:
+            self._members[key] = Members(self.rendezvous, key, new_group_of_members(self.rendezvous, key))
+        return self._members.get(key)
 
 
 class WorkerGroup:
@@ -58,7 +58,7 @@ class WorkerGroup:
         members: Members | None = None,
     ) -> None:
         self.links: StageLinks | None = None
-        # The workers of a run, which may sum over a topology.
+        # The workers that sum gradients, if there are several.
         self.members = members
         self.rank = rank
         self.ranks = tuple(ranks)

@@ -10,6 +10,7 @@ from plait.core.errors import InputError, JobError
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
+from plait.schema.sync_options import AUTO, KINDS
 from plait.sweeping.settings import SweepSettings
 from plait.training.checks.pipeline import check_plan
 from plait.training.engines.replica_layout import check_replicas, side_by_side
@@ -37,10 +38,10 @@ def _moved(layout: Layout, start: int) -> Layout:
     return Layout(tuple(tuple(start + worker for worker in workers) for workers in layout.stages))
 
 
-def is_replicated(settings: SweepSettings) -> bool:
-    """Whether several workers of a group hold the same stage."""
+def holders_of_stages(settings: SweepSettings) -> set[int]:
+    """How many workers of a group hold a stage, of each."""
     layout = layout_from(0, settings)
-    return any(len(layout.holders(stage)) > 1 for stage in range(len(layout.stages)))
+    return {len(layout.holders(stage)) for stage in range(len(layout.stages))}
 
 
 def check_stages_of(settings: SweepSettings) -> None:
@@ -66,6 +67,11 @@ def check_stages_of(settings: SweepSettings) -> None:
 
 def check_in_stages(settings: SweepSettings) -> None:
     """Refuse settings that arrays in stages do not support, for any plan."""
+    if settings.train.sync.kind == AUTO:
+        raise JobError(
+            f"parallel.sync: found 'auto' with a plan, but in a sweep it is measured for whole models only; name "
+            f"one of {', '.join(KINDS)}"
+        )
     # What is no number is refused with the job's own words.
     counts = _values(settings, "accumulate", settings.train.accumulate)
     if any(isinstance(count, int) and count > 1 for count in counts):

@@ -27,7 +27,7 @@ from plait.launch.worker_process import Worker
 from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
 from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
-from plait.pipeline.gradient_sync import GroupOf, find_holders
+from plait.pipeline.gradient_sync import MembersOf, find_holders
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors, model_state, tied_aliases
@@ -85,8 +85,8 @@ class ArrayStages(TrialStages):
         return self._links.channels
 
     @property
-    def group_of(self) -> GroupOf:
-        return self._links.group_of
+    def members_of(self) -> MembersOf:
+        return self._links.members_of
 
     @property
     def _own(self) -> PipelineLayout:
@@ -221,10 +221,11 @@ class FusedStages(ArrayStages):
             first.device,
             first.autocast,
             self._worker.rendezvous,
+            topology=self._settings.topology,
             stages=kind,
             loss_scale=StageLossScales(components) if components.is_scaled else None,
             everyone=self._workers.sums,
-            group_of=self.group_of,
+            members_of=self.members_of,
         )
         pipeline = Pipeline(self._workers.rank, layout, self._traced, self.channels, parts)
         counted = [p for name, p in pipeline.parameters.items() if self._is_first_holder(name)]

@@ -9,11 +9,10 @@ from typing import Any
 from plait.adapt.policies.registry import make_policy
 from plait.adapt.policies.step_table import StepBased
 from plait.core.errors import InputError
-from plait.core.shown import shown
 from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
-from plait.schema.topology_spec import TopologySpec
-from plait.sweeping.engines.array_plans import averages, check_stages_of
+from plait.schema.topology_spec import check_topology
+from plait.sweeping.engines.array_plans import averages, check_stages_of, holders_of_stages
 from plait.sweeping.search.pruning import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
 from plait.sweeping.search.tpe import Past, suggest
@@ -27,7 +26,8 @@ _CHANGEABLE = ("optimizer.", "loss_args.", "clip_norm")
 _OF_ALL_TRIALS = {
     "plan": "the stages of an array are those of all its trials",
     "sync": "the workers of an array train all its trials with one sync",
-    "topology": "the workers of an array sum the gradients of all its trials with torch's all-reduce",
+    "topology": "the workers of an array sum the gradients of all its trials over one topology, that of "
+    "parallel.topology",
     "workers": "each trial has its policies, and the workers are the sweep's; with parallel.elastic, plait "
     "resize changes them",
 }
@@ -87,6 +87,9 @@ def check(settings: SweepSettings) -> None:
         raise InputError(f"--width: found {settings.width}, expected 1 or more")
     _check_replicas(settings)
     check_stages_of(settings)
+    for size in holders_of_stages(settings) if settings.train.in_stages else {settings.replicas}:
+        if size > 1:
+            check_topology(settings.train.topology, size)
     if search.eta < 2:
         raise InputError(f"--eta: found {search.eta}, expected 2 or more: one in eta trials goes on")
     ranges = [dimension.key for dimension in over if dimension.is_range]
@@ -140,12 +143,8 @@ def _check_replicas(settings: SweepSettings) -> None:
             f"--replicas: found {settings.replicas}, but a batch has {smallest} samples, so some workers "
             f"would have nothing to do; use at most {smallest} replicas, or a larger data.batch_size"
         )
-    topology, sync = settings.train.topology, settings.train.sync
-    if settings.workers_per_array > 1 and topology != TopologySpec():
-        raise InputError(
-            f"parallel.topology: found {shown(topology.name)}, but {_OF_ALL_TRIALS['topology']}; leave it out"
-        )
-    if settings.replicas > 1 and sync.kind != "auto" and not settings.train.in_stages:
+    sync = settings.train.sync
+    if settings.replicas > 1 and not settings.train.in_stages:
         # The job was checked with all of its workers.
         read_options(sync.kind, sync.options, settings.replicas)
 

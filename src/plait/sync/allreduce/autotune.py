@@ -45,15 +45,20 @@ def candidates(hosts: Hosts) -> list[Topology | None]:
     return [None, *by_routes.values()]
 
 
-def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, TopologyChosen]:
-    """The fastest candidate for sums of that size on these workers; all members call it together.
-
-    Small sums are measured first; the faster half is measured again with sums eight times as large, until one
-    is left, the size of the gradients is reached, or the time budget is spent.
-    """
+def probe_sizes(gradient_bytes: int) -> list[int]:
+    """The sizes of the sums that are measured for gradients of that size."""
     sizes = [FIRST_PROBE_BYTES]
     while sizes[-1] < min(gradient_bytes, LAST_PROBE_BYTES):
         sizes.append(min(8 * sizes[-1], LAST_PROBE_BYTES))
+    return sizes
+
+
+def choose(members: Members, sizes: Sequence[int]) -> tuple[Topology | None, TopologyChosen]:
+    """The fastest candidate for sums of these sizes on these workers; all members call it together.
+
+    Small sums are measured first; the faster half is measured again with sums of the next size, until one is
+    left, all sizes are measured, or the time budget is spent.
+    """
     probe = _Probe(members, sizes)
     left = {_name(topology): topology for topology in candidates(members.hosts)}
     seconds: dict[str, float] = {}
@@ -76,15 +81,18 @@ def choose(members: Members, gradient_bytes: int) -> tuple[Topology | None, Topo
 def resolve_topology(
     spec: TopologySpec, members: Members, gradient_bytes: int, device: torch.device
 ) -> tuple[Topology | None, TopologyChosen | None]:
-    """The topology to start with, and why if it was measured; all members call it together.
+    """The topology to start with, and why if it was measured now; all members call it together.
 
     `device` is that of the gradients.
     """
     if spec.name == DEFAULT and device.type != "cpu":
         return None, None
-    if spec.name == AUTO:
-        return choose(members, gradient_bytes)
-    return build_topology(spec, members.hosts), None
+    if spec.name != AUTO:
+        return build_topology(spec, members.hosts), None
+    sizes, chosen = probe_sizes(gradient_bytes), None
+    if sizes[-1] not in members.fastest:
+        members.fastest[sizes[-1]], chosen = choose(members, sizes)
+    return members.fastest[sizes[-1]], chosen
 
 
 def _name(topology: Topology | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,10 +20,10 @@ STEPS = 10
 WORTH = 1.15
 
 
-def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
-    """The sync for workers whose steps took `step_s[worker][step]` seconds.
+def choose(step_s: Sequence[Sequence[float]], members: str = "workers") -> SyncChosen:
+    """The sync for workers, or other members, whose steps took `step_s[member][step]` seconds.
 
-    Under all-reduce a step takes as long as its slowest worker; without it, the throughputs of workers add
+    Under all-reduce a step takes as long as its slowest member; without it, the throughputs of members add
     up.
     """
     together_s = statistics.fmean(max(times) for times in zip(*step_s))
@@ -33,8 +33,14 @@ def choose(step_s: Sequence[Sequence[float]]) -> SyncChosen:
     return SyncChosen(
         sync,
         f"a step takes {together_s * 1e3:.3g} ms together and {separate_s * 1e3:.3g} ms a batch if "
-        f"workers do not wait for each other: {gain:.2f} times as fast, and {WORTH:g} is worth it",
+        f"{members} do not wait for each other: {gain:.2f} times as fast, and {WORTH:g} is worth it",
     )
+
+
+def measure(time_step: Callable[[], float]) -> list[float]:
+    """The seconds of some steps, of each as `time_step` takes and times it."""
+    # The first step warms up.
+    return [time_step() for _ in range(STEPS + 1)][1:]
 
 
 def choose_sync(settings: TrainSettings, components: Components, share: tuple[int, int]) -> SyncChosen:
@@ -46,8 +52,7 @@ def choose_sync(settings: TrainSettings, components: Components, share: tuple[in
     saved = [buffer.clone() for buffer in components.model.buffers()]
     batch = open_stream(components.train_set, Trial(settings), share).next()
     assert batch is not None
-    # The first step warms up.
-    step_s = [step.time_backward(batch) for _ in range(STEPS + 1)][1:]
+    step_s = measure(lambda: step.time_backward(batch))
     with torch.no_grad():
         for buffer, before in zip(components.model.buffers(), saved):
             buffer.copy_(before)

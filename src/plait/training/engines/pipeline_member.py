@@ -15,7 +15,7 @@ from plait.core.events import Event
 from plait.data import loader
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.gradient_sync import GroupOf
+from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors
@@ -36,7 +36,7 @@ from plait.training.worker_group import WorkerGroup
 class StagesSideBySide(MemberState, Protocol):
     """The stages of this worker where the pipelines `replicas` average; see `TrialStages` for the rest.
 
-    The workers with the same stages have a process group of `group_of`, where the sync needs one.
+    The workers with the same stages have a process group by `members_of`, where the sync needs one.
     """
 
     layout: PipelineLayout
@@ -46,7 +46,7 @@ class StagesSideBySide(MemberState, Protocol):
     def channels(self) -> Channels: ...
 
     @property
-    def group_of(self) -> GroupOf: ...
+    def members_of(self) -> MembersOf: ...
 
     def cut_share(
         self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch]
@@ -117,7 +117,7 @@ class PipelineMember:
             stages.channels,
             f"{PREFIX}/{init.name}",
             first.step,
-            stages.group_of,
+            stages.members_of,
         )
         self.place, self.averaging = replica.number, replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in replica.peers)

@@ -13,7 +13,7 @@ from plait.comm.channels import Channels
 from plait.comm.lockstep import Lockstep
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
-from plait.pipeline.gradient_sync import GroupOf
+from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.named_state import Tensors
@@ -33,8 +33,8 @@ class PipelineReplica:
     """This worker's part of one of the `replicas`, with its open pipeline; all workers make one together.
 
     All workers of a replica call `update` together; that of the first stage has the data. Workers with the
-    same stages share `prefix` in the store and, where the sync needs one, a process group of `group_of`. The
-    run goes on after `step` steps. The optimizer of `components` is the pipeline's.
+    same stages share `prefix` in the store and, where the sync needs one, a process group by `members_of`.
+    The run goes on after `step` steps. The optimizer of `components` is the pipeline's.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PipelineReplica:
         channels: Channels,
         prefix: str = PREFIX,
         step: int = 0,
-        group_of: GroupOf | None = None,
+        members_of: MembersOf | None = None,
     ) -> None:
         self._rank, self._settings, self._components = worker.rank, settings, components
         self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
@@ -61,7 +61,8 @@ class PipelineReplica:
         self.peers = tuple(in_order(replica)[position] for replica in replicas)
         self._options = options_among(settings.sync.kind, settings.sync.options, len(replicas))
         self._losses = torch.zeros(components.trials, dtype=torch.float64)
-        group = None if group_of is None or settings.sync.kind not in COLLECTIVE else group_of(self.peers)
+        members = members_of(self.peers) if members_of and settings.sync.kind in COLLECTIVE else None
+        group = None if members is None else members.group
         self.averaging = self._open_averaging(worker, f"{prefix}/stage{position}", step, group)
 
     def _open_averaging(

@@ -301,7 +301,7 @@ def open_pipeline(
             StragglerInjector(settings.slow, worker.rank, settings.seed).slowed,
             loss_scale=LossScale(components.scaler) if components.scaler.is_enabled() else None,
             everyone=group.sums,
-            group_of=None if links is None else links.group_of,
+            members_of=None if links is None else links.members_of,
         ),
     )
     if links is None:

@@ -96,8 +96,8 @@ def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> 
         )
     if settings.clip_norm is not None:
         raise JobError(
-            f"clip_norm: needs the whole model's gradient at once, which a pipeline under {kind} never has; "
-            f"leave it out, or use sync: all-reduce"
+            f"clip_norm: needs the whole model's gradient at once, which pipelines that average never have; "
+            f"found sync {kind}: leave clip_norm out, or use sync: all-reduce"
         )
     replicas = replica_layouts(pipeline_layout)
     if len(replicas) < 2:

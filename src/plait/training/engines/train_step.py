@@ -100,7 +100,8 @@ class TrainStep:
         self.recorded: list[Part] | None = None
         # Samples of this worker since running statistics were last averaged.
         self._seen = 0
-        self._differs = False
+        # An earlier group may have taken steps.
+        self._differs = True
         # Called between backward and the update.
         self.before_update: Callable[[], object] | None = None
         # The seed of the next update, for an optimizer that draws random numbers.
@@ -284,12 +285,9 @@ class TrainStep:
 
     def average_buffers(self) -> None:
         """Average running statistics over the workers, if they may differ; all workers call it."""
-        # In a run, an earlier group may have taken steps.
-        is_run = self._group.members is not None
-        if self._group.is_alone or not (self._differs or is_run):
+        if self._group.is_alone or not self._differs:
             return
-        if is_run:
-            merge_rows(self._components.model)
+        merge_rows(self._components.model, self._group.sums)
         average(list(self._components.model.buffers()), self._group.sums, samples=self._seen)
         self._seen, self._differs = 0, False
 

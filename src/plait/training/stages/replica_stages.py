@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from plait.comm.channels import connect
 from plait.comm.clock import clock_offset
 from plait.comm.collectives import all_gather_values
@@ -17,6 +15,7 @@ from plait.pipeline.executor import Pipeline
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, microbatch_count
+from plait.sync.allreduce.sums import Members
 from plait.training.checks.pipeline import check_pipeline
 from plait.training.engines.replica_layout import among, in_order, replica_layouts
 from plait.training.stages.model_stages import ModelStages
@@ -65,10 +64,10 @@ class ReplicaStages(ModelStages):
         """Close a worker that is in no pipeline."""
         self._close(lambda: None)
 
-    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A process group of the workers with the same stages, which all of them call for."""
-        group: dist.ProcessGroup = new_group_of_members(self._worker.rendezvous, ranks)
-        return group
+    def members_of(self, ranks: Sequence[int]) -> Members:
+        """The workers with the same stages and their process group, which all of them call for."""
+        rendezvous = self._worker.rendezvous
+        return Members(rendezvous, tuple(ranks), new_group_of_members(rendezvous, ranks))
 
     def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
         """The microbatches of a share of the trial's step; a small one has fewer (`microbatch_count`)."""

@@ -1,0 +1,68 @@
+"""`sync: auto` for pipelines side by side: measure a few updates of every pipeline and choose the sync."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from plait.comm.collectives import all_gather_values
+from plait.core.run_events import SyncChosen
+from plait.data import loader
+from plait.data.loader import Batch
+from plait.launch.worker_process import Worker
+from plait.pipeline.executor import Pipeline
+from plait.pipeline.gradient_sync import check_untied
+from plait.pipeline.layout import one_batch
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource, microbatch_count
+from plait.schema.settings import TrainSettings
+from plait.training.batch_streams import open_stream
+from plait.training.checks.pipeline import check_pipeline
+from plait.training.components import Components, with_fresh_model
+from plait.training.engines.auto_sync import choose, measure
+from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
+from plait.training.engines.replica_layout import in_order, replica_layouts
+from plait.training.trial import Trial
+
+
+def choose_sync_of_pipelines(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
+    """Choose the sync from measured updates of each pipeline by itself; all workers call it together.
+
+    They update a copy of the model, which is dropped.
+    """
+    replicas = replica_layouts(check_pipeline(settings, worker.world_size))
+    number = next(i for i, each in enumerate(replicas) if worker.rank in each.workers)
+    copy = with_fresh_model(components, settings)
+    verified, layout = prepare_pipeline(settings, copy, replicas[number], verify=False)
+    check_untied(verified.traced, layout)
+    channels, pipeline = open_pipeline(worker, settings, copy, verified.traced, layout, worker.hosts)
+    batch = open_stream(components.train_set, Trial(settings), (number, len(replicas))).next()
+    assert batch is not None
+    usual = math.ceil(settings.data.batch_size / len(replicas))
+    step_s = measure(lambda: time_update(pipeline, batch, usual, settings.seed, copy))
+    pipeline.close()
+    channels.close()
+    # A pipeline's first worker is the last to end a batch.
+    times = all_gather_values(step_s)
+    return choose([times[in_order(replica)[0]] for replica in replicas], "pipelines")
+
+
+def time_update(pipeline: Pipeline, batch: Batch, usual: int, seed: int, components: Components) -> float:
+    """Seconds until this worker has done its part of an update; the pipeline's workers call it together.
+
+    A batch of the pipeline usually has `usual` samples.
+    """
+    started = time.perf_counter()
+    layout, rank = pipeline.pipeline_layout, pipeline.rank
+    cut = list(
+        loader.cut(batch.content, batch.count, microbatch_count(batch.count, usual, layout.microbatches))
+    )
+    contents = (components.stacked([content], count) for content, count in cut)
+    microbatches = [Microbatch(0, i, 0, range(count)) for i, (_, count) in enumerate(cut)]
+    work = MicrobatchSource(layout, rank, microbatches, seed=seed, fetch=lambda local: contents)
+    pipeline.run(one_batch(layout, rank, len(cut)), work)
+    pipeline.losses.clear()
+    if components.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
