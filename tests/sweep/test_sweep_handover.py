@@ -166,7 +166,8 @@ def test_the_worker_with_the_most_trials_divides_them_among_itself_and_the_idle_
     workers = Workers(sweep, tmp_path)
     group = workers.ask(0, ask="look")["group"]
     for worker, count in ((0, 7), (1, 4)):
-        workers.ask(worker, ask="take", group=group, count=count, begin=False)
+        answer = workers.ask(worker, ask="take", group=group, count=count, begin=False)
+        workers.trials[worker] = {each["trial"]: [0, each["goals"][0]] for each in answer["trials"]}
 
     def spare(worker: int, left_s: float = HAND_OVER_S) -> int:
         return int(workers.ask(worker, ask="spare", left_s=left_s)["count"])
@@ -179,7 +180,6 @@ def test_the_worker_with_the_most_trials_divides_them_among_itself_and_the_idle_
     workers.ask(3, ask="look")
     assert spare(0) == 4
     # What is handed back is for them, not for those that have trials.
-    for trial in range(4):
-        workers.ask(0, ask="back", trial=trial)
+    workers._hand_back(0, range(4))
     takers = [w for w in range(4) if workers.ask(w, ask="take", group=group, count=1, begin=False)["trials"]]
     assert takers == [2, 3]
