@@ -108,10 +108,7 @@ EQUAL = {
 # In pipelines side by side. Made when they are needed: they trace their models.
 IN_STAGES = {
     "trials that join": lambda: sweep_of(
-        "optimizer.lr=0.01,0.03",
-        "steps=5,15",
-        job=side_by_side("local-sgd", {"every": 2, "outer": "nesterov"}),
-        width=2,
+        "steps=5,12,7", job=side_by_side("local-sgd", {"every": 2, "outer": "nesterov"}), width=2
     ),
     "an empty share": lambda: sweep_of(
         "data.batch_size=131,200", job=side_by_side("local-sgd", LOCAL, optimizer=ADAM, steps=18)
@@ -149,9 +146,11 @@ def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: st
     check_as_runs(2, EQUAL[name], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.extended if n == "one by one" else ()) for n in IN_STAGES]
-)
+# Batch norms average like weights, and one by one trials are runs in stages.
+ALIKE = dict.fromkeys(("batch norms", "one by one"), pytest.mark.extended)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=ALIKE.get(n, ())) for n in IN_STAGES])
 def test_a_trial_in_stages_equals_the_run_in_the_same_pipelines_side_by_side(
     name: str, tmp_path: Path
 ) -> None:

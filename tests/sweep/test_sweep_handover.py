@@ -88,7 +88,7 @@ class Workers:
     def _hand_back(self, worker: int, trials: Sequence[int]) -> None:
         for trial in trials:
             self.saved[trial] = self.trials[worker][trial][0]
-            self.ask(worker, ask="back", trial=trial)
+            self.ask(worker, ask="back", trial=trial, step=self.saved[trial])
             del self.trials[worker][trial]
 
     def _offer(self, worker: int) -> None:

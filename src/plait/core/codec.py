@@ -132,11 +132,12 @@ def _decode_tuple(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
 
 def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
     _expect(isinstance(data, Mapping), data, cls, where)
+    given = _decode_fields(cls, data, where)
     for field in dataclasses.fields(cls):
         optional = field.default is not dataclasses.MISSING or not field.init
         if field.name not in data and not optional and field.default_factory is dataclasses.MISSING:
             raise ArtefactError(f"{where}: field {field.name!r} is missing")
-    return cls(**_decode_fields(cls, data, where))
+    return cls(**given)
 
 
 def _decode_fields(cls: Any, data: Mapping[str, Any], where: str) -> dict[str, Any]:

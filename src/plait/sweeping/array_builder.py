@@ -244,6 +244,7 @@ class ArrayBuilder:
 
         worker, workers = self._worker, self.workers
         check_replicated(entries[0], max(holders_of_stages(self._settings)) > 1)
+        self._check_averaged(entries[0])
         verified, verdict = self._verify_in_stages(group, entries, [trial.number for trial in trials])
         if self.width(group) == 1:
             stages, begin_audit = ArrayStages(worker, entries, feed, workers, verified), not_audited
@@ -313,8 +314,7 @@ class ArrayBuilder:
     ) -> AnyComponents:
         workers = self.workers
         check_replicated(entries[0], not workers.is_alone)
-        if self.averages:
-            check_no_rows(entries[0].components, entries[0].settings)
+        self._check_averaged(entries[0])
         if wants_norms(entries[0].settings) and entries[0].settings.accumulate == 1:
             self.warn_once(
                 "monitor: trials that take each batch as a whole have no part of it to compare with, so "
@@ -325,6 +325,11 @@ class ArrayBuilder:
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
+
+    def _check_averaged(self, first: TrialInit) -> None:
+        """Refuse a model with a state that workers which average do not share."""
+        if self.averages:
+            check_no_rows(first.components, first.settings)
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]

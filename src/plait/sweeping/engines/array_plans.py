@@ -69,8 +69,8 @@ def check_in_stages(settings: SweepSettings) -> None:
     """Refuse settings that arrays in stages do not support, for any plan."""
     if settings.train.sync.kind == AUTO:
         raise JobError(
-            f"parallel.sync: found 'auto' with a plan, but in a sweep it is measured for whole models only; name "
-            f"one of {', '.join(KINDS)}"
+            f"parallel.sync: found 'auto' with a plan, but in a sweep it is measured for whole models only; "
+            f"name one of {', '.join(KINDS)}"
         )
     # What is no number is refused with the job's own words.
     counts = _values(settings, "accumulate", settings.train.accumulate)

@@ -1,7 +1,8 @@
 """The stages of the trials of an array: each worker of a group holds some stages of all of them.
 
 Trials are fused, or a single one is as in a run. The schedule drains before each update, so a trial computes
-the same as on one worker with the same number of microbatches, whichever replica of a stage takes which.
+the same as on one worker with the same number of microbatches, whichever replica of a stage takes which;
+pipelines that average are members of decentralized training, as those of a run.
 Trials join and leave between two steps.
 """
 
