@@ -33,7 +33,7 @@ from plait.jobs.sweep import make_sweep
 from plait.launch.run_dir import RunDir
 from plait.measure.auto_plan import planned
 from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, save_plan
-from plait.profiler.links import Link, Sum
+from plait.profiler.link_bandwidth import Link, Sum
 from plait.profiler.profile import LayerSpread, Profile, load_profile, save_profile
 from plait.profiler.timing import Timed
 from plait.schema.job import Job, make_job, parse, read_job
@@ -42,7 +42,7 @@ from plait.schema.settings import PlanRequest
 from plait.schema.topology_spec import AUTO, build_topology, read_topology_spec
 from plait.sweeping.search.space import parse_dimension
 from plait.training import checkpoint as checkpoints
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 
 Use = Callable[[], Any]
 Target = Callable[[random.Random, Path, int], tuple[str, Use]]

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
-from plait.data.calling import as_arguments, evaluation_mode
+from plait.data.call_model import as_arguments, evaluation_mode
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for

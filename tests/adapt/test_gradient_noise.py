@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import plait
-from plait.adapt.monitors.averages import MovingAverage
 from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms, estimate
+from plait.adapt.monitors.moving_average import MovingAverage
 from plait.adapt.monitors.squared_norms import squared_norm, trial_squared_norms
 from plait.core.errors import InputError
 from support.world import run_ranks

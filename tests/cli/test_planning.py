@@ -123,7 +123,7 @@ def test_layers_that_compute_something_else_are_not_profiled(tmp_path: Path, mon
     words = ("profile", str(job), "--no-links", "--repeats", "1", "-o", str(tmp_path / "p.json"))
     with pytest.raises(InputError, match=r"would take another branch than in the trace.*--set verify=off"):
         plait(*words)
-    monkeypatch.setattr("plait.profiler.traced.Guards.broken_by", lambda self, shapes: None)
+    monkeypatch.setattr("plait.profiler.traced_model.Guards.broken_by", lambda self, shapes: None)
     with pytest.raises(InputError, match="its layers do not compute what the model computes: in training"):
         plait(*words)
 

@@ -8,7 +8,7 @@ from plait.cli.train import slow_overrides
 from plait.core.errors import JobError
 from plait.schema.job import make_job
 from plait.schema.settings import SlowSettings
-from plait.training.engines.stragglers import StragglerInjector
+from plait.training.engines.straggler_injection import StragglerInjector
 
 JOB = {"name": "t", "model": "m:m", "data": {"kind": "digits", "batch_size": 8}, "steps": 1}
 
@@ -34,7 +34,7 @@ def test_a_wrong_flag_is_answered_with_its_form(slow: list[str], jitter: str | N
 
 def sleeps(settings: SlowSettings, rank: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
-    monkeypatch.setattr("plait.training.engines.stragglers.time.sleep", found.append)
+    monkeypatch.setattr("plait.training.engines.straggler_injection.time.sleep", found.append)
     slow = StragglerInjector(settings, rank, seed=3)
     for _ in range(50):
         with slow.slowed():

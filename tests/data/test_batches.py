@@ -18,7 +18,7 @@ from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.loader import cut, load
 from plait.data.sampler import Position, batches
-from plait.measure.job import profile_job
+from plait.measure.profile_job import profile_job
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import (

@@ -24,7 +24,7 @@ from plait.data.batches import DataSource
 from plait.data.sampler import Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.launch.run_dir import RunDir
-from plait.measure.job import profile_job
+from plait.measure.profile_job import profile_job
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,

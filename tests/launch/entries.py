@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait.core.errors import InputError, JobError
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import whole_world
+from plait.sync.allreduce.reducers import whole_world
 
 
 def add_ranks(worker: Any, settings: dict[str, Any]) -> dict[str, Any]:

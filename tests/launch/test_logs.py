@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from plait.launch import lines
-from plait.launch.lines import LogWriter
+from plait.launch import worker_output
+from plait.launch.worker_output import LogWriter
 
 
 def test_a_disk_that_hangs_holds_up_no_caller_and_what_it_misses_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lines, "MOST_UNWRITTEN_BYTES", 10)
+    monkeypatch.setattr(worker_output, "MOST_UNWRITTEN_BYTES", 10)
     writer, hanging, other = LogWriter(), tmp_path / "hanging", tmp_path / "folder" / "other"
     os.mkfifo(hanging)  # opening it waits for a reader
     writer.append(hanging, b"first ")

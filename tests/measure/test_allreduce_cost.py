@@ -10,7 +10,7 @@ from torch import nn
 
 from plait.measure.allreduce_cost import groups_of, measure_sums
 from plait.measure.overhead import measure_overhead
-from plait.profiler.links import Sum
+from plait.profiler.link_bandwidth import Sum
 from plait.schema.topology_spec import TopologySpec
 from support.meeting import rendezvous_of
 from support.world import run_ranks

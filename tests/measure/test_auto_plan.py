@@ -16,10 +16,10 @@ from torch import nn
 from plait.core.codec import encode
 from plait.measure import auto_plan as module
 from plait.measure.auto_plan import planned
-from plait.measure.job import ProfileRequest, profile_job, time_data_parallel
 from plait.measure.plan_warnings import describe_updates, other_microbatch
+from plait.measure.profile_job import ProfileRequest, profile_job, time_data_parallel
 from plait.planner import Plan, Schedule, Settings, fastest_plan, machines, save_plan
-from plait.profiler.links import Link, Sum
+from plait.profiler.link_bandwidth import Link, Sum
 from plait.profiler.profile import Profile
 from plait.profiler.timing import Timed
 from plait.schema.hosts import LOCAL, Host
@@ -33,7 +33,7 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 from support.graphs import chain
 from support.plans import planned as cut_evenly
 from support.training import PlainWorker, digits_job, train_here, train_rank
@@ -51,7 +51,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         asked.append(list(request.batch_sizes))
         return tuple(profile_of(size) for size in request.batch_sizes)
 
-    monkeypatch.setattr("plait.measure.job.profile_together", measure)
+    monkeypatch.setattr("plait.measure.profile_job.profile_together", measure)
     return asked
 
 
@@ -139,7 +139,7 @@ def test_timing_noise_changes_neither_the_plan_nor_the_updates(monkeypatch: pyte
             found.append(replace(profile_of(size), graph=graph))
         return tuple(found)
 
-    monkeypatch.setattr("plait.measure.job.profile_together", measure)
+    monkeypatch.setattr("plait.measure.profile_job.profile_together", measure)
     plans = [plan_of(64, 2, PlanRequest("auto")) for _ in range(8)]
     chosen = {(plan.schedule, plan.microbatches, len(plan.stages)) for plan in plans}
     assert chosen == {(Schedule.FLUSH, 2, 1)}

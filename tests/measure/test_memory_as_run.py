@@ -15,7 +15,7 @@ from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner import machines, with_runtime_memory
-from plait.planner.as_run import versions_of_vertical_sync
+from plait.planner.plan_memory import versions_of_vertical_sync
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Forward, Update
 from plait.schema.settings import PipelineOptions

@@ -15,7 +15,7 @@ from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backwar
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import Native
+from plait.sync.allreduce.reducers import Native
 from support.pipelines import Case, Delayed, train_in_pipeline, train_many, train_plainly
 from support.world import run_ranks
 

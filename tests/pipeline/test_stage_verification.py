@@ -23,7 +23,7 @@ from plait.pipeline.verify import verify_stages as verify
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.verify_stages import Example
 from plait.planner.schedules.in_flight import Schedule
-from plait.profiler import recorder, source, traced
+from plait.profiler import generated_code, recorder, traced_model
 from plait.profiler.trace import trace
 from plait.schema.settings import ModelSettings, TrainSettings, VerifySettings
 from plait.training import checkpoint
@@ -267,7 +267,7 @@ def without_the_recorder_of_functions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recorder, "refuse_lost_gradient", lambda node, tensor: None)
 
 
-def trace_without_evaluation(*args: Any, **options: Any) -> traced.TracedModel:
+def trace_without_evaluation(*args: Any, **options: Any) -> traced_model.TracedModel:
     return tracer.trace(*args, **{**options, "evaluation": False})
 
 
@@ -292,11 +292,11 @@ def without_names_of_their_own(patch: pytest.MonkeyPatch) -> None:
         objects[name] = item
         return name
 
-    patch.setattr(source, "add_object", last_one_wins)
+    patch.setattr(generated_code, "add_object", last_one_wins)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(traced.Guards, "broken_by", lambda self, shapes: None)
+    patch.setattr(traced_model.Guards, "broken_by", lambda self, shapes: None)
 
 
 def without_copies_of_buffers(patch: pytest.MonkeyPatch) -> None:

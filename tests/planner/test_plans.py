@@ -32,7 +32,7 @@ from plait.planner import (
     summary,
 )
 from plait.planner.partition.bounds import lower_bound
-from plait.planner.partition.front import planning_graph
+from plait.planner.partition.partitioner import planning_graph
 from support.graphs import PROFILES, chain, graphs
 
 

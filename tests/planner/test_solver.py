@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.graph import Graph, Node, pipedream
 from plait.graph.ideals import all_ideals
 from plait.planner import Level, MemorySettings, Schedule, Settings, machines, make_plan
-from plait.planner.partition.front import planning_graph
+from plait.planner.partition.partitioner import planning_graph
 from plait.planner.partition.solver import LevelBlock, Limits, ranges_of, solve
 from plait.planner.schedules.in_flight import Depth
 from plait.planner.stage_memory import stage_memory

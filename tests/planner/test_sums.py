@@ -19,7 +19,7 @@ from plait.planner import (
 from plait.planner.predict import predict
 from plait.planner.schedules.operations import Update
 from plait.planner.schedules.orders import operations
-from plait.profiler.links import Link, Sum, sum_of_times
+from plait.profiler.link_bandwidth import Link, Sum, sum_of_times
 from support.graphs import chain
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.channels import Channels
 from plait.core.errors import InputError
-from plait.profiler.links import Link, measure_links
+from plait.profiler.link_bandwidth import Link, measure_links
 from support.meeting import rendezvous_of
 from support.world import run_ranks
 

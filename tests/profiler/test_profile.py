@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.core.errors import ArtefactError, InputError
-from plait.profiler.links import Link
+from plait.profiler.link_bandwidth import Link
 from plait.profiler.profile import (
     SharedParameter,
     load_profile,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from plait.measure.job import trace_job
+from plait.measure.profile_job import trace_job
 from plait.planner.cluster import machines
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.graph import Edge, Graph, Node

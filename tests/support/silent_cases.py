@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from plait.core.names import resolve
 from plait.data.batches import DataSource
-from plait.data.calling import forward
+from plait.data.call_model import forward
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
 from plait.planner.schedules.in_flight import Schedule

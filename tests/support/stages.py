@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.pipeline.cutting.check_model import check_buffers, check_stages
 from plait.pipeline.cutting.cut import StageModule, cut
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 
 Loss = Callable[[Any, Any], Tensor]
 

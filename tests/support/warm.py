@@ -23,7 +23,13 @@ import_all(
         ),
         "plait.sweeping.engines.array_stages",
         # Commands that are forked import these, and those that plan a run or write its report.
-        *("plait.__main__", "plait.cli", "plait.jobs.sweep", "plait.report.sweep", "plait.measure.job"),
+        *(
+            "plait.__main__",
+            "plait.cli",
+            "plait.jobs.sweep",
+            "plait.report.sweep",
+            "plait.measure.profile_job",
+        ),
         *("matplotlib.figure", "matplotlib.backends.backend_agg", "rich.progress", "rich.table"),
         # The modules of the tests, which ranks import for their functions, import these.
         *("pytest", "hypothesis.strategies", "plait.schema.job", "support.elastic", "support.plans"),

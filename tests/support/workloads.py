@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import plait
-from plait.data.calling import as_arguments
+from plait.data.call_model import as_arguments
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches
-from plait.planner.partition.front import Settings
+from plait.planner.partition.partitioner import Settings
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler import profile
 from plait.profiler.profile import Profile, profile_model
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.results import RunResult
 from plait.schema.settings import (
     UNVERIFIED,

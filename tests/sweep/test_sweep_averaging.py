@@ -32,8 +32,8 @@ from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.training.engine import IntervalResult
+from plait.training.engines.averaging_member import WholeModelMember
 from plait.training.engines.decentralized import DecentralizedEngine
-from plait.training.engines.member import WholeModelMember
 from plait.training.engines.pipeline_member import PipelineMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store

@@ -19,7 +19,7 @@ from plait.schema.topology import (
 from plait.schema.topology_spec import TopologySpec, build_topology, check_topology, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.chunking import cut_buffer
-from plait.sync.allreduce.sums import whole_world
+from plait.sync.allreduce.reducers import whole_world
 from support.meeting import rendezvous_of
 
 hosts_of_ranks = st.lists(st.sampled_from("abcd"), min_size=1, max_size=8)

@@ -17,7 +17,7 @@ from torch import nn
 from plait.core.errors import PeerError, PlaitError
 from plait.schema.topology import TOPOLOGIES, from_graphs, make_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import Members, Spec, whole_world
+from plait.sync.allreduce.reducers import Members, Spec, whole_world
 from plait.sync.allreduce.topology_reduce import OverTopology
 from support.further import but_further
 from support.meeting import rendezvous_of, world_store

@@ -16,7 +16,7 @@ from plait.core.errors import DataError
 from plait.data import fingerprint
 from plait.data.batches import DataSource
 from plait.data.fingerprint import repeated_samples, take_fingerprints
-from plait.training.checks.data_reads import look_at_data
+from plait.training.checks.data_fingerprints import look_at_data
 from support.training import PlainWorker
 from support.world import run_ranks
 

@@ -18,7 +18,7 @@ from plait.pipeline.weight_stash import WeightVersions
 from plait.schema.settings import OptimizerSettings
 from plait.training.checkpoint import Checkpoint, load, save
 from plait.training.optimizers.build import build_optimizer
-from plait.verification.twin import OptimizerTwin
+from plait.verification.reference_optimizer import OptimizerTwin
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),

@@ -19,13 +19,13 @@ from plait.core.errors import PlaitError
 from plait.core.run_events import Changed, LayersMoved
 from plait.launch.run_dir import RunDir
 from plait.planner import Schedule, machines, make_plan
-from plait.planner.partition.front import Settings
+from plait.planner.partition.partitioner import Settings
 from plait.planner.replan import moved_bytes, plan_for, replan
 from plait.schema.plans.graph import Edge, Graph, Node
 from plait.schema.settings import UNVERIFIED, TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.change.layers import find_complete, find_moves
+from plait.training.change.resharding import find_complete, find_moves
 from plait.training.change.step_commit import StepCommit
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop

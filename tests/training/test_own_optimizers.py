@@ -15,7 +15,7 @@ from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
 from plait.training import components
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 from plait.training.engines.pipeline_setup import check_optimizer, trace_components
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr

@@ -33,7 +33,7 @@ from plait.schema.settings import (
 )
 from plait.schema.topology_spec import TopologySpec
 from plait.training import checkpoint
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 from support.further import but_further
 from support.plans import placed, unverified_plan
 from support.training import (

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
 from plait.core import run_events
 from plait.core.errors import JobError
@@ -21,8 +24,9 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
-from plait.training import checkpoint
-from plait.training.checks.pipeline import check_pipeline
+from plait.training import checkpoint, components
+from plait.training.checks.plan_settings import check_pipeline
+from plait.training.choose_engine import engine_of_stages
 from plait.training.engines.replica_layout import among, replica_layouts
 from support.averaging import job_store
 from support.elastic import membership, run_elastic
@@ -50,6 +54,27 @@ def newest(folder: Path) -> checkpoint.Checkpoint:
 
 def recorded(folder: Path, rank: int, kind: type[Any]) -> list[Any]:
     return [r.event for r in read(RunDir(folder).events(rank)) if isinstance(r.event, kind)]
+
+
+class LastRows(nn.Module):
+    """Keeps what it had of each row of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(64, 10)
+        self.register_buffer("rows", torch.zeros(4, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.net(x.flatten(1))
+        self.rows[: len(y)] = y.detach()[:4]
+        return y
+
+
+def test_a_model_that_keeps_something_of_single_samples_is_refused(tmp_path: Path):
+    settings = replace(side_by_side("local-sgd"), model=ModelSettings(f"{__name__}:LastRows"))
+    run = Mock(settings=settings, components=components.build(settings, torch.device("cpu")))
+    with pytest.raises(JobError, match="forward writes buffer 'rows' for single samples"):
+        engine_of_stages(run)
 
 
 # As under local SGD (test_engines.py).

@@ -30,7 +30,7 @@ from torch import nn
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.launch.worker_process import Worker
-from plait.measure.job import ProfileRequest, profile_here
+from plait.measure.profile_job import ProfileRequest, profile_here
 from plait.pipeline.executor import PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, new_members, stage_replicas
 from plait.pipeline.layout import PipelineLayout, arrange
@@ -45,11 +45,11 @@ from plait.planner import (
     model_parallel_plan,
 )
 from plait.profiler.trace import trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import whole_world
+from plait.sync.allreduce.reducers import whole_world
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
 from plait.workloads.losses import build_loss

@@ -23,7 +23,7 @@ from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.plans.plan import Layout
 from plait.workloads.transformer import Block
 

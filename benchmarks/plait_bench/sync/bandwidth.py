@@ -21,7 +21,7 @@ from plait.core.names import resolve
 from plait.launch.worker_process import Worker
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.allreduce.buckets import AllReduce, make_buckets
-from plait.sync.allreduce.sums import Members, Native, Reducer, Spec, whole_world
+from plait.sync.allreduce.reducers import Members, Native, Reducer, Spec, whole_world
 from plait.sync.allreduce.topology_reduce import OverTopology
 from plait_bench.harness import (
     BenchClaim,

@@ -22,7 +22,7 @@ from plait.schema.settings import SlowSettings
 from plait.schema.sync_options import LOCKSTEP, read_options
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import whole_world
+from plait.sync.allreduce.reducers import whole_world
 from plait.training.engines.averaging import make_averaging
 from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number
 

@@ -90,7 +90,7 @@ def _measure(
     from rich.console import Console
     from rich.progress import Progress
 
-    from plait.measure.job import ProfileRequest, profile_job, profile_together
+    from plait.measure.profile_job import ProfileRequest, profile_job, profile_together
 
     console, verify = Console(stderr=True), settings.verify.start != "off"
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
@@ -338,7 +338,7 @@ def _extras(
             draw_plan(made, timeline)
         wrote.append(str(timeline))
     if to_code is not None and job is not None:
-        from plait.measure.job import trace_job, verify_job
+        from plait.measure.profile_job import trace_job, verify_job
         from plait.pipeline.cutting.to_code import write_code
         from plait.schema.job import read_job
 

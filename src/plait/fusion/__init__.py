@@ -13,7 +13,7 @@ from plait.fusion.optim.conversion import fuse_optimizers, split_optimizer
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.trial_gradients import clip_gradients
 from plait.fusion.optim.trial_loss_scales import LossScales
-from plait.fusion.shared import Shared
+from plait.fusion.shared_input import Shared
 from plait.fusion.trials.join_leave import add_trials, keep_trials, replace_trial
 
 __all__ = [

@@ -17,7 +17,7 @@ from plait.fusion.check import check_models
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule, call_forward
-from plait.fusion.shared import Shared
+from plait.fusion.shared_input import Shared
 from plait.fusion.verify import (
     CallCandidate,
     NothingToCompareError,

@@ -32,7 +32,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch, patch_norms
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.rules.hooks import each_trial
-from plait.fusion.shared import Shared
+from plait.fusion.shared_input import Shared
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (

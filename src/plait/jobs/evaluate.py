@@ -11,7 +11,7 @@ from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
 from plait.core.names import check_arguments
-from plait.data.calling import evaluation_mode
+from plait.data.call_model import evaluation_mode
 from plait.data.requirements import check_same_data
 from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state

@@ -31,8 +31,7 @@ from plait.core.errors import InputError
 from plait.launch import messages
 from plait.launch.failure_cause import describe_status
 from plait.launch.fork_server import ForkServer, ServerGoneError
-from plait.launch.host_links import watch_hosts
-from plait.launch.lines import LineBuffer, LogWriter, visible_text
+from plait.launch.keepalive import watch_hosts
 from plait.launch.messages import (
     COORDINATOR,
     AgentOrder,
@@ -43,6 +42,7 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
+from plait.launch.worker_output import LineBuffer, LogWriter, visible_text
 from plait.schema.hosts import address_of, interface_of
 
 BEAT_S = 5.0

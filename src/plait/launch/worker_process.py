@@ -28,7 +28,6 @@ from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.logs import forward_warnings
 from plait.core.names import resolve
 from plait.launch import messages
-from plait.launch.lines import LineBuffer
 from plait.launch.membership import Membership, Memberships
 from plait.launch.messages import (
     COORDINATOR,
@@ -40,6 +39,7 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
+from plait.launch.worker_output import LineBuffer
 
 BEAT_S = 0.5
 # Heartbeats per lease.

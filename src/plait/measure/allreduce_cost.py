@@ -13,11 +13,11 @@ from torch.nn import Parameter
 
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
-from plait.profiler.links import Sum, sum_of_times
+from plait.profiler.link_bandwidth import Sum, sum_of_times
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import Members
+from plait.sync.allreduce.reducers import Members
 
 FEW_BYTES, LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20, 16 << 20
 BEYOND_CACHES_BYTES = 16 << 20

@@ -158,7 +158,7 @@ def _check_least(plan: Plan, rules: ElasticRules) -> None:
 
 def _measured_graph(settings: TrainSettings, placement: Placement, plan: Plan, measure_s: float) -> Graph:
     """The costed graph of a job whose plan has none."""
-    from plait.measure.job import ProfileRequest, profile_together  # imports torch
+    from plait.measure.profile_job import ProfileRequest, profile_together  # imports torch
 
     size = max(1, round(settings.data.batch_size / plan.microbatches))
     (profile,) = profile_together(ProfileRequest(settings, (size,), least_s=measure_s), placement)
@@ -237,7 +237,7 @@ def measure_and_plan(
 
     Returns the plan, and what the layers were measured to cost for it.
     """
-    from plait.measure.job import ProfileRequest, profile_together  # imports torch
+    from plait.measure.profile_job import ProfileRequest, profile_together  # imports torch
 
     workers, batch = placement.workers, settings.data.batch_size
     schedule = _schedule(request)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from plait.comm.channels import Channels
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.data.calling import as_arguments, evaluation_mode
+from plait.data.call_model import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.check_model import check_buffers, check_stages
@@ -45,7 +45,7 @@ from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backwar
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.buffers import average
 from plait.verification.observe import RandomState

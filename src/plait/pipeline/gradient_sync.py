@@ -14,11 +14,11 @@ from plait.core.errors import JobError, PlanError
 from plait.pipeline.gradient_clipping import clip_model, clip_stage
 from plait.pipeline.layout import PipelineLayout
 from plait.planner.schedules.in_flight import Schedule
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
-from plait.sync.allreduce.sums import Members
+from plait.sync.allreduce.reducers import Members
 
 Holders = dict[str, tuple[int, ...]]
 # Some workers of a pipeline with their process group, which all its workers ask for in one order; it may be

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm.links.packing import Message
-from plait.data.calling import explaining_type_errors
+from plait.data.call_model import explaining_type_errors
 from plait.data.loader import seed_all
 from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot
 from plait.pipeline.split_backward import DeferWeights
 from plait.pipeline.weight_stash import WeightVersions
-from plait.profiler.traced import TracedModel, Value
+from plait.profiler.traced_model import TracedModel, Value
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]

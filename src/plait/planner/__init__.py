@@ -4,11 +4,11 @@ Nothing here runs a model. A plan is data: print it, save it, compare it.
 """
 
 from plait.core.errors import PlanError
-from plait.planner.as_run import with_runtime_memory
 from plait.planner.cluster import machines, measured_machines
 from plait.planner.explain import describe_plan, render_plan
-from plait.planner.partition.front import Settings
+from plait.planner.partition.partitioner import Settings
 from plait.planner.plan_file import load_plan, save_plan, summary
+from plait.planner.plan_memory import with_runtime_memory
 from plait.planner.plans import (
     data_parallel_plan,
     faster_plan,

@@ -10,7 +10,7 @@ from plait.core.shown import shown
 from plait.schema.plans.cluster import Cluster, Device, Level
 
 if TYPE_CHECKING:  # planning needs no torch
-    from plait.profiler.links import Link, Sum
+    from plait.profiler.link_bandwidth import Link, Sum
 
 
 def machines(

@@ -21,7 +21,8 @@ from plait.planner.explain import (
     why_not_run,
 )
 from plait.planner.partition.fits import check_memory, check_work, misfit
-from plait.planner.partition.front import (
+from plait.planner.partition.heterogeneous import Placed
+from plait.planner.partition.partitioner import (
     Partition,
     Settings,
     check,
@@ -30,7 +31,6 @@ from plait.planner.partition.front import (
     straight_partition,
     with_step_costs,
 )
-from plait.planner.partition.heterogeneous import Placed
 from plait.planner.partition.ties import find_tied, update_together
 from plait.planner.predict import (
     choose_microbatches,

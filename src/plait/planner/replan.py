@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plait.core.errors import PlanError
-from plait.planner.partition.front import Settings
+from plait.planner.partition.partitioner import Settings
 from plait.planner.plans import data_parallel_plan, fastest_plan, make_plan, model_parallel_plan
 from plait.planner.predict import predict
 from plait.planner.schedules.in_flight import Schedule

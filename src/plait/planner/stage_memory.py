@@ -3,9 +3,9 @@
 A worker holds the following for a stage, besides the memory of any Python process with torch:
 
 - the weights, once for each version: as many under stash as there are microbatches in flight (with vertical
-  sync as many as the first stage has in flight, planner/as_run.py), two under 2bw, else one; one gradient of
-  each; the optimizer's state; the buffers; where the stage has replicas, one copy more of the gradients, in
-  which they are summed;
+  sync as many as the first stage has in flight, planner/plan_memory.py), two under 2bw, else one; one
+  gradient of each; the optimizer's state; the buffers; where the stage has replicas, one copy more of the
+  gradients, in which they are summed;
 - the same for weights that belong to another stage and are also used here (`Graph.ties`). All stages that
   share a weight sum its gradients: schedules that drain hold one more copy for that, 2bw the sum of the
   previous batch. Under stash each stage contributes gradients of microbatches that the first of these stages

@@ -13,7 +13,7 @@ from sympy import Expr  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
 from plait.profiler.failures import current_line, refusal
-from plait.profiler.watched import is_watched
+from plait.profiler.value_guards import is_watched
 
 PLAIN = (
     int,

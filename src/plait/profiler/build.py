@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from plait.profiler.arguments import read_value
 from plait.profiler.failures import TraceError
-from plait.profiler.source import Source, indent, write_source
-from plait.profiler.traced import Boundary, Layer, TracedModel
+from plait.profiler.generated_code import Source, indent, write_source
+from plait.profiler.traced_model import Boundary, Layer, TracedModel
 
 
 @dataclass(frozen=True)

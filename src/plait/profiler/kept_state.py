@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from plait.profiler.recorder import CallRecorder, python_random_state
-from plait.profiler.traced import Concern, KeptState
-from plait.profiler.watched import COUNTING, is_watched, plain, watch
+from plait.profiler.traced_model import Concern, KeptState
+from plait.profiler.value_guards import COUNTING, is_watched, plain, watch
 from plait.verification.python_state import Name, PythonState, changed, objects_behind, tensors_in
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.profiler.peak_memory import Levels
 from plait.profiler.timing import BackwardTimer, LayeredModel, Stopwatch
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from plait.core.errors import ArtefactError, InputError
 from plait.core.shown import shown
 from plait.core.units import show_seconds
 from plait.profiler.layer_memory import Weights, weigh
-from plait.profiler.links import Link, Sum
+from plait.profiler.link_bandwidth import Link, Sum
 from plait.profiler.timing import Clock, LayeredModel, Loss, StepTimes, Timed, time_layers, time_whole
 from plait.profiler.trace import Inputs, trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.plans.graph import MOST, Edge, Graph, GraphError, Node, Tie
 
 KIND, VERSION = "profile", 2

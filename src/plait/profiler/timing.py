@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.profiler.build import build
-from plait.profiler.traced import Boundary, TracedModel
+from plait.profiler.traced_model import Boundary, TracedModel
 
 Loss = Callable[[Any], Tensor]
 # The context of the call of layer i, and the callback for values between layers.

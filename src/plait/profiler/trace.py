@@ -36,7 +36,7 @@ from plait.profiler.recorder import (
     unchanged_python_random,
 )
 from plait.profiler.symbols import Sizes, fake_inputs
-from plait.profiler.traced import (
+from plait.profiler.traced_model import (
     Concern,
     FixedValue,
     Guards,
@@ -47,7 +47,7 @@ from plait.profiler.traced import (
     same_value,
     tensors_by_path,
 )
-from plait.profiler.watched import can_watch, is_watched, plain
+from plait.profiler.value_guards import can_watch, is_watched, plain
 from plait.verification.python_state import PythonState, state_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]

@@ -39,18 +39,18 @@ from plait.training.batch_streams import sample_order
 from plait.training.checks.replicas import check_no_rows
 from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
-from plait.training.engines.decentralized import DecentralizedEngine
-from plait.training.engines.member import (
+from plait.training.engines.averaging_member import (
     MakeMember,
     MemberState,
     ShareAudit,
     WholeModelMember,
     WholeModelState,
 )
+from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
-from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.required_signals import wants_norms
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import WorkerGroup
 

@@ -16,7 +16,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.settings import SweepSettings
-from plait.sync.allreduce.sums import Members
+from plait.sync.allreduce.reducers import Members
 from plait.training.worker_group import StageLinks, WorkerGroup
 
 # The first member may wait for trials for any time; its loss is still detected at once.

@@ -52,7 +52,7 @@ from plait.training.components import build as build_components
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.loop import Loop
-from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.required_signals import wants_norms
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.trial import Due, EarlyStopping, Trial
 from plait.training.worker_group import WorkerGroup

@@ -18,10 +18,10 @@ from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.change.apply import asked_every, policies_of
+from plait.training.checks.replicas import check_no_rows
 from plait.training.components import Components
 from plait.training.engine import Engine
-from plait.training.engines.decentralized import DecentralizedEngine, Observers
-from plait.training.engines.member import (
+from plait.training.engines.averaging_member import (
     MakeMember,
     Member,
     MemberInit,
@@ -29,8 +29,9 @@ from plait.training.engines.member import (
     WholeModelMember,
     WholeModelState,
 )
+from plait.training.engines.decentralized import DecentralizedEngine, Observers
 from plait.training.engines.whole_model import WholeModelEngine
-from plait.training.monitoring.asked import is_monitored, wants_norms
+from plait.training.monitoring.required_signals import is_monitored, wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
@@ -160,6 +161,8 @@ def engine_of_stages(run: Run) -> Engine:
 
     if run.settings.sync.kind == "all-reduce":
         return pipeline_engine(run)
+    if run.components.local_tensors is None:
+        check_no_rows(run.components, run.settings)
     stages = replica_stages(run)
     if run.settings.verify.audit != "off":
         run.audits.say("audit: the steps of pipelines side by side are not audited")

@@ -26,7 +26,7 @@ from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource, seed_all
-from plait.data.calling import forward
+from plait.data.call_model import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
 from plait.data.sampler import Position, mix, steps_per_epoch

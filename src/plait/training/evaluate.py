@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.core.errors import JobError
 from plait.core.shown import shown
-from plait.data.calling import evaluation_mode, forward
+from plait.data.call_model import evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches

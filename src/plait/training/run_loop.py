@@ -23,8 +23,8 @@ from plait.training.change.members import NO_STATE, ProgressMark, RunMembers, Wo
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.divergence import DivergenceCheck
 from plait.training.checks.loss_parts import describe_parts
+from plait.training.checks.repeated_reads import check_data, look_again
 from plait.training.checks.replicas import check_kept
-from plait.training.checks.same_data import check_data, look_again
 from plait.training.checks.stateful_loss import check_loss
 from plait.training.components import emulated, present_steps, total_steps
 from plait.training.engine import Engine, IntervalResult, ask_rank_0

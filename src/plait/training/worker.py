@@ -13,9 +13,9 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.training import checkpoint as checkpoints
 from plait.training.change.members import join_members
-from plait.training.checks.data_reads import look_at_data
+from plait.training.checks.data_fingerprints import look_at_data
 from plait.training.checks.first_evaluation import try_evaluation
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 from plait.training.choose_engine import make_job_loop
 from plait.training.components import build as build_components
 from plait.training.components import check as check_settings

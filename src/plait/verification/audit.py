@@ -1,8 +1,8 @@
 """The audit of a training step: compares it with the same step of plain PyTorch.
 
 Two comparisons are made from the run's state: forward and backward of the whole model, which give the
-gradients, and the optimizer's update with these gradients (`twin.py`). Only differences beyond rounding are
-reported; if there are any, the rounding error is measured.
+gradients, and the optimizer's update with these gradients (`reference_optimizer.py`). Only differences beyond
+rounding are reported; if there are any, the rounding error is measured.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from plait.verification.compare import (
     perturb_in_place,
 )
 from plait.verification.observe import Observation, unchanged_random_numbers
+from plait.verification.reference_optimizer import OptimizerTwin
 from plait.verification.replay import Named, Part, PlainModel, State
-from plait.verification.twin import OptimizerTwin
 
 # Gradients are summed in chunks of this many elements.
 _SUMMED = 1 << 22

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedPara
 from torch.utils import _pytree as pytree
 
 from plait.data.batches import seed_all
-from plait.data.calling import forward
+from plait.data.call_model import forward
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
 from plait.verification.observe import RandomState
 

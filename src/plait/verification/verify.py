@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.verification.borrowed import borrowed
 from plait.verification.compare import (
     Difference,
     Noise,
@@ -29,6 +28,7 @@ from plait.verification.compare import (
 )
 from plait.verification.module_trace import ModuleTrace, differing_keys
 from plait.verification.observe import Observation, observe_step, same_random_numbers
+from plait.verification.restored_state import borrowed
 
 
 class Phase(NamedTuple):

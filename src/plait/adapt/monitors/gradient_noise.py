@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.adapt.monitors.averages import MovingAverage
+from plait.adapt.monitors.moving_average import MovingAverage
 
 DECAY = 0.98
 # If |G|² is less than this fraction of the mean squared norm, only a lower bound of the noise scale is known.

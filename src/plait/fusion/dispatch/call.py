@@ -29,8 +29,8 @@ from plait.fusion.dispatch.registry import (
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.dispatch.torch_patches import RUNNING
 from plait.fusion.trials import padding
+from plait.fusion.trials.batch_axis import follow
 from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.rows import follow
 
 
 def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Options) -> Any:

@@ -13,8 +13,8 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options, argumen
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.rules.dropout import drop
 from plait.fusion.rules.elementwise import align_operand
+from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.rows import require_rows_first
 
 _NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 _DEFAULTS: Options = {

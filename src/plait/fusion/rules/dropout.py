@@ -13,8 +13,8 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.rules.shapes import sizes
+from plait.fusion.trials.batch_axis import MIXED, require_rows_first
 from plait.fusion.trials.per_trial import PerTrial, on_device
-from plait.fusion.trials.rows import MIXED, require_rows_first
 
 _NAMES = "input p training inplace"
 

@@ -23,8 +23,8 @@ from plait.fusion.dispatch.registry import (
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError
 from plait.fusion.rules.elementwise import align_operand
+from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.per_trial import PerTrial, on_device
-from plait.fusion.trials.rows import require_rows_first
 
 # Elementwise losses of two tensors, which differ only in the formula.
 _ELEMENTWISE = (

@@ -16,9 +16,9 @@ from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.padding import masked_norm
 from plait.fusion.trials.per_trial import PerTrial, one_each
-from plait.fusion.trials.rows import require_rows_first
 
 
 def _flat(value: Any, trials: Trials) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
-from plait.fusion.shared import Shared
+from plait.fusion.shared_input import Shared
 
 # The precision of float32 products in TF32, which torch uses for convolutions on a GPU by default.
 TF32_EPS = 2.0**-10

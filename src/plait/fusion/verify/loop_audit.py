@@ -19,7 +19,7 @@ from plait.core.errors import PlaitError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.conversion import trial_optimizer
 from plait.fusion.optim.optimizer import FusedOptimizer
-from plait.fusion.shared import Shared
+from plait.fusion.shared_input import Shared
 from plait.fusion.verify.plain_run import drawing_as
 from plait.verification.audit import (
     Replay,
@@ -28,12 +28,12 @@ from plait.verification.audit import (
     observe_live,
     sum_over_workers,
 )
-from plait.verification.borrowed import borrowed
 from plait.verification.compare import Noise, find_differences, measure_noise, perturb_in_place
 from plait.verification.observe import Observation, RandomState, unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
+from plait.verification.reference_optimizer import MakeOptimizer, OptimizerTwin, after_update
 from plait.verification.replay import Part, PlainModel
-from plait.verification.twin import MakeOptimizer, OptimizerTwin, after_update
+from plait.verification.restored_state import borrowed
 
 
 @dataclass(frozen=True)

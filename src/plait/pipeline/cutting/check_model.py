@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from plait.core.errors import InputError
 from plait.pipeline.layout import PipelineLayout
-from plait.profiler.traced import Layer, TracedModel
+from plait.profiler.traced_model import Layer, TracedModel
 
 
 class StageError(InputError):

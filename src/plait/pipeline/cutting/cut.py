@@ -10,7 +10,7 @@ from torch import nn
 from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.layout import PipelineLayout
 from plait.profiler.build import LayersModule, build
-from plait.profiler.traced import Boundary, TracedModel, Value
+from plait.profiler.traced_model import Boundary, TracedModel, Value
 
 
 @dataclass(frozen=True, eq=False)

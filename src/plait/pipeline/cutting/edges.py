@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from plait.core.files import write_output
 from plait.pipeline.cutting.check_model import StageError, check_buffers, check_stages
 from plait.pipeline.cutting.constructors import NoConstructor, constructor
 from plait.profiler.build import all_attributes, write_evaluation
-from plait.profiler.source import Source, attribute_path, indent, write_source
-from plait.profiler.traced import Boundary, Layer, TracedModel
+from plait.profiler.generated_code import Source, attribute_path, indent, write_source
+from plait.profiler.traced_model import Boundary, Layer, TracedModel
 
 
 def write_code(traced: TracedModel, stages: Sequence[Sequence[str]], directory: Path) -> tuple[Path, ...]:

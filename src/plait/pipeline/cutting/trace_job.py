@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import DataError
-from plait.data.calling import Arguments, explaining_type_errors
+from plait.data.call_model import Arguments, explaining_type_errors
 from plait.profiler.trace import trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.workloads.losses import describe
 
 

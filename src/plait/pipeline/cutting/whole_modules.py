@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from plait.pipeline.cutting.check_model import StageError, check_stages
-from plait.profiler.traced import Layer, TracedModel
+from plait.profiler.traced_model import Layer, TracedModel
 
 Stages = tuple[tuple[str, ...], ...]
 # Traces the same model again, with each of these modules as one layer.

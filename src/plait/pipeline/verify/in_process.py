@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.data.calling import as_arguments, evaluation_mode
+from plait.data.call_model import as_arguments, evaluation_mode
 from plait.pipeline.cpu.layers import use_fast_layers
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
 from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.verification import (
     BUFFER,
     GRADIENT,

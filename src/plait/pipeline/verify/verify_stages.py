@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
-from plait.data.calling import as_arguments, evaluation_mode, forward
+from plait.data.call_model import as_arguments, evaluation_mode, forward
 from plait.pipeline.cutting.check_model import StageError, describe_tensor, shared_tensors, used_tensors
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
 from plait.pipeline.verify.in_process import Choices, StagedModel, copied, observe_staged
 from plait.planner import Plan
 from plait.profiler.trace import trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.verification import BUFFER, GRADIENT, Difference, Observation, same_random_numbers
 from plait.verification.module_trace import ModuleTrace
 from plait.verification.python_state import unchanged_state

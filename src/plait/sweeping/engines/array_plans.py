@@ -12,7 +12,7 @@ from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.sync_options import AUTO, KINDS
 from plait.sweeping.settings import SweepSettings
-from plait.training.checks.pipeline import check_plan
+from plait.training.checks.plan_settings import check_plan
 from plait.training.engines.replica_layout import check_replicas, side_by_side
 
 

@@ -33,7 +33,7 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors, model_state, tied_aliases
 from plait.profiler.build import ModelSlice, all_attributes, build_stages
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.sweeping.engines.traced_constants import check_values, plain_values
 from plait.sweeping.engines.verified_stages import StagesOfTrials, of_stages
 from plait.training.batch_streams import next_batches, with_replacements

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.fusion.errors import FusionError
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 
 # Where a module keeps what each trial has its own of.
 _OWN = frozenset(("_parameters", "_buffers", "_modules"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.data.calling import forward
+from plait.data.call_model import forward
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import mix
 from plait.fusion import FusedModule

@@ -13,7 +13,7 @@ from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
 from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
 from plait.schema.topology_spec import AUTO, DEFAULT, TopologySpec, build_topology
-from plait.sync.allreduce.sums import Members, Native, Spec
+from plait.sync.allreduce.reducers import Members, Native, Spec
 from plait.sync.allreduce.topology_reduce import OverTopology
 
 FIRST_PROBE_BYTES = 256 << 10

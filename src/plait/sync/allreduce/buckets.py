@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait.core.errors import PlaitError
 from plait.schema.topology import Topology
-from plait.sync.allreduce.sums import Members, Native, Pending, Reducer, Spec
+from plait.sync.allreduce.reducers import Members, Native, Pending, Reducer, Spec
 from plait.sync.allreduce.topology_reduce import OverTopology
 
 FIRST_BUCKET_BYTES = 1 << 20

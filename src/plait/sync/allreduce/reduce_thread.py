@@ -22,8 +22,8 @@ from plait.comm.links.shm_regions import LocalPeer, Poller
 from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Route, Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, cut_buffer
+from plait.sync.allreduce.reducers import Members
 from plait.sync.allreduce.remote_stream import RemoteStream, tag_of
-from plait.sync.allreduce.sums import Members
 
 REDUCE, BROADCAST = 0, 1
 # The topic of the notice that a local peer has read all results of a job.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.allreduce.sums import Members
+from plait.sync.allreduce.reducers import Members
 
 # The number of tags per lane; the channels of pipelines use other tags of the same process group.
 _TAGS_OF_A_LANE = 1 << 14

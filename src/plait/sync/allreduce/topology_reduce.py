@@ -17,7 +17,7 @@ from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_REMOTE_BYTES
 from plait.sync.allreduce.reduce_thread import ReduceThread, Reduction, layout
-from plait.sync.allreduce.sums import Members, Pending, Spec
+from plait.sync.allreduce.reducers import Members, Pending, Spec
 
 
 @dataclass(frozen=True)

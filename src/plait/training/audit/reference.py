@@ -14,8 +14,8 @@ from plait.training.components import Components, build_model
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
 from plait.training.trial import Trial
+from plait.verification.reference_optimizer import OptimizerTwin
 from plait.verification.replay import PlainModel
-from plait.verification.twin import OptimizerTwin
 from plait.workloads.losses import build_loss
 
 # Up to this step audits follow each other so closely that the model is kept.

@@ -38,8 +38,8 @@ from plait.verification.audit import (
 from plait.verification.compare import Difference
 from plait.verification.observe import unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
+from plait.verification.reference_optimizer import OptimizerTwin
 from plait.verification.replay import Part, PlainModel
-from plait.verification.twin import OptimizerTwin
 
 if TYPE_CHECKING:
     from plait.training.engines.train_step import TrainStep

@@ -34,8 +34,8 @@ from plait.verification.audit import ObservedStep, Replay
 from plait.verification.compare import Difference, Noise, find_differences
 from plait.verification.observe import unchanged_random_numbers
 from plait.verification.python_state import unchanged_state
+from plait.verification.reference_optimizer import is_torchs
 from plait.verification.replay import LOSS, Named, Part, State, keeping_attributes
-from plait.verification.twin import is_torchs
 
 FIRST = 0
 _ADVICE = (

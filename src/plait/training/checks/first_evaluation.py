@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import JobError
-from plait.data.calling import evaluation_mode
+from plait.data.call_model import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
 from plait.training.checks.collectives import CollectiveError

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.data import loader
-from plait.data.calling import evaluation_mode, forward
+from plait.data.call_model import evaluation_mode, forward
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components
 from plait.verification import same_random_numbers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import JobError
-from plait.data.calling import forward
+from plait.data.call_model import forward
 from plait.pipeline.named_state import has_extra_state
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components

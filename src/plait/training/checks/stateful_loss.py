@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.core.errors import JobError
-from plait.data.calling import forward
+from plait.data.call_model import forward
 from plait.training.run import Run
 from plait.verification import same_random_numbers
 from plait.verification.python_state import PythonState, changed, tensors_in, unchanged_state

@@ -18,7 +18,7 @@ from plait.pipeline.layout import one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, microbatch_count
 from plait.schema.settings import TrainSettings
 from plait.training.batch_streams import open_stream
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 from plait.training.components import Components, with_fresh_model
 from plait.training.engines.auto_sync import choose, measure
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline

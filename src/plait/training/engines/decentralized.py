@@ -33,7 +33,7 @@ from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.engines.member import MakeMember, Member, MemberInit, MemberState
+from plait.training.engines.averaging_member import MakeMember, Member, MemberInit, MemberState
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue, sample_count

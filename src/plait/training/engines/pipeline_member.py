@@ -23,7 +23,7 @@ from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import Averaging, NoAveraging
 from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging import PREFIX
-from plait.training.engines.member import Member, MemberInit, MemberState, load_sync
+from plait.training.engines.averaging_member import Member, MemberInit, MemberState, load_sync
 from plait.training.engines.pipeline import evaluation_sums
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import State

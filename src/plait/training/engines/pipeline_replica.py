@@ -21,7 +21,7 @@ from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import COLLECTIVE, options_among
 from plait.sync.averaging.base import Averaging
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
-from plait.training.engines.member import sync_states
+from plait.training.engines.averaging_member import sync_states
 from plait.training.engines.replica_layout import in_order
 from plait.training.engines.train_step import AnyComponents
 

@@ -17,7 +17,7 @@ from plait.core.errors import DataError, InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
-from plait.data.calling import as_arguments, explaining_type_errors
+from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.pipeline import executor as pipelines
@@ -32,12 +32,12 @@ from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.verify_stages import Example, VerifiedStages, prepare_stages
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training.checkpoint import EngineState
 from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, build_model
-from plait.training.engines.stragglers import StragglerInjector
+from plait.training.engines.straggler_injection import StragglerInjector
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import check_gradients_left, find_traits
 from plait.training.run_record import RunRecorder

@@ -28,7 +28,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
 from plait.training.components import Components, TrialInit
-from plait.training.engines.stragglers import StragglerInjector
+from plait.training.engines.straggler_injection import StragglerInjector
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import Round
 from plait.training.fused.step_graph import StepGraph

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.adapt.monitors.squared_norms import gradients
-from plait.data.calling import evaluation_mode, forward
+from plait.data.call_model import evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, to_device
 from plait.data.sampler import mix
 from plait.fusion import (
@@ -43,7 +43,7 @@ from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
 from plait.training.fused.rounds import Round, TrialMicrobatch, most_rounds, rounds_of
 from plait.training.fused.trial_counters import TrialCounters
 from plait.training.fused.trial_norms import TrialNorms
-from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.required_signals import wants_norms
 from plait.workloads.losses import KINDS as LOSSES
 from plait.workloads.losses import build_loss
 

@@ -18,7 +18,7 @@ from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, 
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.sync.averaging.base import Averaging
 from plait.training.components import Components
-from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 

@@ -23,7 +23,7 @@ from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 from plait.schema.settings import TrainSettings
-from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 

@@ -19,7 +19,7 @@ from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
 from plait.launch.worker_process import Worker
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training.components import Components
-from plait.training.monitoring.asked import wants_norms
+from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 

@@ -12,7 +12,7 @@ from plait.comm.collectives import broadcast_value
 from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import LocalTensors
 from plait.pipeline.layout import PipelineLayout
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.training import checkpoint as checkpoints
 from plait.training.components import Components
 

@@ -21,10 +21,12 @@ from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by
 from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.change.layers import (
+from plait.training.change.members import NO_STATE, ProgressMark, loss_of
+from plait.training.change.replanning import replan_together
+from plait.training.change.resharding import (
     LayerState,
     find_complete,
     find_moves,
@@ -32,11 +34,9 @@ from plait.training.change.layers import (
     merge_into,
     receive_layers,
 )
-from plait.training.change.members import NO_STATE, ProgressMark, loss_of
-from plait.training.change.replanning import replan_together
 from plait.training.change.step_commit import StepCommit
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.checks.pipeline import check_pipeline
+from plait.training.checks.plan_settings import check_pipeline
 from plait.training.components import Components, with_fresh_model
 from plait.training.engine import IntervalResult
 from plait.training.engines.pipeline_setup import (

@@ -15,8 +15,8 @@ from plait.pipeline.executor import Pipeline
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, microbatch_count
-from plait.sync.allreduce.sums import Members
-from plait.training.checks.pipeline import check_pipeline
+from plait.sync.allreduce.reducers import Members
+from plait.training.checks.plan_settings import check_pipeline
 from plait.training.engines.replica_layout import among, in_order, replica_layouts
 from plait.training.stages.model_stages import ModelStages
 

@@ -12,7 +12,7 @@ from plait.training.audit.schedule import USUAL_COST, next_audited
 from plait.training.audit.stage_audit import AuditedStages
 from plait.training.components import Components
 from plait.training.engines.pipeline import PipelineEngine
-from plait.training.monitoring.asked import is_monitored
+from plait.training.monitoring.required_signals import is_monitored
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.run import Run
 from plait.training.stages.model_stages import ModelStages

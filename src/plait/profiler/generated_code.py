@@ -24,7 +24,7 @@ from plait.profiler.arguments import DeviceArgument, InputValue, SizeArgument
 from plait.profiler.failures import TraceError
 from plait.profiler.recorder import after, pick
 from plait.profiler.symbols import write_size
-from plait.profiler.traced import Boundary, Layer, TracedModel, is_tensor, size_source
+from plait.profiler.traced_model import Boundary, Layer, TracedModel, is_tensor, size_source
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "floordiv": "//", "mod": "%",

@@ -17,7 +17,7 @@ from torch import nn
 
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.data.calling import as_arguments, explaining_type_errors
+from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, share
 from plait.launch.display import Silent
@@ -33,10 +33,10 @@ from plait.pipeline.cutting.trace_job import trace_inputs
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.verify_stages import Example, find_mismatch
 from plait.pipeline.weight_stash import WeightVersions
-from plait.profiler.links import measure_links
+from plait.profiler.link_bandwidth import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace
-from plait.profiler.traced import TracedModel
+from plait.profiler.traced_model import TracedModel
 from plait.schema.placement import Placement
 from plait.schema.plans.graph import Graph
 from plait.schema.settings import OptimizerSettings, TrainSettings
