@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.core.errors import InputError
-from plait.launch.supervisor import agent_command
+from plait.launch.start_agent import agent_command
 from plait.schema.hosts import Host, parse_hosts
 from plait.schema.placement import Placement
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from plait.core.errors import LaunchError
-from plait.launch import supervisor
+from plait.launch import start_agent, supervisor
 from plait.launch.membership_decisions import ControlRequest
 from plait.launch.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
@@ -187,7 +187,7 @@ def test_what_is_left_on_a_host_that_is_cut_off_ends_by_itself(
 ):
     """What the supervisor says goes through a process that is stopped: no end of the stream is seen."""
     monkeypatch.setattr(supervisor, "AGENT_TIMEOUT_FACTOR", 0.1)
-    monkeypatch.setattr(supervisor, "BEAT_S", 0.2)
+    monkeypatch.setattr(start_agent, "BEAT_S", 0.2)
     relay, cut = tmp_path / "relay.sh", list[psutil.Process]()
     relay.write_text(RELAY)
 

@@ -32,10 +32,11 @@ def open_stream(
     epochs: int | None = None,
     last: int | None = None,
 ) -> BatchStream:
-    """The next batches of a trial: the first of `share` of as many shares as the second says.
+    """The next batches of a trial; of each, this worker's part, by its `share` (rank, world size).
 
     Without `loads` their content is the numbers from 0 to their size: a pipeline's first stage loads for all.
-    Its other stages know where epochs end from the length of the data: `in_stages` a stream must have it.
+    Its other stages know where epochs end from the length of the data, which a stream must have if
+    `in_stages`.
     The workers of `group`, who call it together, compare what they read of a stream, also after batch `last`;
     it ends after as many `epochs` (None: never).
     """

@@ -142,7 +142,7 @@ class RunLoop(Loop):
     def _agree_on_state(self) -> None:
         """Continue from the most advanced state that a member has; all members call it together."""
         worker = self.run.worker
-        marks = [self._mark()]
+        marks = [self._progress_mark()]
         if worker.world_size > 1:
             marks = [tuple(mark) for mark in all_gather_values(list(marks[0]))]
         chosen = self.engine.find_source(marks)
@@ -150,7 +150,7 @@ class RunLoop(Loop):
             self._go_back_to_checkpoint()
         elif len(set(marks)) > 1:
             source, state = chosen
-            self._take_progress(source, state, marks[worker.rank] == marks[source])
+            self._load_state_from(source, state, marks[worker.rank] == marks[source])
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
@@ -250,7 +250,7 @@ class RunLoop(Loop):
             # The last complete step before the loss may have an evaluation or a checkpoint due.
             raise result.lost
 
-    def _mark(self) -> ProgressMark:
+    def _progress_mark(self) -> ProgressMark:
         """The progress of this worker."""
         if not self._has_state:
             return NO_STATE
@@ -259,10 +259,10 @@ class RunLoop(Loop):
         changes = self._changes[1] if self._changes[0] == self.run.trial.step else 0
         return (self.run.trial.step, int(not self.run.trial.moved) + changes)
 
-    def _take_progress(self, source: int, local: EngineState, is_current: bool) -> None:
-        """Load the progress of rank `source`, unless this worker `is_current`; all workers call it.
+    def _load_state_from(self, source: int, local: EngineState, is_current: bool) -> None:
+        """Load weights, optimizer state and progress of rank `source`, unless this worker `is_current`.
 
-        `local` is the state that this worker would send as the source.
+        All workers call it together. `local` is the state that this worker would send as the source.
         """
         is_source = self.run.worker.rank == source
         state = checkpoints.broadcast(self._checkpoints.of(local) if is_source else None, source)

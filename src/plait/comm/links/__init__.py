@@ -1,1 +1,1 @@
-"""Transports between two workers: shared memory, TCP, gloo, NCCL, CUDA IPC."""
+"""Transports between two workers: shared memory, TCP, NCCL, CUDA IPC, or within a process."""

@@ -34,7 +34,7 @@ class DivergenceCheck:
             self.end(step, "the loss is not a number")
 
     def end(self, step: int, why: str) -> None:
-        """End the run, unless it goes on with such numbers or ends already."""
+        """Ask the run to stop because of `why`; nothing if it may go on, or was asked before."""
         if self._ends and self.why is None:
             self.why = f"{why} at step {step}"
             self._stop()

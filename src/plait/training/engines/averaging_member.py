@@ -137,7 +137,7 @@ class ShareAudit(StepAudit, Protocol):
     """Repeats some of a worker's updates on its shares, without other workers, and compares."""
 
     def averaging_before_update(self) -> contextlib.AbstractContextManager[None]:
-        """Within, what a step has computed and not updated yet becomes the mean over a group."""
+        """A context in which the gradients of the step being audited are averaged over a group."""
 
 
 class WholeModelMember:

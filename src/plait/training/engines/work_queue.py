@@ -86,11 +86,10 @@ class Speed:
 class WorkQueue:
     """The claims of one interval of a run; all workers create it with the same key and batches.
 
-    `batches` has for each step one batch of each stream: trials may read unlike data.
-
-    `place` is the index of this worker among `places`, of which `workers` work. With `fixed`, it has the same
-    share of every batch, so all take the same number of steps. With `ahead`, claims are reserved before they
-    are begun.
+    A claim is a share of one step's batch that a worker computes. `batches` has for each step one batch of
+    each stream: trials may read unlike data. `place` is the index of this worker among `places`, of which
+    `workers` take claims. With `fixed`, it has the same share of every batch, so all take the same number of
+    steps. With `ahead`, claims are reserved before they are begun.
     """
 
     def __init__(
