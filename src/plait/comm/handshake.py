@@ -142,7 +142,12 @@ class Listener:
                     if len(self._pending) >= MOST_PENDING:
                         self._drop(next(iter(self._pending)))
                     self._pending[connection] = None
-                threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+                try:
+                    threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+                except RuntimeError:  # as many threads as there may be: the other end tries again
+                    with self._lock:
+                        self._pending.pop(connection, None)
+                    connection.close()
 
     def _take(self, connection: socket.socket) -> None:
         """Authenticate a connection, or close it."""

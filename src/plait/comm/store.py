@@ -97,9 +97,12 @@ class StoreServer(threading.Thread):
             with contextlib.suppress(TimeoutError):
                 _, connection = self._listener.accept(time.monotonic() + 1.0)
                 self._connections.add(connection)
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="plait-store", daemon=True
-                ).start()
+                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # as many threads as there may be
+                    self._connections.discard(connection)
+                    connection.close()
 
     def close(self) -> None:
         """Stop the thread within a second, and close all connections; for tests."""
