@@ -110,8 +110,8 @@ def _call_spawned(function: str, argument: Any) -> dict[str, Any]:
     try:
         ready = wait([ours, process.sentinel], DEADLINE_S)
         if ours in ready:
-            with contextlib.suppress(EOFError):
-                answer: dict[str, Any] = ours.recv()
+            with contextlib.suppress(EOFError, OSError):
+                answer: dict[str, Any] = transport.receive(ours)
                 return answer
         return {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
     finally:
@@ -120,4 +120,4 @@ def _call_spawned(function: str, argument: Any) -> dict[str, Any]:
 
 
 def _spawned(answers: Connection, function: str, argument: Any) -> None:
-    answers.send(_answer(function, argument))
+    transport.send(answers, _answer(function, argument))
