@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.data.loader import load
-from plait.data.sampler import Position, batches, epoch_order, mix, share, steps_per_epoch
+from plait.data.sampler import Position, batches, epoch_order, share, steps_per_epoch
+from plait.data.seeding import mix
 
 sizes = st.integers(1, 60)
 

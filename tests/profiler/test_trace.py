@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from plait.core.errors import InputError
 from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.cutting.cut import cut
-from plait.profiler.failures import TraceError
 from plait.profiler.trace import trace
+from plait.profiler.trace_errors import TraceError
 from plait.verification.python_state import changed, state_of
 from support import silent_cases
 from support.stages import cut_all

@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from plait.data.batches import seed_all
-from plait.data.sampler import mix
+from plait.data.seeding import mix, seed_all
 from plait.launch.run_dir import RunDir
 from plait.pipeline.gradient_sync import GradientReducer
 from plait.schema.settings import TrainSettings

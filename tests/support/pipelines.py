@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.comm.channels import connect
 from plait.core.splits import split
-from plait.data.sampler import mix
+from plait.data.seeding import mix
 from plait.pipeline.executor import Pipeline, PipelineParts
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
 from plait.planner.schedules.in_flight import Schedule

@@ -16,8 +16,8 @@ import_all(
     [
         *("torch.distributed", "plait.training.worker", "plait.sweeping.worker", "support.world"),
         *(
-            "plait.training.engines.auto_sync",
-            "plait.training.engines.auto_pipelines",
+            "plait.training.engines.choose_sync",
+            "plait.training.engines.choose_pipeline_sync",
             "plait.training.engines.pipeline_member",
             "plait.training.stages.run_stages",
         ),

@@ -34,8 +34,8 @@ from plait.schema.settings import (
 from plait.training import components
 from plait.training.checkpoint import list_checkpoints
 from plait.training.choose_engine import make_job_loop
-from plait.training.engines import auto_pipelines
-from plait.training.engines.auto_sync import choose
+from plait.training.engines import choose_pipeline_sync
+from plait.training.engines.choose_sync import choose
 from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store, open_store
@@ -227,7 +227,7 @@ def choose_in_a_world(
     rank: int, port: int, settings: TrainSettings, folder: Path, step_s: tuple[float, float]
 ) -> str:
     """The trainer that `auto` takes where steps of a worker, or a pipeline, are taken for so long."""
-    measure, measure_update = TrainStep.time_backward, auto_pipelines.time_update
+    measure, measure_update = TrainStep.time_backward, choose_pipeline_sync.time_update
 
     def time_backward(engine: TrainStep, batch: Any) -> float:
         assert measure(engine, batch) > 0
@@ -239,7 +239,7 @@ def choose_in_a_world(
         return step_s[rank] if rank < len(step_s) else 9.0
 
     TrainStep.time_backward = time_backward  # type: ignore[method-assign]
-    auto_pipelines.time_update = time_update
+    choose_pipeline_sync.time_update = time_update
     parts = components.build(settings, torch.device("cpu"))
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
     loop: Any = make_job_loop(PlainWorker(address=port), settings, parts, RunDir(folder))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
-import torch
-from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from plait.core.errors import DataError
 from plait.data.loader_processes import load_aside
-from plait.data.sampler import mix
+from plait.data.seeding import mix, random_states, same_states, seed_all
 from plait.workloads.data import is_stream
 
 Collate = Callable[[list[Any]], Any]
@@ -236,32 +232,6 @@ def _as_samples(returned: Any, count: int) -> list[Any]:
             f"that makes whole batches has collated_batch(indices) instead"
         )
     return list(returned)
-
-
-def seed_all(number: int) -> None:
-    """Seed all random number generators that model and data code may use."""
-    # torch.manual_seed would record a stack trace for uninitialized GPUs, a millisecond each time.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-    random.seed(number)
-    numpy.random.seed(number & 0xFFFFFFFF)
-
-
-def random_states() -> tuple[Tensor, Any, Any]:
-    """The state of the generators of torch, Python and numpy."""
-    return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state(legacy=True)
-
-
-def same_states(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> bool:
-    """Whether two results of `random_states` are equal."""
-    (kind, keys, *rest), (kind_now, keys_now, *rest_now) = before[2], after[2]
-    return (
-        torch.equal(before[0], after[0])
-        and before[1] == after[1]
-        and (kind, rest) == (kind_now, rest_now)
-        and bool((keys == keys_now).all())
-    )
 
 
 def read_epoch(dataset: Any, seed: int, epoch: int, begin: int = 0, state: Any = None) -> Iterator[Any]:

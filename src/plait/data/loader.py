@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.core.errors import DataError
 from plait.core.splits import split
-from plait.data.batches import DataSource, seed_all
+from plait.data.batches import DataSource
 from plait.data.loader_processes import LoaderPool
 from plait.data.sampler import GlobalBatch, Position, share
+from plait.data.seeding import seed_all
 
 __all__ = ["Batch", "DataSource", "cut", "load", "seed_all", "to_device"]
 

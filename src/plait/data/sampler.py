@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from plait.core.splits import part
+from plait.data.seeding import mix
 
 # More samples than any endless stream yields.
 ENDLESS = 1 << 62
@@ -38,17 +39,6 @@ class GlobalBatch:
     epoch: int
     samples: tuple[Any, ...]
     after: Position
-
-
-def mix(*numbers: int) -> int:
-    """A 63-bit hash of `numbers` (splitmix64 over each of them)."""
-    state = 0
-    for number in numbers:
-        state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 1
 
 
 @lru_cache(maxsize=2)

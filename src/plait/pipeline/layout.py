@@ -13,7 +13,7 @@ from plait.planner.schedules import orders
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.merge_orders import ReplicaOrder, merged_order
 from plait.planner.schedules.operations import Backward, Op, Operations, Update
-from plait.planner.schedules.orders import batch_of_two_buffers, one_stage, operations
+from plait.planner.schedules.orders import batch_of_two_buffers, one_forward_one_backward, operations
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
@@ -192,7 +192,7 @@ def _ops_of_replica(
     """The operations of a worker for one of its stages."""
     layout = pipeline_layout.layouts[pipeline]
     replicas = layout.replicas(stage)
-    return one_stage(
+    return one_forward_one_backward(
         stage,
         layout.stages[stage].index(worker),
         replicas,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from plait.data.sampler import GlobalBatch, mix, share
+from plait.data.sampler import GlobalBatch, share
+from plait.data.seeding import mix
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm.links.packing import Message
 from plait.data.call_model import explaining_type_errors
-from plait.data.loader import seed_all
+from plait.data.seeding import seed_all
 from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot

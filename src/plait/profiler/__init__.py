@@ -4,10 +4,10 @@
 workers. A `Profile` is data: print it, save it, plan with it.
 """
 
-from plait.profiler.failures import TraceError
 from plait.profiler.link_bandwidth import Link, measure_links
 from plait.profiler.profile import Profile, load_profile, profile_model, save_profile
 from plait.profiler.trace import trace
+from plait.profiler.trace_errors import TraceError
 from plait.profiler.traced_model import Layer, TracedModel, Value
 
 __all__ = [

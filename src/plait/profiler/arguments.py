@@ -12,8 +12,8 @@ import torch
 from sympy import Expr  # type: ignore[import-untyped]
 from torch import Tensor, fx
 
-from plait.profiler.failures import current_line, refusal
-from plait.profiler.value_guards import is_watched
+from plait.profiler.trace_errors import current_line, refusal
+from plait.profiler.watched_values import is_watched
 
 PLAIN = (
     int,

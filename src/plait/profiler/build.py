@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.profiler.arguments import read_value
-from plait.profiler.failures import TraceError
 from plait.profiler.generated_code import Source, indent, write_source
+from plait.profiler.trace_errors import TraceError
 from plait.profiler.traced_model import Boundary, Layer, TracedModel
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from plait.profiler.recorder import CallRecorder, python_random_state
 from plait.profiler.traced_model import Concern, KeptState
-from plait.profiler.value_guards import COUNTING, is_watched, plain, watch
+from plait.profiler.watched_values import COUNTING, is_watched, plain, watch
 from plait.verification.python_state import Name, PythonState, changed, objects_behind, tensors_in
 
 

@@ -30,9 +30,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from plait.profiler.arguments import can_be_lowered, leaves, lower
-from plait.profiler.failures import SourceLine, current_line, refusal
 from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
-from plait.profiler.value_guards import watch
+from plait.profiler.trace_errors import SourceLine, current_line, refusal
+from plait.profiler.watched_values import watch
 
 # torch.nn modules that only contain others, which are the layers.
 CONTAINERS = (

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._sympy import functions as sizes
 
-from plait.profiler.failures import SourceLine, current_line
+from plait.profiler.trace_errors import SourceLine, current_line
 
 # Sizes in a trace: numbers, or expressions of symbols.
 Shape = tuple[int | Expr, ...]

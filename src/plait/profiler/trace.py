@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from plait.profiler.arguments import PLAIN, SizeArgument
-from plait.profiler.failures import TraceError, explain, refusal
 from plait.profiler.kept_state import (
     SecondForward,
     changed_state,
@@ -36,6 +35,7 @@ from plait.profiler.recorder import (
     unchanged_python_random,
 )
 from plait.profiler.symbols import Sizes, fake_inputs
+from plait.profiler.trace_errors import TraceError, explain, refusal
 from plait.profiler.traced_model import (
     Concern,
     FixedValue,
@@ -47,7 +47,7 @@ from plait.profiler.traced_model import (
     same_value,
     tensors_by_path,
 )
-from plait.profiler.value_guards import can_watch, is_watched, plain
+from plait.profiler.watched_values import can_watch, is_watched, plain
 from plait.verification.python_state import PythonState, state_of
 
 Inputs = Sequence[Any] | Mapping[str, Any]

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.profiler.arguments import packed_value
-from plait.profiler.failures import FIXED_SHAPES, SourceLine, TraceError
 from plait.profiler.recorder import CodeLocation
 from plait.profiler.symbols import Branch, Shape
+from plait.profiler.trace_errors import FIXED_SHAPES, SourceLine, TraceError
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,11 @@ class FailsAloneError(PlaitError):
 
 @dataclass(frozen=True)
 class ArrayRequest:
-    """What is measured: the width for `trials` trials of these settings or, without them, a step of two.
+    """A measurement of the width of arrays for trials like `settings`.
 
-    Of `replicas` workers one measures a step on a share of the batch, alone: sums are not timed. If trials
-    are in stages, it measures a step of all stages, microbatch after microbatch.
+    `trials` is the largest width; if it is None, only a fused step of two trials is tried. Of `replicas`
+    workers one measures a step on a share of the batch, alone: sums are not timed. If trials are in stages,
+    it measures a step of all stages, microbatch after microbatch.
     """
 
     settings: TrainSettings

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.core.codec import encode
-from plait.data.batches import DataSource, random_states, same_states
+from plait.data.batches import DataSource
+from plait.data.seeding import random_states, same_states
 from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.components import DataPair

@@ -16,7 +16,7 @@ from typing import Any
 from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event
-from plait.data.sampler import mix
+from plait.data.seeding import mix
 from plait.schema.results import TrialResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.search.pruning import exploit, goes_on, survivors

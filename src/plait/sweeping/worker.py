@@ -27,7 +27,7 @@ from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.training import components
 from plait.training.checks.data_fingerprints import look_at_data
-from plait.training.engines.auto_sync import choose_sync
+from plait.training.engines.choose_sync import choose_sync
 from plait.training.process import begin_process, use_device
 from plait.training.worker_group import WorkerGroup
 

@@ -56,10 +56,10 @@ def make_job_loop(worker: Worker, settings: TrainSettings, components: Component
 def _measured_sync(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
     # Both import the profiler.
     if settings.in_stages:
-        from plait.training.engines.auto_pipelines import choose_sync_of_pipelines
+        from plait.training.engines.choose_pipeline_sync import choose_sync_of_pipelines
 
         return choose_sync_of_pipelines(worker, settings, components)
-    from plait.training.engines.auto_sync import choose_sync
+    from plait.training.engines.choose_sync import choose_sync
 
     return choose_sync(settings, components, (worker.rank, worker.world_size))
 

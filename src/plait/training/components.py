@@ -25,11 +25,12 @@ from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
-from plait.data.batches import Collate, DataSource, seed_all
+from plait.data.batches import Collate, DataSource
 from plait.data.call_model import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
-from plait.data.sampler import Position, mix, steps_per_epoch
+from plait.data.sampler import Position, steps_per_epoch
+from plait.data.seeding import mix, seed_all
 from plait.pipeline import named_state
 from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.pipeline.named_state import has_extra_state, is_known, model_state

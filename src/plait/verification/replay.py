@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from plait.data.batches import seed_all
 from plait.data.call_model import forward
+from plait.data.seeding import seed_all
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
 from plait.verification.observe import RandomState
 

@@ -85,7 +85,7 @@ def _of_replica(
     schedule: Schedule, stage: int, replica: int, replicas: int, depth: int, every: int, microbatches: int
 ) -> list[Op]:
     """The operations of one replica for a known number of microbatches."""
-    order = one_stage(
+    order = one_forward_one_backward(
         stage,
         replica,
         replicas,
@@ -99,7 +99,7 @@ def _of_replica(
     return list(order)
 
 
-def one_stage(
+def one_forward_one_backward(
     stage: int,
     replica: int,
     replicas: int,
@@ -110,11 +110,13 @@ def one_stage(
     total: Callable[[], int],
     rounds: Callable[[], int],
 ) -> Iterator[Op]:
-    """The operations of one replica: fill, alternate, drain, with an update after `every` rounds.
+    """The 1F1B order of one replica of a stage.
 
-    `version` is that of the weights which a microbatch uses. `admits` says whether it is one of the `total`
-    microbatches, which may become fewer while they run, but not fewer than have started. Replicas with fewer
-    microbatches than others take part in the last updates, those of `rounds` rounds.
+    `depth` - 1 forwards come first, then a forward and a backward in turn, then the backwards that are left,
+    with an update after `every` backwards. `version` gives the version of the weights that a microbatch uses.
+    `admits` says whether it is one of the `total` microbatches, which may become fewer while they run, but
+    not fewer than have started. Replicas with fewer microbatches than others take part in the last updates,
+    those of `rounds` rounds.
     """
     versions: dict[int, int] = {}
     updates = backwards = 0

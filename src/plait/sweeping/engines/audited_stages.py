@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.data.loader import Batch
-from plait.data.sampler import mix
+from plait.data.seeding import mix
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.audited_step import AuditedTrial

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.data.call_model import forward
 from plait.data.loader import Batch, to_device
-from plait.data.sampler import mix
+from plait.data.seeding import mix
 from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, FusionReport, verify_fused
 from plait.schema.settings import TrainSettings

@@ -19,7 +19,7 @@ from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.verify.verify_stages import VerifiedStages
 from plait.profiler.build import build_stages
-from plait.profiler.failures import TraceError
+from plait.profiler.trace_errors import TraceError
 from plait.profiler.traced_model import TracedModel
 from plait.sweeping.engines.traced_constants import Values, check_values, plain_values
 from plait.sweeping.engines.verified_arrays import (

@@ -1,8 +1,7 @@
-"""Values by optuna's tree-structured Parzen estimator, as a function of what trials have shown so far.
+"""Values drawn by Optuna's tree-structured Parzen estimator, a function of the results of trials so far.
 
-Optuna draws; when trials end is our own rule (`halving.goes_on`, the rule of its
-successive halving pruner): it is decided where results are recorded, so that a sweep that was killed
-decides the same again, and it needs no optuna.
+Trials are pruned without Optuna, by `pruning.goes_on`: it is decided where results are recorded, so that a
+sweep that was killed decides the same again.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ VOID = "void"
 
 @dataclass(frozen=True)
 class Rules:
-    """When a round may close.
+    """When a round may close; times are in steps.
 
-    Until it has `minimum` members, it waits for workers that are expected within `patience` times a step, and
-    no longer than that; then, in the same way, within `window` times a step. Within `every` rounds all
-    workers have to be connected; a round waits for workers that are needed for this until they are `overdue`
-    times a step late. This must be finite if the wait may block the awaited worker itself, as in pipelines.
-    Workers that are `hung_s` late are not waited for.
+    `minimum`: the members of the smallest group. `patience`: the longest wait while there are fewer, for
+    workers that are expected within that time. `window`: the same once there are enough. `every`: within so
+    many rounds all workers have to be connected. `overdue`: how late a worker that is needed for this may be;
+    finite if waiting may block that worker itself, as in pipelines. `hung_s`: workers that are late by so
+    many seconds are not waited for.
     """
 
     minimum: int = PartialReduceOptions.minimum

@@ -1,4 +1,4 @@
-"""What the audits of a run came to: the figures of its result, and the words where a step differs."""
+"""The results of a run's audits: its figures, and the message where a step differs."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ Move = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class LayerState:
-    """The parameters and buffers that a worker holds, by name, and what is kept for them.
+    """The state of the layers that a worker holds, by name.
 
-    That is the optimizer's state, and `sync`, that of a sync that averages.
+    `model` has parameters and buffers, `optimizer` the optimizer's state, and `sync` that of the averaging,
+    which is empty under all-reduce.
     """
 
     model: Tensors = field(default_factory=dict)

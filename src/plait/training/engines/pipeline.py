@@ -19,9 +19,9 @@ from torch import Tensor
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
-from plait.data.batches import seed_all
 from plait.data.loader import Batch
-from plait.data.sampler import Position, mix
+from plait.data.sampler import Position
+from plait.data.seeding import mix, seed_all
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.layout import PipelineLayout, one_batch, stream

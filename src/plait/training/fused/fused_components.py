@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from plait.adapt.monitors.squared_norms import gradients
 from plait.data.call_model import evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, to_device
-from plait.data.sampler import mix
+from plait.data.seeding import mix
 from plait.fusion import (
     FusedModule,
     FusedOptimizer,

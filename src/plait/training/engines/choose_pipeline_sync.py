@@ -20,7 +20,7 @@ from plait.schema.settings import TrainSettings
 from plait.training.batch_streams import open_stream
 from plait.training.checks.plan_settings import check_pipeline
 from plait.training.components import Components, with_fresh_model
-from plait.training.engines.auto_sync import choose, measure
+from plait.training.engines.choose_sync import choose, measure
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
 from plait.training.engines.replica_layout import in_order, replica_layouts
 from plait.training.trial import Trial
