@@ -24,10 +24,10 @@ class Rules:
     """When a round may close; times are in steps.
 
     `minimum`: the members of the smallest group. `patience`: the longest wait while there are fewer, for
-    workers that are expected within that time. `window`: the same once there are enough. `every`: within so
-    many rounds all workers have to be connected. `overdue`: how late a worker that is needed for this may be;
-    finite if waiting may block that worker itself, as in pipelines. `hung_s`: workers that are late by so
-    many seconds are not waited for.
+    workers that are expected within that time. `window`: the same once there are enough. `every`: the number
+    of rounds within which all workers have to be connected. `overdue`: how late a worker that is needed for
+    this may be; finite if waiting may block that worker itself, as in pipelines. `hung_s`: how many seconds
+    late a worker is that is not waited for.
     """
 
     minimum: int = PartialReduceOptions.minimum
