@@ -77,7 +77,7 @@ def test_nobody_changes_anything_without_the_token(folder: RunDir):
         (b'{"workers": 1, "without": [9]}', "without: found 9, expected workers of the job"),
         (b'{"workers": 1, "without": 0}', "without: found 0, expected a list"),
         (b'{"hosts": ["w9:1"]}', "hosts: found 'w9', expected hosts that the job has: w0, w1"),
-        (b'{"hosts": [1]}', "hosts[0]: found 1, expected text"),
+        (b'{"hosts": [1]}', "hosts: found [1], expected a list such as ['w0:2', 'w1:2']"),
         (b"[" * 50_000, "the request is no JSON"),
         (b"\xff\x00", "the request is no JSON"),
         (b"x" * 100_000, "Content-Length: found '100000', expected 65536 bytes at most"),

@@ -196,7 +196,7 @@ def test_a_trial_without_rows_is_untouched_by_a_neighbour_whose_samples_are_not_
     assert losses[0] == pytest.approx(TrainStep(alone, job).step([few], [1.0])[0].item())
     assert largest_difference(beside.state(0).model, alone.state(0).model) < 1e-10
     # A share may be empty.
-    (pieces, weights), *_ = rounds_of([Batch(None, 0, 2, 0, Position()), many], 3)
+    (pieces, weights), *_ = rounds_of([Batch(None, 0, 2, 0, Position()), many], [3, 3])
     assert weights[0] == 0.0
     assert pieces[0][0][0].isfinite().all()
 

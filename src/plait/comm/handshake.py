@@ -132,13 +132,14 @@ class Listener:
             while not self._closed:
                 try:
                     connection, _ = self._socket.accept()
+                    is_known = _is_same_user(connection)
                 except OSError:  # its other end is gone, or no descriptor is free
                     time.sleep(0.0 if self._closed else _RETRY_S)
                     continue
-                if not _is_same_user(connection):
-                    connection.close()
-                    continue
                 with self._lock:
+                    if not is_known or self._closed:
+                        connection.close()
+                        continue
                     if len(self._pending) >= MOST_PENDING:
                         self._drop(next(iter(self._pending)))
                     self._pending[connection] = None
@@ -154,7 +155,7 @@ class Listener:
         with contextlib.suppress(OSError):
             rank = self._authenticate(connection)
             with self._lock:
-                if connection in self._pending:
+                if connection in self._pending and not self._closed:
                     del self._pending[connection]
                     self._proven.put((rank, connection))
                     return
@@ -191,8 +192,9 @@ class Listener:
         with self._lock:
             for connection in list(self._pending):
                 self._drop(connection)
-            while not self._proven.empty():
-                self._proven.get()[1].close()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._proven.get_nowait()[1].close()
 
 
 def connect(address: Address, secret: bytes, purpose: str, rank: int, seconds: float) -> socket.socket:

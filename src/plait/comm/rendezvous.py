@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class Rendezvous:
     """
 
     store: dist.Store
-    secret: bytes
+    secret: bytes = field(repr=False)
     rank: int
     hosts: Sequence[str]
     address: str = "127.0.0.1"

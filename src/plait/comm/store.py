@@ -27,6 +27,8 @@ ANSWER_S = 10.0
 
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 16
+# How often a thread that waits for a client looks whether it is still there, and tries to start another.
+_CHECK_S, _RETRY_S = 1.0, 0.1
 
 
 class Op(enum.IntEnum):
@@ -97,12 +99,15 @@ class StoreServer(threading.Thread):
             with contextlib.suppress(TimeoutError):
                 _, connection = self._listener.accept(time.monotonic() + 1.0)
                 self._connections.add(connection)
-                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # as many threads as there may be
-                    self._connections.discard(connection)
-                    connection.close()
+                self._start(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+
+    def _start(self, thread: threading.Thread) -> None:
+        while not self._closed:
+            try:
+                thread.start()
+                break
+            except RuntimeError:  # as many threads as there may be: the client waits
+                time.sleep(_RETRY_S)
 
     def close(self) -> None:
         """Stop the thread within a second, and close all connections; for tests."""
@@ -115,19 +120,21 @@ class StoreServer(threading.Thread):
 
     def _serve(self, connection: socket.socket) -> None:
         # Until it is gone, or sends invalid data.
-        with connection, contextlib.suppress(OSError, ValueError, IndexError):
+        with connection, contextlib.suppress(OSError, ValueError, IndexError, OverflowError):
             while True:
-                status, reply = self._answer(*_unpack(_receive_frame(connection)))
+                status, reply = self._answer(connection, *_unpack(_receive_frame(connection)))
                 connection.sendall(_pack(status, reply))
         self._connections.discard(connection)
 
-    def _answer(self, code: int, fields: list[bytes]) -> tuple[_Status, list[bytes]]:
+    def _answer(
+        self, connection: socket.socket, code: int, fields: list[bytes]
+    ) -> tuple[_Status, list[bytes]]:
         try:
             match Op(code):
                 case Op.GET:
-                    return _Status.OK, self._await(fields[:1], float(fields[1]))
+                    return _Status.OK, self._await(connection, fields[:1], float(fields[1]))
                 case Op.WAIT:
-                    self._await(fields[:-1], float(fields[-1]))
+                    self._await(connection, fields[:-1], float(fields[-1]))
                     return _Status.OK, []
                 case op:
                     with self._lock:
@@ -168,7 +175,7 @@ class StoreServer(threading.Thread):
             awaited.set_result(value)
         return _Status.OK, [value]
 
-    def _await(self, keys: Sequence[bytes], seconds: float) -> list[bytes]:
+    def _await(self, connection: socket.socket, keys: Sequence[bytes], seconds: float) -> list[bytes]:
         """The values of all keys, once they have one; TimeoutError after `seconds`."""
         end = time.monotonic() + seconds
         with self._lock:
@@ -176,7 +183,21 @@ class StoreServer(threading.Thread):
                 self._values[key] if key in self._values else self._awaited.setdefault(key, Future())
                 for key in keys
             ]
-        return [each.result(end - time.monotonic()) if isinstance(each, Future) else each for each in known]
+        return [_result(each, connection, end) if isinstance(each, Future) else each for each in known]
+
+
+def _result(value: Future[bytes], client: socket.socket, end: float) -> bytes:
+    """The value, once it is set; TimeoutError at the time `end`, ConnectionError if the client is gone."""
+    while True:
+        left = end - time.monotonic()
+        try:
+            return value.result(min(left, _CHECK_S))
+        except TimeoutError:
+            if left <= _CHECK_S:
+                raise
+        with contextlib.suppress(BlockingIOError):
+            if not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise ConnectionError("the client is gone")
 
 
 class StoreTimeout(PeerError):
@@ -255,7 +276,9 @@ class StoreClient:
             raise PeerError(f"the job's store does not answer: {failure}", LostPeer.GONE) from failure
         if status == _Status.TIMEOUT:
             raise StoreTimeout(
-                f"waited {wait_s:g} s for another worker to set {', '.join(keys[:3])}", LostPeer.SILENT
+                f"waited {wait_s:g} s for another worker to set "
+                f"{', '.join(self._prefix + key for key in keys[:3])}",
+                LostPeer.SILENT,
             )
         if status != _Status.OK:
             raise ValueError(f"the store refused {op.name} {fields[0]!r}: {reply[0].decode()}")
@@ -280,7 +303,8 @@ def _receive_frame(connection: socket.socket) -> bytes:
     data = bytearray()
     length = None
     while length is None or len(data) < length:
-        more = connection.recv(_CHUNK)
+        missing = _LENGTH.size - len(data) if length is None else length - len(data)
+        more = connection.recv(min(_CHUNK, missing))
         if not more:
             raise ConnectionError("the connection was closed")
         data += more

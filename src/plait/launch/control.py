@@ -208,6 +208,9 @@ def read_request(content: Any) -> ControlRequest:
     if not isinstance(content, dict) or ("workers" in content) == ("hosts" in content):
         expected = 'an object with workers or hosts, such as {"workers": 4, "version": 1}'
         raise InputError(f"found {shown(content)}, expected {expected}")
+    given = content.get("hosts", [])
+    if not isinstance(given, list) or not all(isinstance(host, str) for host in given):
+        raise InputError(f"request.hosts: found {shown(given)}, expected a list such as ['w0:2', 'w1:2']")
     asked = decode(_Resize, content, "request")
     if len(asked.why) > 1000:
         raise InputError(f"request.why: found {shown(asked.why)}, expected at most 1000 characters")

@@ -127,7 +127,7 @@ class GradientReducer:
                 self._members.append(members)
         self._device = next((parameter.device for parameter in own.values()), torch.device("cpu"))
         if topology is not None:
-            self.switch(topology)
+            self._sum_over(topology)
         self._unshared = [own[name] for name in own if len(holders[name]) == 1]
         self._counted = [own[name] for name in own if holders[name][0] == rank]
         for reduce in self._sums:
@@ -135,6 +135,11 @@ class GradientReducer:
 
     def switch(self, topology: TopologySpec) -> None:
         """Sum over `topology` from the next update on; all workers call it together between two updates."""
+        for members in self._members:
+            members.fastest.clear()  # links may have changed since they were measured
+        self._sum_over(topology)
+
+    def _sum_over(self, topology: TopologySpec) -> None:
         # In the same order on all holders, as some topologies are chosen by measuring.
         for sum_, members in zip(self._sums, self._members):
             resolved, _ = resolve_topology(topology, members, sum_.gradient_bytes, self._device)

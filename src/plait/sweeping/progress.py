@@ -53,7 +53,11 @@ class SweepProgress:
         """Count the steps of a trial up to `step`; `loss` is None if it is not known there."""
         before, known = self._latest.get(trial, (self._scheduler.trials[trial].step, None))
         self._trial_steps += max(0, step - before)
-        self._latest[trial] = (max(before, step), known if loss is None else loss)
+        if loss is None:
+            self._latest[trial] = (max(before, step), known)
+            return
+        # It may have gone back to a checkpoint.
+        self._latest[trial] = (step, loss)
         self._first = self._first or (self._clock(), self._trial_steps)
 
     @property

@@ -398,6 +398,7 @@ class SweepLoop(Loop):
         )
         if state is not None:
             trial.load(state.step, state.progress)
+            trial.load_signals(state.progress)
         return JoiningTrial(trial, entry)
 
     def _separate(self, failure: NotFusedError) -> None:

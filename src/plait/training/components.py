@@ -164,16 +164,16 @@ class Components:
         """The trial's part of a tensor that has the shape of a weight: all of it."""
         return tensor
 
-    def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
-        """The rounds of a step on a batch.
+    def cut(self, batches: Sequence[Batch], microbatches: Sequence[int], alone: bool) -> list[Round]:
+        """The rounds of a step on a batch, with as many microbatches.
 
         What hooks see is the gradient of this worker's mean, as under DistributedDataParallel; its share of
         the batch comes in when gradients are summed.
         """
-        (batch,) = batches
+        (batch,), (count,) = batches, microbatches
         whole = batch.total if alone else batch.count
-        microbatches = cut(batch.content, batch.count, accumulate) if batch.count else ()
-        return [([microbatch], [microbatch[1] / whole]) for microbatch in microbatches]
+        parts = cut(batch.content, batch.count, count) if batch.count else ()
+        return [([part], [part[1] / whole]) for part in parts]
 
     def share(self, batches: Sequence[Batch]) -> float:
         """The weight of this worker's gradients in the sum."""

@@ -159,7 +159,7 @@ class RunCheckpoints:
         return None
 
     def load(self, engine: Engine, state: Checkpoint) -> None:
-        """Continue from a checkpoint; on CheckpointError only the signals of policies have changed."""
+        """Continue from a checkpoint; CheckpointError changes nothing."""
         run, progress = self._run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         check_same_data(progress, run.components.train_set.dataset, run.settings.data)
@@ -175,6 +175,7 @@ class RunCheckpoints:
         if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
             trial.best = None
         run.trial = trial
+        trial.load_signals(progress)
         # A run that had no loss scale starts with a new one.
         if loss_scale and run.components.scaler.is_enabled():
             run.components.scaler.load_state_dict(loss_scale)

@@ -201,12 +201,16 @@ class Trial:
             best, early_best = progress["best"], progress["early_best"]
             without_gain = int(progress["evaluations_without_gain"])
             batch = decode(BatchSize, progress["batch"]) if "batch" in progress else self.batch
-            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
-            policies = list(progress.get("policies", ()))
         self.step, self.position, self.best = step, position, best
         self.batch = resumed(batch, self.settings.data.batch_size)
         self.early_stopping.best, self.early_stopping.without_gain = early_best, without_gain
         self.owes_evaluation = bool(progress.get("is_evaluation_due"))
+
+    def load_signals(self, progress: Mapping[str, Any]) -> None:
+        """Go on with the signals, the noise and the policies' states of a checkpoint that was loaded."""
+        with reading_progress():
+            noise = decode(tuple[float, ...], progress.get("gradient_noise", ()))
+            policies = list(progress.get("policies", ()))
         self.noise.load(noise)
         self.signals.load(progress.get("signals", {}))
         for source, values in zip(self._saved_sources, policies):

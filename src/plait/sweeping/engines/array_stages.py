@@ -30,7 +30,7 @@ from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
 from plait.pipeline.gradient_sync import MembersOf, find_holders
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.microbatches import Microbatch
+from plait.pipeline.microbatches import Microbatch, microbatch_count
 from plait.pipeline.named_state import Tensors, model_state, tied_aliases
 from plait.profiler.build import ModelSlice, all_attributes, build_stages
 from plait.profiler.traced_model import TracedModel
@@ -111,14 +111,19 @@ class ArrayStages(TrialStages):
             if not batches:
                 return
             self.batches = batches
-            microbatches = self._begin_step(number, rounds_of(batches, self.layout.microbatches))
+            microbatches = self._begin_step(
+                number, rounds_of(batches, [self.layout.microbatches] * len(batches))
+            )
             after = tuple(batch.after for batch in batches)
             yield StepBatch(microbatches, after, batches[0].epoch, batches[0].total)
 
-    def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
-        """The microbatches of a share of the trials' steps; none without samples."""
+    def cut_share(
+        self, steps: Sequence[int], share: int, batches: Sequence[Batch], usual: Sequence[int]
+    ) -> list[Microbatch]:
+        """The microbatches of a share of the trials' steps, which usually have `usual` samples."""
         most = self.replicas[0].microbatches
-        return self._begin_step(steps[0], self.components.cut(batches, most, alone=True), share * most)
+        counts = [microbatch_count(batch.count, size, most) for batch, size in zip(batches, usual)]
+        return self._begin_step(steps[0], self.components.cut(batches, counts, alone=True), share * most)
 
     def _begin_step(self, step: int, rounds: Sequence[Round], first: int = 0) -> list[Microbatch]:
         """The microbatches of a step's rounds, numbered from `first`."""
@@ -262,12 +267,15 @@ class FusedStages(ArrayStages):
             for number, layers in self._layers.items()
         }
 
-    def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
+    def cut_share(
+        self, steps: Sequence[int], share: int, batches: Sequence[Batch], usual: Sequence[int]
+    ) -> list[Microbatch]:
         self.components.seed_share(self._settings.seed, steps, share, self.replicas[0].microbatches)
-        return super().cut_share(steps, share, batches)
+        return super().cut_share(steps, share, batches, usual)
 
     def _begin_step(self, step: int, rounds: Sequence[Round], first: int = 0) -> list[Microbatch]:
-        self._step.begin_step(rounds)
+        if rounds:  # else no trial has samples here
+            self._step.begin_step(rounds)
         return super()._begin_step(step, rounds, first)
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:

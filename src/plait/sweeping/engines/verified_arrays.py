@@ -83,7 +83,7 @@ class ArrayCandidate(Candidate):
     ) -> None:
         self._entries = entries
         count = microbatches or entries[0].settings.accumulate
-        self._microbatches = [rounds_of(step, count)[0][0] for step in batches]
+        self._microbatches = [rounds_of(step, [count] * len(step))[0][0] for step in batches]
         super().__init__(
             [entry.components.model for entry in entries],
             [mix(entry.settings.seed) for entry in entries],

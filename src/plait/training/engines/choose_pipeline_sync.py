@@ -8,6 +8,7 @@ import time
 import torch
 
 from plait.comm.collectives import all_gather_values
+from plait.core.errors import JobError
 from plait.core.run_events import SyncChosen
 from plait.data import loader
 from plait.data.loader import Batch
@@ -17,9 +18,10 @@ from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, microbatch_count
 from plait.schema.settings import TrainSettings
+from plait.schema.sync_options import KINDS
 from plait.training.batch_streams import open_stream
 from plait.training.checks.plan_settings import check_pipeline
-from plait.training.components import Components, with_fresh_model
+from plait.training.components import Components, has_room_for_whole, with_fresh_model
 from plait.training.engines.choose_sync import choose, measure
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
 from plait.training.engines.replica_layout import in_order, replica_layouts
@@ -31,6 +33,11 @@ def choose_sync_of_pipelines(worker: Worker, settings: TrainSettings, components
 
     They update a copy of the model, which is dropped.
     """
+    if not all(all_gather_values(has_room_for_whole(components))):
+        raise JobError(
+            f"parallel.sync: found 'auto', which is measured on a second copy of the model, but a worker has "
+            f"no memory for one; name one of {', '.join(KINDS)}"
+        )
     replicas = replica_layouts(check_pipeline(settings, worker.world_size))
     number = next(i for i, each in enumerate(replicas) if worker.rank in each.workers)
     copy = with_fresh_model(components, settings)

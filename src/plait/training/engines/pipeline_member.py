@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -49,9 +50,12 @@ class StagesSideBySide(MemberState, Protocol):
     def members_of(self) -> MembersOf: ...
 
     def cut_share(
-        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch]
+        self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], usual: Sequence[int]
     ) -> list[Microbatch]:
-        """The microbatches of a share of the trials' steps; none without samples."""
+        """The microbatches of a share of the trials' steps, which usually have `usual` samples.
+
+        A smaller share has fewer (`microbatch_count`), one without samples none.
+        """
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]: ...
 
@@ -135,8 +139,10 @@ class PipelineMember:
     def update(
         self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
     ) -> Tensor:
-        self._stages.components.set_lr(factors)
-        return self._replica.update(self._stages.cut_share(steps, share, batches), self._stages.contents)
+        stages = self._stages
+        stages.components.set_lr(factors)
+        usual = [math.ceil(trial.batch.size / len(stages.replicas)) for trial in self._trials]
+        return self._replica.update(stages.cut_share(steps, share, batches, usual), stages.contents)
 
     def weight_sums(self) -> list[float]:
         return []

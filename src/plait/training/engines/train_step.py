@@ -146,6 +146,7 @@ class TrainStep:
         """Use the topology of that name from the next step on; all workers call it between two steps."""
         members = self._group.members
         if self._sync is not None and members is not None:
+            members.fastest.clear()  # links may have changed since they were measured
             spec, size = read_topology_spec(topology), self._sync.gradient_bytes
             self._sync.switch(resolve_topology(spec, members, size, self._components.device)[0])
             if self._monitor is not None:
@@ -174,7 +175,7 @@ class TrainStep:
         self._frozen.check()
         components, accumulate = self._components, self._settings.accumulate
         components.set_lr(lr_factors)
-        rounds = components.cut(batches, accumulate, alone=self._sync is None)
+        rounds = components.cut(batches, [accumulate] * len(batches), alone=self._sync is None)
         if self._graph is not None and len(rounds) == 1 and len({b.count for b in batches}) == 1:
             return self._graph(components.to_device(rounds[0][0])), self._requests()
         if self._sync is None:
@@ -276,7 +277,8 @@ class TrainStep:
         """Seconds that forward and backward of `batch` take on this worker; the gradients are dropped."""
         started = time.perf_counter()
         batches = [batch] * self._components.trials
-        rounds = self._components.cut(batches, self._settings.accumulate, alone=self._sync is None)
+        microbatches = [self._settings.accumulate] * len(batches)
+        rounds = self._components.cut(batches, microbatches, alone=self._sync is None)
         self._backward(rounds, batches)
         if self._components.device.type == "cuda":
             torch.cuda.synchronize()

@@ -235,12 +235,12 @@ class FusedComponents:
         """The part of the trial in `slot` of a tensor that has the shape of a weight."""
         return tensor[slot]
 
-    def cut(self, batches: Sequence[Batch], accumulate: int, alone: bool) -> list[Round]:
-        """The rounds of a step on these batches, one of each trial."""
+    def cut(self, batches: Sequence[Batch], microbatches: Sequence[int], alone: bool) -> list[Round]:
+        """The rounds of a step on these batches, one of each trial, with as many microbatches of each."""
         without = [not batch.count for batch in batches]
         # Trials without samples skip the step of a worker alone.
         self.optimizer.skip = torch.tensor(without, device=self.device) if alone and any(without) else None
-        return rounds_of(batches, accumulate)
+        return rounds_of(batches, microbatches)
 
     def share(self, batches: Sequence[Batch]) -> float:
         """The weight of this worker's gradients in the sum: 1, since each round has a weight per trial."""

@@ -16,26 +16,26 @@ TrialMicrobatch = tuple[Any, int]
 Round = tuple[list[TrialMicrobatch], list[float]]
 
 
-def rounds_of(batches: Sequence[Batch], accumulate: int) -> list[Round]:
-    """The rounds of a step on this worker; none if it has no samples.
+def rounds_of(batches: Sequence[Batch], microbatches: Sequence[int]) -> list[Round]:
+    """The rounds of a step on this worker, each batch in as many `microbatches`; none without samples.
 
     A trial with fewer microbatches than others gets its first microbatch again in the remaining rounds, with
     a weight of zero. If it has none, it gets that of another trial with NaN and infinities replaced by zero,
     since zero times NaN is NaN.
     """
-    cuts = {id(batch): list(cut(batch.content, batch.count, accumulate)) for batch in batches}
+    cuts = {
+        id(batch): list(cut(batch.content, batch.count, count)) for batch, count in zip(batches, microbatches)
+    }
     cut_batches = [cuts[id(batch)] for batch in batches]
     rounds = []
-    for number in range(max(len(microbatches) for microbatches in cut_batches)):
-        present = [
-            microbatches[number] if number < len(microbatches) else None for microbatches in cut_batches
-        ]
+    for number in range(max(map(len, cut_batches))):
+        present = [parts[number] if number < len(parts) else None for parts in cut_batches]
         there = next(microbatch for microbatch in present if microbatch is not None)
         weights = [
             0.0 if microbatch is None else microbatch[1] / batch.total
             for microbatch, batch in zip(present, batches)
         ]
-        spares = [microbatches[0] if microbatches else _finite(there) for microbatches in cut_batches]
+        spares = [parts[0] if parts else _finite(there) for parts in cut_batches]
         rounds.append(([microbatch or spare for microbatch, spare in zip(present, spares)], weights))
     return rounds
 

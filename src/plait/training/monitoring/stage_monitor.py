@@ -114,7 +114,7 @@ class StageMonitor:
             return
         scales = self._pipeline.loss_scales.square()
         for stage, (parts, weights) in self._parts.items():
-            norms = (torch.stack([parts, self._squares(stage)]).cpu() / scales).tolist()
+            norms = (torch.stack([parts.cpu(), self._squares(stage).cpu()]) / scales).tolist()
             for moments, weight, samples, part, whole in zip(self._moments, weights, self._samples, *norms):
                 noise = (
                     estimate(GradientNorms(part / weight, weight, 1.0, whole, samples)) if weight else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from plait.comm.channels import connect
@@ -69,12 +68,13 @@ class ReplicaStages(ModelStages):
         rendezvous = self._worker.rendezvous
         return Members(rendezvous, tuple(ranks), new_group_of_members(rendezvous, ranks))
 
-    def cut_share(self, steps: Sequence[int], share: int, batches: Sequence[Batch]) -> list[Microbatch]:
-        """The microbatches of a share of the trial's step; a small one has fewer (`microbatch_count`)."""
-        (step,), (batch,), most = steps, batches, self.replicas[0].microbatches
+    def cut_share(
+        self, steps: Sequence[int], share: int, batches: Sequence[Batch], usual: Sequence[int]
+    ) -> list[Microbatch]:
+        """The microbatches of a share of the trial's step, which usually has `usual` samples."""
+        (step,), (batch,), (size,), most = steps, batches, usual, self.replicas[0].microbatches
         if not batch.count:
             return []
-        usual = math.ceil(self._trials[0].batch.size / len(self.replicas))
-        cut = list(loader.cut(batch.content, batch.count, microbatch_count(batch.count, usual, most)))
+        cut = list(loader.cut(batch.content, batch.count, microbatch_count(batch.count, size, most)))
         self._contents = (self.components.stacked([content], count) for content, count in cut)
         return [Microbatch(step, share * most + i, 0, range(count)) for i, (_, count) in enumerate(cut)]
