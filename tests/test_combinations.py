@@ -107,6 +107,7 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         ),
         Refused("precision: found 'fp16'", {"precision": "fp16"}, AVERAGE, stages=(2, 2)),
         Refused("precision: found 'fp16'", {"precision": "fp16"}, AVERAGE, stages=(2, 2), over=RATES),
+        Refused("precision: found 'fp16'", {}, AVERAGE, stages=(2, 2), over=["precision=float32,fp16"]),
     ],
     ("`sync_options.average: gradients`", "`precision: fp16`"): [
         Refused(

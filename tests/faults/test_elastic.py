@@ -128,8 +128,12 @@ def test_a_pipeline_goes_on_without_a_worker_that_is_killed(tmp_path: Path, monk
     display = AtStep(tmp_path, 5, kill_the_first)
     plan = {"workers": 3, "plan": "model-parallel", "schedule": "flush", "microbatches": 3}
     made = plait.train(job(tmp_path, {**plan, "jitter": [0.1, 0.01]}, steps=40), display=display)
+    # Measured on a busy machine, the plan may have use for two of the workers only.
+    first, left, *later = display.seen
+    assert first in ((0, 1, 2), (0, 1)), display.lines
+    assert left == first[1:]
     # Another takes its place, unless the run has ended by then.
-    assert display.seen[:3] in ([(0, 1, 2), (1, 2), (1, 2, 3)], [(0, 1, 2), (1, 2)]), display.lines
+    assert not later or later[0] == (*left, len(first)), display.lines
     assert largest_difference(weights_of(Path(made.run)), weights_in_peace(tmp_path, 40)) < 1e-9
 
 

@@ -56,7 +56,7 @@ def averaged(sync: str, options: dict[str, Any] | None = None, **changes: Any) -
         "steps": 13,
         "sync": SyncSettings(sync, options or {}),
         "evaluate": EvaluateSettings(every_steps=EVERY),
-        "log_every_steps": EVERY,
+        "log_every_steps": None,
         "verify": UNVERIFIED,
         **changes,
     }
@@ -315,7 +315,8 @@ def test_auto_measures_the_workers_of_the_sweep(
 
 def test_two_groups_average_apart_from_each_other(tmp_path: Path) -> None:
     # The mean of two steps is the step by the mean gradient, for an optimizer without memory.
-    job = averaged("local-sgd", {"every": 1}, optimizer=OptimizerSettings("sgd", {"lr": 0.01}))
+    sgd = OptimizerSettings("sgd", {"lr": 0.01})
+    job = averaged("local-sgd", {"every": 1}, optimizer=sgd, log_every_steps=EVERY)
     settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=job)
     found = run_ranks(4, sweep_rank, replace(settings, replicas=2), tmp_path / "four")[0]
     assert same_table(sweep_here(settings, tmp_path / "one"), found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,7 @@ from plait.core.errors import InputError
 from plait.core.shown import show_numbers, shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.run_dir import RunDir, RunKind
+from plait.schema.placement import ElasticRules, WorkerLimits
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 from plait.schema.settings import SEARCHES, SearchSettings
 
@@ -102,6 +104,8 @@ def sweep(
         raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
     if resume is not None and over:
         raise InputError("--over and --resume: found both; a sweep goes on with what it was asked to try")
+    if resume is not None:
+        _check_set(set_ or [], plan)
     from plait.jobs.sweep import sweep as run_sweep
     from plait.schema.job import read_job
 
@@ -150,6 +154,18 @@ def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> 
         count = str(max(1, torch.cuda.device_count()))
     here: list[tuple[str, Any]] = [("parallel.workers", int(count)), ("cluster.hosts", [])] if count else []
     return [("device", kind), *here]
+
+
+def _check_set(overrides: list[str], plan: str | None) -> None:
+    """Refuse overrides of a sweep that goes on, except those that say where its workers run."""
+    placed = {"workers", "elastic", *(each.name for each in (*fields(ElasticRules), *fields(WorkerLimits)))}
+    for key in [each.partition("=")[0] for each in overrides] + ["parallel.plan"] * (plan is not None):
+        section, _, name = key.partition(".")
+        if section not in ("cluster", "run_dir") and not (section == "parallel" and name in placed):
+            raise InputError(
+                f"{key} and --resume: found both; a sweep goes on with the job that it was begun with, and "
+                f"--width, --replicas, --trials, -np may change: leave it out, or begin another"
+            )
 
 
 class SweepDisplay(ProgressDisplay):

@@ -244,6 +244,9 @@ class ArrayBuilder:
 
         worker, workers = self._worker, self.workers
         check_replicated(entries[0], max(holders_of_stages(self._settings)) > 1)
+        if not self.averages:
+            microbatches = layout_from(0, self._settings).microbatches
+            self._warn_of_whole_batches(entries[0], microbatches, "parallel.microbatches")
         self._check_averaged(entries[0])
         verified, verdict = self._verify_in_stages(group, entries, [trial.number for trial in trials])
         if self.width(group) == 1:
@@ -315,21 +318,31 @@ class ArrayBuilder:
         workers = self.workers
         check_replicated(entries[0], not workers.is_alone)
         self._check_averaged(entries[0])
-        if wants_norms(entries[0].settings) and entries[0].settings.accumulate == 1:
-            self.warn_once(
-                "monitor: trials that take each batch as a whole have no part of it to compare with, so "
-                "there is no noise scale and no variance; use accumulate: 2 or more"
-            )
+        self._warn_of_whole_batches(entries[0], entries[0].settings.accumulate, "accumulate")
         if self.width(group) == 1:
             return entries[0].components
         verdict = self._verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
 
+    def _warn_of_whole_batches(self, first: TrialInit, microbatches: int, key: str) -> None:
+        if wants_norms(first.settings) and microbatches == 1:
+            self.warn_once(
+                "monitor: trials that take each batch as a whole have no part of it to compare with, so "
+                f"there is no noise scale and no variance; use {key}: 2 or more"
+            )
+
     def _check_averaged(self, first: TrialInit) -> None:
         """Refuse a model with a state that workers which average do not share."""
-        if self.averages:
-            check_no_rows(first.components, first.settings)
+        if not self.averages:
+            return
+        check_no_rows(first.components, first.settings)
+        logs, due = first.settings.log_every_steps, Trial(first.settings).periods
+        if logs and not any(every and logs % every == 0 for every in due):
+            self.warn_once(
+                f"log_every_steps: the workers of an array synchronize at each point of a curve, every "
+                f"{logs} steps, which those of a run do not; leave it out for the numbers of a run"
+            )
 
     def verify_joining(
         self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]

@@ -17,9 +17,8 @@ from plait.training.checkpoint import EngineState
 from plait.training.components import present_steps
 from plait.training.trial import Trial
 
-# How many points a learning curve has at most; fewer where workers average weights, since they synchronize
-# at each point.
-POINTS, AVERAGED_POINTS = 200, 20
+# How many points a learning curve has at most.
+POINTS = 200
 
 
 def trial_folder(folder: RunDir, trial: int) -> RunDir:
@@ -44,7 +43,8 @@ class RunningTrial(Trial):
     goals: Sequence[int] = ()
     # The names of the parameters that are trained.
     weights: frozenset[str] = frozenset()
-    # The points of its learning curve at most, unless the job says after how many steps there is one.
+    # The points of its learning curve at most, unless the job says after how many steps there is one. With 0
+    # there is one where something else is due: workers that average weights synchronize at each point.
     points: int = POINTS
     loss_sum: float = 0.0
     loss_steps: int = 0
@@ -72,11 +72,12 @@ class RunningTrial(Trial):
     @property
     def is_loss_due(self) -> bool:
         """Whether the learning curve gets a point; fixed steps, so that a resumed trial has the same."""
-        return self.is_time(self._loss_every)
+        return self._loss_every is None or self.is_time(self._loss_every)
 
     @property
-    def _loss_every(self) -> int:
-        return self.settings.log_every_steps or max(1, self.drawn[-1] // self.points)
+    def _loss_every(self) -> int | None:
+        most = max(1, self.drawn[-1] // self.points) if self.points else None
+        return self.settings.log_every_steps or most
 
     @property
     def periods(self) -> tuple[int | None, ...]:

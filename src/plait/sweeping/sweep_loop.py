@@ -33,7 +33,6 @@ from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.fusable import NotFusedError, TooWideError, TrialsFailedError, short, why_failed
 from plait.sweeping.group_client import GroupClient
 from plait.sweeping.running_trial import (
-    AVERAGED_POINTS,
     POINTS,
     RunningTrial,
     failure_file,
@@ -391,7 +390,7 @@ class SweepLoop(Loop):
             schedule=build_lr_factor(settings.lr_schedule, assignment["drawn"][-1]),
             early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
             weights=entry.components.weights,
-            points=AVERAGED_POINTS if self._builder.averages else POINTS,
+            points=0 if self._builder.averages else POINTS,
             sources=sources,
             signals=signals,
             noise=entry.noise,

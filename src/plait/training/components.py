@@ -479,8 +479,10 @@ def free_bytes(device: torch.device) -> float:
     """The memory that this worker may use on `device`."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = psutil.virtual_memory().available / workers
+    # The workers of a host share its memory. In an elastic job more may join, up to a number that may be far
+    # beyond the cores.
+    most, now = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    free = psutil.virtual_memory().available / min(most, max(now, os.cpu_count() or 1))
     for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:

@@ -51,7 +51,8 @@ def check_stages_of(settings: SweepSettings) -> None:
     check_in_stages(settings)
     plan = settings.train.stages.plan
     check_schedule(plan.schedule)
-    check_plan(settings.train, None)
+    halves = "fp16" in _values(settings, "precision", settings.train.precision)
+    check_plan(replace(settings.train, precision="fp16") if halves else settings.train, None)
     if averages(settings):
         clips = _values(settings, "clip_norm", settings.train.clip_norm)
         clipped = replace(settings.train, clip_norm=next(filter(None, clips), None))
