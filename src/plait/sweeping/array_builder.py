@@ -333,14 +333,14 @@ class ArrayBuilder:
             )
 
     def _check_averaged(self, first: TrialInit) -> None:
-        """Refuse a model with a state that workers which average do not share."""
+        """Refuse state that workers which average do not share; warn if they average more than in a run."""
         if not self.averages:
             return
         check_no_rows(first.components, first.settings)
         logs, due = first.settings.log_every_steps, Trial(first.settings).periods
         if logs and not any(every and logs % every == 0 for every in due):
             self.warn_once(
-                f"log_every_steps: the workers of an array synchronize at each point of a curve, every "
+                "log_every_steps: the workers of an array synchronize at each point of a curve, every "
                 f"{logs} steps, which those of a run do not; leave it out for the numbers of a run"
             )
 

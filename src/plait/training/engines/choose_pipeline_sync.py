@@ -10,13 +10,12 @@ import torch
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import JobError
 from plait.core.run_events import SyncChosen
-from plait.data import loader
 from plait.data.loader import Batch
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import one_batch
-from plait.pipeline.microbatches import Microbatch, MicrobatchSource, microbatch_count
+from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import KINDS
 from plait.training.batch_streams import open_stream
@@ -25,6 +24,7 @@ from plait.training.components import Components, has_room_for_whole, with_fresh
 from plait.training.engines.choose_sync import choose, measure
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
 from plait.training.engines.replica_layout import in_order, replica_layouts
+from plait.training.stages.replica_stages import in_microbatches
 from plait.training.trial import Trial
 
 
@@ -62,11 +62,8 @@ def time_update(pipeline: Pipeline, batch: Batch, usual: int, seed: int, compone
     """
     started = time.perf_counter()
     layout, rank = pipeline.pipeline_layout, pipeline.rank
-    cut = list(
-        loader.cut(batch.content, batch.count, microbatch_count(batch.count, usual, layout.microbatches))
-    )
-    contents = (components.stacked([content], count) for content, count in cut)
-    microbatches = [Microbatch(0, i, 0, range(count)) for i, (_, count) in enumerate(cut)]
+    cut, contents = in_microbatches(batch, usual, layout.microbatches, components)
+    microbatches = [Microbatch(0, i, 0, range(count)) for i, count in enumerate(cut)]
     work = MicrobatchSource(layout, rank, microbatches, seed=seed, fetch=lambda local: contents)
     pipeline.run(one_batch(layout, rank, len(cut)), work)
     pipeline.losses.clear()

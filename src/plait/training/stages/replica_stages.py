@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from plait.comm.channels import connect
 from plait.comm.clock import clock_offset
@@ -17,6 +18,7 @@ from plait.pipeline.microbatches import Microbatch, microbatch_count
 from plait.sync.allreduce.reducers import Members
 from plait.training.checks.plan_settings import check_pipeline
 from plait.training.engines.replica_layout import among, in_order, replica_layouts
+from plait.training.engines.train_step import AnyComponents
 from plait.training.stages.model_stages import ModelStages
 
 
@@ -75,6 +77,14 @@ class ReplicaStages(ModelStages):
         (step,), (batch,), (size,), most = steps, batches, usual, self.replicas[0].microbatches
         if not batch.count:
             return []
-        cut = list(loader.cut(batch.content, batch.count, microbatch_count(batch.count, size, most)))
-        self._contents = (self.components.stacked([content], count) for content, count in cut)
-        return [Microbatch(step, share * most + i, 0, range(count)) for i, (_, count) in enumerate(cut)]
+        cut, self._contents = in_microbatches(batch, size, most, self.components)
+        return [Microbatch(step, share * most + i, 0, range(count)) for i, count in enumerate(cut)]
+
+
+def in_microbatches(
+    batch: Batch, usual: int, most: int, components: AnyComponents
+) -> tuple[list[int], Iterator[Any]]:
+    """The sizes of a batch's microbatches, and their contents; a batch of `usual` samples has `most`."""
+    cut = list(loader.cut(batch.content, batch.count, microbatch_count(batch.count, usual, most)))
+    contents = (components.stacked([content], count) for content, count in cut)
+    return [count for _, count in cut], contents
