@@ -198,15 +198,6 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
     ("`parallel.sync: auto`", "a sweep's arrays in stages"): [
         Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2), over=RATES),
     ],
-    ("the policy `batch-size`", "a sweep's pipelines side by side"): [
-        Refused(
-            "adapt[0].kind: found batch-size",
-            {"adapt": [{"kind": "batch-size", "most": 128}]},
-            AVERAGE,
-            stages=(2, 2),
-            over=RATES,
-        )
-    ],
     ("`parallel.sync: auto`", "elastic pipelines"): [
         Refused("parallel.sync: found 'auto'", {}, {"sync": "auto", "elastic": True}, stages=(2, 2))
     ],

@@ -26,8 +26,10 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.sweeping.search.values import check
+from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.training.change.batch_size import BatchSize
+from support.averaging import job_store
 from support.further import but_further
 from support.plans import in_stages, straight_layout
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
@@ -208,6 +210,53 @@ def test_in_stages_trials_decide_by_the_noise_of_their_whole_gradients(tmp_path:
     assert changes[best["trial"]].change == pytest.approx(expected.change, rel=1e-9)
     assert changes[best["trial"]].step == expected.step == 50
     assert best["metrics"] == pytest.approx(alone.test, abs=1e-9)
+
+
+def sweep_and_one_alone(rank: int, sweep: SweepSettings, folder: Path, address: str) -> dict[str, Any]:
+    """A sweep by all workers as one group, and its first trial as a run of these workers."""
+    result = sweep_rank(rank, sweep, folder / "sweep")
+    first = {dimension.key: dimension.values[0] for dimension in sweep.over}
+    train_rank(rank, with_values(sweep.train, first), folder / "alone", address=address)
+    return result
+
+
+# All workers average gradients after each step: a group, of which a share is a part.
+GROUPS = {"minimum": 2, "patience": 1000.0, "every": 1, "average": "gradients"}
+
+
+@pytest.mark.parametrize(
+    ("sync", "microbatches"),
+    [
+        (SyncSettings("local-sgd", {"every": 3}), 2),
+        pytest.param(SyncSettings("partial-reduce", GROUPS), 1, marks=pytest.mark.extended),
+    ],
+)
+def test_pipelines_that_average_decide_as_whole_models_that_do(
+    sync: SyncSettings, microbatches: int, tmp_path: Path
+):
+    """Each trial of an array by its own noise, which is that of all workers, as in a run."""
+    whole = job(BY_NOISE, epochs=None, steps=53, log_every_steps=None, sync=sync)
+    pipelines = in_stages(whole, straight_layout((2, 2)), Schedule.FLUSH, 2 * microbatches)
+    jobs = {"whole": (2, replace(whole, accumulate=microbatches)), "pipelines": (4, pipelines)}
+    tables, changes, signals = {}, {}, {}
+    for name, (ranks, train) in jobs.items():
+        folder, replicas = tmp_path / name, 1 if train.in_stages else ranks
+        sweep = replace(sweep_of("optimizer.lr=0.02,0.1", job=train), replicas=replicas)
+        with job_store() as address:
+            tables[name] = run_ranks(ranks, sweep_and_one_alone, sweep, folder, address)[0]
+        changes[name] = {each.trial: each.change for each in recorded(folder / "sweep", Changed)}
+        (alone,) = recorded(folder / "alone", Changed)
+        assert changes[name].keys() == {0, 1}
+        assert changes[name][0] == pytest.approx(alone.change, rel=1e-8)
+        assert changes[name][0] != changes[name][1]
+        found = recorded(folder / "alone", Signals)
+        signals[name] = [(s.step, s.loss, s.noise_scale, s.variance, s.squared_norm) for s in found]
+    assert same_table(tables["whole"], tables["pipelines"], 1e-8)
+    assert [each[0] for each in signals["whole"]] == [25, 50, 53]
+    for ours, theirs in zip(signals["pipelines"], signals["whole"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-8)
+    for trial, change in changes["whole"].items():
+        assert changes["pipelines"][trial] == pytest.approx(change, rel=1e-8)
 
 
 def test_policies_are_not_swept_over():

@@ -41,6 +41,7 @@ from plait.training.components import DataPair, TrialInit
 from plait.training.components import build as build_components
 from plait.training.engines.averaging_member import (
     MakeMember,
+    MemberInit,
     MemberState,
     ShareAudit,
     WholeModelMember,
@@ -51,6 +52,7 @@ from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.monitoring.required_signals import wants_norms
+from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import WorkerGroup
 
@@ -220,7 +222,9 @@ class ArrayBuilder:
                 self._make_components(group, entries, numbers), [dict(entry.sync) for entry in entries]
             )
             engine = self._decentralized(
-                trials, state, lambda init: WholeModelMember(worker, init, state, audit)
+                trials,
+                state,
+                lambda init: WholeModelMember(worker, init, state, audit, self._share_monitor(init, state)),
             )
         else:
             components = self._make_components(group, entries, numbers)
@@ -244,9 +248,8 @@ class ArrayBuilder:
 
         worker, workers = self._worker, self.workers
         check_replicated(entries[0], max(holders_of_stages(self._settings)) > 1)
-        if not self.averages:
-            microbatches = layout_from(0, self._settings).microbatches
-            self._warn_of_whole_batches(entries[0], microbatches, "parallel.microbatches")
+        microbatches = layout_from(0, self._settings).microbatches
+        self._warn_of_whole_batches(entries[0], microbatches, "parallel.microbatches")
         self._check_averaged(entries[0])
         verified, verdict = self._verify_in_stages(group, entries, [trial.number for trial in trials])
         if self.width(group) == 1:
@@ -265,13 +268,14 @@ class ArrayBuilder:
                 group=workers,
             )
             return engine
-        if wants_norms(entries[0].settings):
-            self.warn_once("monitor: pipelines side by side have no noise scale and no variance")
         if self._settings.train.verify.audit != "off":
             self.warn_once("audit: the steps of pipelines side by side are not audited")
-        return self._decentralized(
-            trials, stages, lambda init: PipelineMember(worker, init, stages, stages.open())
-        )
+
+        def make_member(init: MemberInit) -> PipelineMember:
+            monitor = self._share_monitor(init, stages)
+            return PipelineMember(worker, init, stages, stages.open(), monitor=monitor)
+
+        return self._decentralized(trials, stages, make_member)
 
     def _monitor(self, engine: PipelineEngine, pipeline: Pipeline) -> StageMonitor | None:
         """What measures the gradient noise of an array in stages, if the job needs it."""
@@ -281,6 +285,10 @@ class ArrayBuilder:
             return None
         place = self.workers.place, self.workers.size
         return StageMonitor(place, engine.trials, pipeline, norms.averages, self.warn_once)
+
+    def _share_monitor(self, init: MemberInit, state: MemberState) -> ShareMonitor | None:
+        """What measures the gradient noise of an array whose members average, if the job needs it."""
+        return None if state.components.norms is None else ShareMonitor(init.trials, self.warn_once)
 
     @property
     def averages(self) -> bool:
@@ -326,7 +334,7 @@ class ArrayBuilder:
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
 
     def _warn_of_whole_batches(self, first: TrialInit, microbatches: int, key: str) -> None:
-        if wants_norms(first.settings) and microbatches == 1:
+        if wants_norms(first.settings) and microbatches == 1 and not self.averages:
             self.warn_once(
                 "monitor: trials that take each batch as a whole have no part of it to compare with, so "
                 f"there is no noise scale and no variance; use {key}: 2 or more"

@@ -31,7 +31,7 @@ from plait.training.engines.averaging_member import (
 )
 from plait.training.engines.decentralized import DecentralizedEngine, Observers
 from plait.training.engines.whole_model import WholeModelEngine
-from plait.training.monitoring.required_signals import is_monitored, wants_norms
+from plait.training.monitoring.required_signals import is_monitored
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
@@ -85,7 +85,7 @@ def engine_of_sync(run: Run) -> Engine:
     def make_member(init: MemberInit) -> WholeModelMember:
         components = run.components
         audit = ReplicaAudit(run.worker, run.trials, components, run.audits, together=False)
-        return WholeModelMember(run.worker, init, state, audit, share_monitor(run, components))
+        return WholeModelMember(run.worker, init, state, audit, share_monitor(run))
 
     return decentralized_engine(run, make_member, state)
 
@@ -107,11 +107,11 @@ def decentralized_engine(run: Run, make_member: MakeMember, state: MemberState) 
     )
 
 
-def share_monitor(run: Run, components: Components) -> ShareMonitor | None:
+def share_monitor(run: Run) -> ShareMonitor | None:
     """What measures the updates of a member, where the job asks for signals."""
     if not is_monitored(run.settings):
         return None
-    return ShareMonitor(run.trials, components, run.metrics.warn)
+    return ShareMonitor(run.trials, run.metrics.warn, run.trial.signals.add)
 
 
 def whole_model_engine(run: Run) -> WholeModelEngine:
@@ -166,11 +166,9 @@ def engine_of_stages(run: Run) -> Engine:
     stages = replica_stages(run)
     if run.settings.verify.audit != "off":
         run.audits.say("audit: the steps of pipelines side by side are not audited")
-    if is_monitored(run.settings) and wants_norms(run.settings):
-        run.metrics.warn("monitor: pipelines side by side have no noise scale and no variance")
 
     def make_member(init: MemberInit) -> Member:
-        monitor = share_monitor(run, stages.components)
-        return join_pipelines(run.worker, init, stages, run.metrics.record_here, run.metrics.warn, monitor)
+        on_event, warn = run.metrics.record_here, run.metrics.warn
+        return join_pipelines(run.worker, init, stages, on_event, warn, share_monitor(run))
 
     return decentralized_engine(run, make_member, stages)

@@ -88,7 +88,7 @@ class Components:
     # Warnings for the user when the run begins.
     warnings: tuple[str, ...] = ()
     # Measures gradient norms, as for fused trials; in a run, the engine's monitor does.
-    norms: TrialNorms | None = None
+    norms: TrialNorms[GradientAverages] | None = None
 
     # One trial without a trials axis: nothing is shared with other trials, and Python state may change.
     trials = 1
@@ -220,20 +220,15 @@ class Components:
         """Does nothing: generators are seeded for each step."""
         return contextlib.nullcontext()
 
-    def measure_part(self, weights: Sequence[float]) -> None:
-        """Measure gradient norms after a round that is not the last, if `norms` does."""
-        if self.norms is not None:
-            self.norms.after_microbatch(self._trial_gradients(), weights)
-
-    def measure_whole(self, batches: Sequence[Batch]) -> None:
-        """Measure gradient norms of the whole batch, if `norms` does."""
-        if self.norms is not None:
-            scale = torch.tensor([self.scaler.get_scale()])
-            self.norms.before_update(self._trial_gradients(), [batch.total for batch in batches], scale)
-
-    def _trial_gradients(self) -> list[Tensor]:
+    @property
+    def trial_gradients(self) -> list[Tensor]:
         """The gradients, each with a trials axis."""
         return [gradient.unsqueeze(0) for gradient in gradients(self.model.parameters())]
+
+    @property
+    def loss_scales(self) -> Tensor:
+        """What the loss of each trial, and so its gradients, are multiplied by until the update."""
+        return torch.tensor([self.scaler.get_scale()])
 
     def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the one trial over a share of the test split; see `evaluate.sums_of`."""

@@ -32,6 +32,8 @@ def _dot(tensor: Tensor) -> Tensor:
 
 def trial_squared_norms(tensors: Iterable[Tensor], trials: int) -> Tensor:
     """Same as `squared_norm`, for each trial of tensors whose first axis is the trials."""
+    if trials == 1:
+        return squared_norm(tensors).view(1)
     squares = []
     for tensor in tensors:
         rows = tensor.detach().reshape(trials, -1)

@@ -12,7 +12,7 @@ from plait.core.errors import InputError
 from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
 from plait.schema.topology_spec import check_topology
-from plait.sweeping.engines.array_plans import averages, check_stages_of, holders_of_stages
+from plait.sweeping.engines.array_plans import check_stages_of, holders_of_stages
 from plait.sweeping.search.pruning import rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
 from plait.sweeping.search.tpe import Past, suggest
@@ -124,11 +124,6 @@ def _check_policies(settings: SweepSettings) -> None:
         for key, kind in found.items():
             if kind in _OF_ALL_TRIALS:
                 raise InputError(f"{key}: found {kind}, but {_OF_ALL_TRIALS[kind]}; leave it out")
-        if policy.kind == "batch-size" and settings.train.in_stages and averages(settings):
-            raise InputError(
-                f"adapt[{number}].kind: found batch-size, but pipelines side by side have no noise scale to "
-                f"decide by; use kind: steps or a function of your own, or sync: all-reduce"
-            )
 
 
 def _check_replicas(settings: SweepSettings) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.adapt.monitors.squared_norms import trial_squared_norms
 from plait.data import loader
 from plait.launch.worker_process import Worker
 from plait.pipeline.named_state import Tensors
@@ -22,6 +23,7 @@ from plait.training.components import TrialInit
 from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.train_step import AnyComponents, TrainStep
 from plait.training.engines.whole_model import StepAudit
+from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
@@ -44,10 +46,11 @@ class Member(Protocol):
 
     It is linked with the other members when it is made. Members are numbered by their places; `workers` are
     the workers that this one averages with, including itself, by place. A worker whose place is none of
-    these takes no work.
+    these takes no work. `position` is this worker's number among those of its member.
     """
 
     place: int
+    position: int
     workers: tuple[int, ...]
     averaging: Averaging
     # What measures its updates, where the job asks for signals.
@@ -146,7 +149,7 @@ class WholeModelMember:
     `audit` repeats some of its updates and `monitor` measures them, if given.
     """
 
-    is_first = True
+    is_first, position = True, 0
 
     def __init__(
         self,
@@ -165,13 +168,15 @@ class WholeModelMember:
         self.place = group.place
         self.workers = tuple(worker.memberships.current.members[rank] for rank in group.ranks)
         self._options = options_among(sync.kind, sync.options, group.size)
-        self._samples = 0
-        self._step = TrainStep(self._components, self._settings, rank=group.place, own_monitor=monitor)
+        self._samples: Sequence[int] = ()
+        norms = TrialNorms(monitor.moments) if monitor is not None and monitor.moments else None
+        self._step = TrainStep(self._components, self._settings, rank=group.place, norms=norms)
         self.averaging = self._open_averaging(worker, group, f"{PREFIX}/{init.name}")
         if averages_gradients(self._options):
             self._step.before_update = self._average_gradients
         if monitor is not None:
-            monitor.warn_without_parts(averages_gradients(self._options))
+            microbatches, averages = self._settings.accumulate, averages_gradients(self._options)
+            monitor.warn_without_parts(microbatches, "accumulate: 2", averages)
         load_sync(self._sync_states(), state.sync)
 
     def _open_averaging(self, worker: Worker, group: WorkerGroup, prefix: str) -> Averaging:
@@ -199,9 +204,13 @@ class WholeModelMember:
             if self._audit is not None:
                 around.enter_context(self._audit.averaging_before_update())
             if self.monitor is not None:
-                weights = list(self._components.model.parameters())
-                around.enter_context(self.monitor.averaging_gradients(weights, self._samples, self.averaging))
+                measured = self.monitor.averaging_gradients(self._squares, self._samples, self.averaging)
+                around.enter_context(measured)
             self.averaging.after_update()
+
+    def _squares(self) -> Tensor:
+        """The squared norm of each trial's present gradient."""
+        return trial_squared_norms(self._components.trial_gradients, self._components.trials)
 
     def update(
         self, steps: Sequence[int], share: int, batches: Sequence[loader.Batch], factors: Sequence[float]
@@ -209,7 +218,7 @@ class WholeModelMember:
         # Random numbers depend on the seed, the step and the share alone, whichever worker takes it.
         self._components.seed_share(self._settings.seed, steps, share)
         losses = torch.zeros(len(batches), dtype=torch.float64)
-        self._samples = batches[0].count
+        self._samples = [batch.count for batch in batches]
         if any(batch.count for batch in batches):
             if self._audit is not None:
                 done = steps[0] - self._trials[0].step

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ class Reports:
     differences: list[str | None]
     # The sums of each member's weights before and after the average; what its updates measured.
     sums: list[list[list[float]]]
-    signals: list[list[float]]
+    signals: list[list[Any]]
     # The sums of the losses of its shares, each weighted by its part of the batch, for each trial.
     losses: list[list[float]]
 
@@ -197,7 +199,7 @@ class DecentralizedEngine:
         self._intervals += 1
         if reports is None:
             return IntervalResult(done, positions, lost=lost)
-        self._take(reports, step, samples)
+        self._take(reports, step, losses[0] / done if done else math.nan, samples)
         self._delete_keys_before(queue)
         return IntervalResult(
             done,
@@ -270,7 +272,9 @@ class DecentralizedEngine:
         """Let all workers know what each reports; where weights are `audited`, they are compared."""
         member = self._member
         sums = [self._sums_before, member.weight_sums()] if audited else []
-        signals = member.monitor.take() if member.monitor is not None and member.is_first else []
+        signals = []
+        if member.monitor is not None and not self._is_waiting:
+            signals = member.monitor.take(member.position)
         is_asked = self._worker.memberships.is_asked
         # Of a pipeline, its first worker has the losses.
         losses = self._losses.tolist() if member.is_first else [0.0] * len(self.trials)
@@ -280,11 +284,14 @@ class DecentralizedEngine:
             self._compare_weights(found.sums)
         return found
 
-    def _take(self, reports: Reports, step: int, samples: int) -> None:
-        """Take note of what workers reported after `step` steps, `samples` of them in this interval."""
+    def _take(self, reports: Reports, step: int, loss: float, samples: int) -> None:
+        """Take note of what workers reported after `step` steps.
+
+        `loss` is the mean of those in this interval, which had `samples` samples.
+        """
         monitor, audits = self._member.monitor, self._observers.audits
         if monitor is not None:
-            monitor.arrive(step, samples, dict(enumerate(each for each in reports.signals if each)))
+            monitor.arrive(step, loss, samples, filter(None, reports.signals))
         if audits is not None:
             audits.difference = next(filter(None, reports.differences), audits.difference)
 

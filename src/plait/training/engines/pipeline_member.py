@@ -85,7 +85,7 @@ def join_pipelines(
     if waiting := worker.world_size % each:
         warn(f"{waiting} of {worker.world_size} workers wait: each pipeline of the plan has {each}")
     if pipeline is None:
-        return WaitingWorker(worker, init, stages)
+        return WaitingWorker(worker, init, stages, monitor)
     try:
         return PipelineMember(worker, init, stages, pipeline, on_event, monitor)
     except BaseException:
@@ -98,7 +98,8 @@ def join_pipelines(
 class PipelineMember:
     """A member of decentralized training that is a pipeline of workers, of which this is one.
 
-    `pipeline` is this worker's part of it, of one trial or of fused trials.
+    `pipeline` is this worker's part of it, of one trial or of fused trials; `monitor` measures its updates,
+    if given.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class PipelineMember:
             f"{PREFIX}/{init.name}",
             first.step,
             stages.members_of,
+            monitor,
         )
-        self.place, self.averaging = replica.number, replica.averaging
+        self.place, self.position, self.averaging = replica.number, replica.position, replica.averaging
         self.workers = tuple(worker.memberships.current.members[rank] for rank in replica.peers)
-        # Times alone: norms would have to be those of all its stages.
         self.monitor = monitor
         load_sync(replica.sync_states(), stages.sync)
 
@@ -186,12 +187,15 @@ def gathered(
 class WaitingWorker:
     """A worker that no pipeline has a place for: it takes no work, and waits until there is one."""
 
-    is_first = False
+    is_first, position = False, 0
 
-    def __init__(self, worker: Worker, init: MemberInit, stages: ReplicaStages) -> None:
+    def __init__(
+        self, worker: Worker, init: MemberInit, stages: ReplicaStages, monitor: ShareMonitor | None
+    ) -> None:
         self._stages, self._group = stages, init.group
         self.averaging: Averaging = NoAveraging()
-        self.monitor: ShareMonitor | None = None
+        # It learns what the others measure.
+        self.monitor = monitor
         firsts = [in_order(replica)[0] for replica in stages.replicas]
         self.workers = tuple(worker.memberships.current.members[rank] for rank in firsts)
         self.place = len(self.workers)

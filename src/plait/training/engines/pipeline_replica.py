@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.adapt.monitors.gradient_noise import GradientMoments
 from plait.comm.channels import Channels
 from plait.comm.lockstep import Lockstep
 from plait.launch.worker_process import Worker
@@ -24,6 +26,8 @@ from plait.training.engines.averaging import PREFIX, averages_gradients, make_av
 from plait.training.engines.averaging_member import sync_states
 from plait.training.engines.replica_layout import in_order
 from plait.training.engines.train_step import AnyComponents
+from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.monitoring.stage_norms import StageNorms
 
 # A partner that is late by this many steps may itself wait for this replica in another stage.
 OVERDUE = 1.0
@@ -34,7 +38,8 @@ class PipelineReplica:
 
     All workers of a replica call `update` together; that of the first stage has the data. Workers with the
     same stages share `prefix` in the store and, where the sync needs one, a process group by `members_of`.
-    The run goes on after `step` steps. The optimizer of `components` is the pipeline's.
+    The run goes on after `step` steps. The optimizer of `components` is the pipeline's. `monitor` measures
+    updates, if given.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class PipelineReplica:
         prefix: str = PREFIX,
         step: int = 0,
         members_of: MembersOf | None = None,
+        monitor: ShareMonitor | None = None,
     ) -> None:
         self._rank, self._settings, self._components = worker.rank, settings, components
         self.number = next(i for i, replica in enumerate(replicas) if worker.rank in replica.workers)
@@ -56,11 +62,18 @@ class PipelineReplica:
         self._first = workers[0]
         self._last = self.pipeline_layout.layout.worker(self.pipeline_layout.last, 0)
         self.lockstep = Lockstep(channels, worker.rank, workers)
-        position = workers.index(worker.rank)
+        self.position = position = workers.index(worker.rank)
         # The workers that hold the same stages in all replicas.
         self.peers = tuple(in_order(replica)[position] for replica in replicas)
         self._options = options_among(settings.sync.kind, settings.sync.options, len(replicas))
         self._losses = torch.zeros(components.trials, dtype=torch.float64)
+        self._monitor, self._samples = monitor, [0] * components.trials
+        measures = monitor is not None and monitor.moments
+        self._norms = StageNorms(pipeline, components.trials) if measures else None
+        if monitor is not None:
+            microbatches, averages = replicas[0].microbatches, averages_gradients(self._options)
+            advice = f"parallel.microbatches: {2 * len(replicas)}"
+            monitor.warn_without_parts(microbatches, advice, averages)
         members = members_of(self.peers) if members_of and settings.sync.kind in COLLECTIVE else None
         group = None if members is None else members.group
         self.averaging = self._open_averaging(worker, f"{prefix}/stage{position}", step, group)
@@ -111,7 +124,11 @@ class PipelineReplica:
             fetch=fetch,
             weights_losses=not self._components.weights_losses,
         )
-        self.pipeline.run(one_batch(layout, self._rank, len(microbatches)), work)
+        operations = one_batch(layout, self._rank, len(microbatches))
+        self._samples = [sum(each) for each in zip(*map(work.samples, range(len(microbatches))))]
+        if self._norms is not None:
+            self._norms.begin_batch(operations, work, self._samples)
+        self.pipeline.run(operations, work)
         if self._rank == self._first != self._last:
             (self._losses,), _ = self.lockstep.receive_from(self._last, "a batch's losses")
         return self._losses
@@ -122,7 +139,20 @@ class PipelineReplica:
             self._losses = self.pipeline.take_losses().cpu()
             if self._rank != self._first:
                 self.lockstep.send_to_first([self._losses])
-        self.averaging.after_update()
+        with contextlib.ExitStack() as around:
+            if self._monitor is not None and self._norms is not None:
+                self._add_moments(self._monitor, self._norms.moments.tolist())
+                if averages_gradients(self._options):
+                    squares = self._norms.whole_squares
+                    measured = self._monitor.averaging_gradients(squares, self._samples, self.averaging)
+                    around.enter_context(measured)
+            self.averaging.after_update()
+
+    def _add_moments(self, monitor: ShareMonitor, moments: Sequence[Sequence[float]]) -> None:
+        """Give the monitor what this worker's stages measured of a share."""
+        for sums, count, (variance, whole, missing) in zip(monitor.moments, self._samples, moments):
+            if count and not missing:
+                sums.add(GradientMoments(variance, whole - variance / count), whole)
 
     def sync_states(self) -> list[Tensors]:
         """What the sync keeps of each trial for this worker's weights, by their names."""

@@ -32,7 +32,7 @@ from plait.training.engines.straggler_injection import StragglerInjector
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.rounds import Round
 from plait.training.fused.step_graph import StepGraph
-from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.step_monitor import StepMonitor, notes_of
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification.audit import sum_over_workers
@@ -63,7 +63,7 @@ class TrainStep:
     """Takes steps on `components`, of one trial or of several, together with the workers of `group`.
 
     `requests` returns the requests to this worker, which are shared with the group. `rank` is its number for
-    injected delays (`slow`).
+    injected delays (`slow`). Gradient norms are measured by `norms`, unless given by those of the components.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TrainStep:
         rank: int = 0,
         may_fail: bool = False,
         monitor: StepMonitor | None = None,
-        own_monitor: ShareMonitor | None = None,
+        norms: TrialNorms[Any] | None = None,
     ) -> None:
         self._components = components
         self._settings = settings
@@ -84,10 +84,8 @@ class TrainStep:
         self._may_fail = may_fail
         self._sync = None if group.is_alone else self._make_sync()
         self._monitor: StepMonitor | None = None
-        # For a worker that updates without an all-reduce.
-        self._alone: StepMonitor | ShareMonitor | None = None
         self.watch(monitor)
-        self._alone = own_monitor or monitor
+        self._norms: TrialNorms[Any] | None = components.norms if norms is None else norms
         self.chosen = self._start_topology()
         self._slow = StragglerInjector(settings.slow, rank, settings.seed)
         self._frozen = FrozenAtStart(components.model.named_parameters())
@@ -124,7 +122,7 @@ class TrainStep:
 
     def watch(self, monitor: StepMonitor | None) -> None:
         """Measure the next steps with `monitor` (None: with none); all workers call it together."""
-        self._monitor = self._alone = monitor
+        self._monitor = monitor
         if self._sync is not None and monitor is not None:
             monitor.watch(self._sync)
         elif self._sync is not None:
@@ -181,14 +179,16 @@ class TrainStep:
         if self._sync is None:
             components.zero_grad()
             losses, requests = self._backward(rounds, batches), self._requests()
-            if self._alone is not None:
-                self._alone.end_alone(losses[0], components.model.parameters(), batches[0].total)
+            if self._monitor is not None:
+                self._monitor.end_alone(losses[0], components.model.parameters(), batches[0].total)
         else:
             self._sync.begin()
             with components.drawing_alike(batches, accumulate, self._group.size):
                 losses, requests = self._agree(self._sync, self._backward(rounds, batches), batches)
             self._differs = True
-        components.measure_whole(batches)
+        if self._norms is not None:
+            samples = [batch.total for batch in batches]
+            self._norms.before_update(components.trial_gradients, samples, components.loss_scales)
         if self.before_update is not None:
             self.before_update()
         components.update(self._settings.clip_norm, self.update_seed)
@@ -265,9 +265,10 @@ class TrainStep:
             components.backward(weighted)
             total += weighted.detach().double() * share
             if not is_last:
-                components.measure_part(weights)
-                if self._alone is not None:
-                    self._alone.after_microbatch(components.model.parameters(), weights[0])
+                if self._norms is not None:
+                    self._norms.after_microbatch(components.trial_gradients, weights)
+                if self._monitor is not None:
+                    self._monitor.after_microbatch(components.model.parameters(), weights[0])
         return total
 
     def _share(self, batches: Sequence[Batch]) -> float:

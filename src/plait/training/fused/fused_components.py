@@ -302,16 +302,15 @@ class FusedComponents:
         yield
         self.fused.ages.copy_(ages)
 
-    def measure_part(self, weights: Sequence[float]) -> None:
-        """Measure gradient norms after a round that is not the last, if the job needs them."""
-        if self.norms is not None:
-            self.norms.after_microbatch(gradients(self.parameters), weights)
+    @property
+    def trial_gradients(self) -> list[Tensor]:
+        """The gradients of all trials, the trials axis first."""
+        return gradients(self.parameters)
 
-    def measure_whole(self, batches: Sequence[Batch]) -> None:
-        """Measure gradient norms of whole batches, if the job needs them."""
-        if self.norms is not None:
-            scales = self.scales.scales if self.is_scaled else torch.ones(self.trials)
-            self.norms.before_update(gradients(self.parameters), [batch.total for batch in batches], scales)
+    @property
+    def loss_scales(self) -> Tensor:
+        """What the loss of each trial, and so its gradients, are multiplied by until the update."""
+        return self.scales.scales if self.is_scaled else torch.ones(self.trials)
 
     def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
         """The sums of the trials in `slots` over a share of the test split; see `evaluate.sums_of`."""

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms
+from plait.adapt.monitors.gradient_noise import GradientNorms
 from plait.adapt.monitors.squared_norms import trial_squared_norms
 
 
-class TrialNorms:
+class NormSink(Protocol):
+    """Takes the norms of a trial's steps."""
+
+    def update(self, norms: GradientNorms) -> None: ...
+
+
+Sink = TypeVar("Sink", bound=NormSink)
+
+
+class TrialNorms(Generic[Sink]):
     """Compares gradient norms of the first microbatch and the batch of each trial, by slot.
 
-    Gradients are those of all trials, the trials axis first; what follows is added to `averages`.
+    Gradients are those of all trials, the trials axis first; norms are given to `averages`.
     """
 
-    def __init__(self, averages: Sequence[GradientAverages]) -> None:
+    def __init__(self, averages: Sequence[Sink]) -> None:
         self.averages = list(averages)
         self._part: tuple[Tensor, Sequence[float]] | None = None
 

@@ -1,70 +1,95 @@
-"""Monitors of workers at their own pace: each measures its updates, and all exchange them now and then.
+"""Monitors of members of decentralized training: each measures its updates, and all exchange the sums.
 
-No gradient of all workers exists here. A worker compares the first microbatch of its share with the share,
-or, where partial reduce averages gradients, its own gradient with its group's.
+No gradient of all members exists here. A member compares the first microbatch of its share with the share,
+or, where partial reduce averages gradients, its gradient with its group's. Each worker of a pipeline does so
+in its stages, and their moments add up to those of the whole model.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
-from plait.adapt.monitors.squared_norms import gradients, squared_norm
+from plait.core.run_events import Signals
 from plait.sync.averaging.base import Averaging
-from plait.training.components import Components
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 
 
 @dataclass
-class UpdateSums:
-    """What one worker did in an interval: sums over its updates, in the order that they are exchanged in."""
+class MomentSums:
+    """Sums over those updates of a trial whose gradients could be measured, in the order of exchange."""
 
-    updates: float = 0.0
-    work_s: float = 0.0
-    loss: float = 0.0
     measured: float = 0.0
     variance: float = 0.0
     squared_norm: float = 0.0
     whole: float = 0.0
 
-    def as_list(self) -> list[float]:
-        return list(vars(self).values())
+    def update(self, norms: GradientNorms) -> None:
+        moments = estimate(norms)
+        if moments is not None:
+            self.add(moments, norms.whole)
+
+    def add(self, moments: GradientMoments, whole: float) -> None:
+        """Add the moments of one update, whose gradient has the squared norm `whole`."""
+        self.measured += 1
+        self.variance += moments.variance
+        self.squared_norm += moments.squared_norm
+        self.whole += whole
+
+    def take(self) -> list[float]:
+        """The sums since the last call."""
+        sums = list(vars(self).values())
+        self.measured = self.variance = self.squared_norm = self.whole = 0.0
+        return sums
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one worker measured in an interval; `position` is its number in its member.
+
+    `moments` are the sums of each trial, as `MomentSums` takes them; empty if the job needs none.
+    """
+
+    position: int
+    updates: int
+    work_s: float
+    moments: list[list[float]]
 
 
 class ShareMonitor:
-    """Measures one worker's updates on its shares of a trial's batches.
+    """Measures one worker's updates on its member's shares of the batches of one trial, or of fused trials.
 
-    Gradient noise and signals are added to the trial's; `warn` is called if something cannot be measured.
+    The gradient noise of each trial is added to its own. `warn` is called if something cannot be measured,
+    `on_signals` with the signals of each interval of the first trial.
     """
 
     def __init__(
         self,
         trials: Sequence[Trial],
-        components: Components,
         warn: Callable[[str], None],
+        on_signals: Callable[[Signals], None] = lambda signals: None,
     ) -> None:
         self._trials = trials
-        self._scaler = components.scaler
         self._warn = warn
-        self._norms = wants_norms(trials[0].settings)
-        self._sums = UpdateSums()
-        self._part: tuple[Tensor, float] | None = None
+        self._on_signals = on_signals
+        # Of each trial; empty if the job needs none.
+        self.moments = [MomentSums() for _ in trials] if wants_norms(trials[0].settings) else []
+        self._updates, self._work_s = 0, 0.0
 
-    def warn_without_parts(self, averages_gradients: bool) -> None:
-        """Say where there is nothing to compare a share's gradient with."""
-        settings = self._trials[0].settings
-        if self._norms and settings.accumulate == 1 and not averages_gradients:
+    def warn_without_parts(self, microbatches: int, advice: str, averages_gradients: bool) -> None:
+        """Say where there is nothing to compare the gradient of a share of `microbatches` with."""
+        if self.moments and microbatches == 1 and not averages_gradients:
             self._warn(
-                f"monitor: under sync {settings.sync.kind} a worker has no part of its share to "
-                f"compare with, so there is no noise scale and no variance; use accumulate: 2 or more, or "
+                f"monitor: under sync {self._trials[0].settings.sync.kind} a worker has no part of its share "
+                f"to compare with, so there is no noise scale and no variance; use {advice} or more, or "
                 f"average: gradients"
             )
 
@@ -73,64 +98,61 @@ class ShareMonitor:
         """Time an update, without its waits for others."""
         started, waited = perf_counter(), averaging.stats.waited_s
         yield
-        self._sums.work_s += perf_counter() - started - (averaging.stats.waited_s - waited)
-        self._sums.updates += 1
-
-    def after_microbatch(self, parameters: Iterable[Tensor], weight: float) -> None:
-        if self._norms and self._part is None:
-            self._part = squared_norm(gradients(parameters)), weight
-
-    def end_alone(self, loss: Tensor, parameters: Iterable[Tensor], samples: int) -> None:
-        """Take a share's gradient, which is there."""
-        self._sums.loss += float(loss)
-        if self._part is not None:
-            square, weight = self._part
-            self._part = None
-            whole = float(squared_norm(gradients(parameters)))
-            self._add(GradientNorms(float(square) / weight, weight, 1.0, whole, samples))
+        self._work_s += perf_counter() - started - (averaging.stats.waited_s - waited)
+        self._updates += 1
 
     @contextmanager
     def averaging_gradients(
-        self, parameters: Sequence[Tensor], samples: int, averaging: Averaging
+        self, squares: Callable[[], Tensor], samples: Sequence[int], averaging: Averaging
     ) -> Iterator[None]:
-        """Compare this worker's gradient, of `samples` samples, with that of the group that averages it."""
-        if not self._norms:
+        """Compare this worker's gradients with those of the group that averages them.
+
+        `squares` gives their squared norms, of each trial; they are those of `samples` samples.
+        """
+        if not self.moments:
             yield
             return
-        own, members = float(squared_norm(gradients(parameters))), averaging.stats.members
+        before, members = squares().tolist(), averaging.stats.members
         yield
         size = averaging.stats.members - members
         if size > 1:
-            whole = float(squared_norm(gradients(parameters)))
-            self._add(GradientNorms(own / size, 1 / size, 1.0, whole, samples * size))
+            for moments, alone, whole, count in zip(self.moments, before, squares().tolist(), samples):
+                if count:
+                    moments.update(GradientNorms(alone / size, 1 / size, 1.0, whole, count * size))
 
-    def _add(self, norms: GradientNorms) -> None:
-        scale, found = self._scaler.get_scale() ** 2, estimate(norms)
-        if found is not None:
-            self._sums.measured += 1
-            self._sums.variance += found.variance / scale
-            self._sums.squared_norm += found.squared_norm / scale
-            self._sums.whole += norms.whole / scale
+    def take(self, position: int) -> list[Any]:
+        """What this worker, number `position` of its member, measured since the last call: a report."""
+        report = UpdateReport(position, self._updates, self._work_s, [each.take() for each in self.moments])
+        self._updates, self._work_s = 0, 0.0
+        return list(vars(report).values())
 
-    def take(self) -> list[float]:
-        """This worker's sums since the last call."""
-        found, self._sums = self._sums.as_list(), UpdateSums()
-        return found
+    def arrive(self, step: int, loss: float, samples: int, values: Iterable[Sequence[Any]]) -> None:
+        """Process the reports of all workers on an interval that ended with `step` steps.
 
-    def arrive(self, step: int, samples: int, sums_by_place: Mapping[int, Sequence[float]]) -> None:
-        """Take the sums of all living members, of an interval that ended with `step` steps."""
-        by_place = {place: UpdateSums(*sums) for place, sums in sorted(sums_by_place.items())}
-        total = UpdateSums(*(sum(each) for each in zip(*(own.as_list() for own in by_place.values()))))
-        if total.measured:
-            found = GradientMoments(total.variance / total.measured, total.squared_norm / total.measured)
-            self._trials[0].noise.add(found, total.whole / total.measured)
-        # Work is shared out as workers are ready for it, so the busiest one's time is the interval's.
-        seconds = max((own.work_s for own in by_place.values()), default=0.0)
-        known = all(own.updates for own in by_place.values()) and seconds > 0
-        loss = total.loss / total.updates if total.updates else math.nan
-        work_s = tuple(own.work_s / own.updates for own in by_place.values()) if known else ()
-        end_s = seconds if known else None
-        trial, workers = self._trials[0], len(by_place)
-        signals = step_signals(trial, trial.noise, workers, step, loss, samples, end_s)
+        `loss` is the mean of the first trial's, `samples` the number of its samples.
+        """
+        reports = [UpdateReport(*each) for each in values]
+        for trial, *sums in zip(self._trials, *(report.moments for report in reports)):
+            by_position: dict[int, list[list[float]]] = {}
+            for report, each in zip(reports, sums):
+                by_position.setdefault(report.position, []).append(each)
+            stages = [MomentSums(*map(sum, zip(*each))) for each in by_position.values()]
+            if all(stage.measured for stage in stages):
+                trial.noise.add(*_mean_of(stages))
+        # Of a pipeline, its first worker has the times.
+        members = [report for report in reports if report.position == 0]
+        # Work is shared out as members are ready for it, so the busiest one's time is the interval's.
+        seconds = max((member.work_s for member in members), default=0.0)
+        known = all(member.updates for member in members) and seconds > 0
+        work_s = tuple(member.work_s / member.updates for member in members) if known else ()
+        trial, end_s = self._trials[0], seconds if known else None
+        signals = step_signals(trial, trial.noise, len(members), step, loss, samples, end_s)
         # No step has an end of its own here.
-        trial.signals.add(replace(signals, step_s=None, topology="none", work_s=work_s))
+        self._on_signals(replace(signals, step_s=None, topology="none", work_s=work_s))
+
+
+def _mean_of(stages: Iterable[MomentSums]) -> tuple[GradientMoments, float]:
+    """The mean moments of a model in these stages, and the mean of its gradient's squared norm."""
+    means = [(s.variance / s.measured, s.squared_norm / s.measured, s.whole / s.measured) for s in stages]
+    variance, squared_norm, whole = map(sum, zip(*means))
+    return GradientMoments(variance, squared_norm), whole

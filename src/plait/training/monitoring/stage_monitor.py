@@ -1,30 +1,25 @@
 """Monitors of a pipeline's steps: each worker measures its stages, and the step's sums add them up.
 
-Of each stage one worker compares the gradient of its first microbatch with the whole batch's. Weights that
-stages share are left out: no worker sees their whole gradient after one microbatch.
+Of each stage one worker measures the gradient's norms (`StageNorms`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments, GradientNorms, estimate
-from plait.adapt.monitors.squared_norms import gradients, squared_norm, trial_squared_norms
+from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments
 from plait.adapt.monitors.step_times import WorkerTimes
 from plait.core.run_events import Signals
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices
-from plait.planner.schedules.operations import Backward, BackwardWeight, Op
+from plait.planner.schedules.operations import Op
 from plait.schema.settings import TrainSettings
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
+from plait.training.monitoring.stage_norms import StageNorms
 from plait.training.trial import Trial
 
 
@@ -60,26 +55,17 @@ class StageMonitor:
         self._averages = averages
         self._on_signals = on_signals
         settings = trials[0].settings
-        self._norms = wants_norms(settings)
         self._planned_s = planned_seconds(settings)
+        self._norms: StageNorms | None = None
         schedule = pipeline.pipeline_layout.schedule
-        if self._norms and not schedule.synchronous:
+        if wants_norms(settings) and schedule.synchronous:
+            self._norms = StageNorms(pipeline, len(averages))
+        elif wants_norms(settings):
             warn(
                 f"monitor: under schedule {schedule.value} the gradient of a batch is "
                 f"never there at once, so there is no noise scale and no variance; use flush, gpipe or "
                 f"zero-bubble"
             )
-            self._norms = False
-        self._counted = pipeline.counted_parameters() if self._norms else {}
-        if self._norms:
-            pipeline.on_backward, pipeline.on_gradients = self._after_backward, self._before_update
-        # In the current batch: the microbatch to measure in each stage, and the measurements.
-        self._first: dict[int, int] = {}
-        self._parts: dict[int, tuple[Tensor, list[float]]] = {}
-        self._work: MicrobatchSource | None = None
-        self._samples: Sequence[int] = ()
-        # The variance and the squared norm of each trial's gradient, and in how many stages they are unknown.
-        self._moments = torch.zeros(len(averages), 3, dtype=torch.float64)
         self._busy_s, self._ended = 0.0, 0.0
 
     def begin_interval(self) -> None:
@@ -88,39 +74,8 @@ class StageMonitor:
 
     def begin_batch(self, ops: Iterable[Op], work: MicrobatchSource, samples: Sequence[int]) -> None:
         """Called before the operations of a step, which has these samples of each trial."""
-        backward = [op for op in ops if isinstance(op, (Backward, BackwardWeight))]
-        counts = Counter(op.stage for op in backward)
-        self._first = {op.stage: op.microbatch for op in reversed(backward) if counts[op.stage] > 1}
-        self._parts, self._work, self._samples = {}, work, samples
-        missing = [stage for stage in self._counted if stage not in self._first]
-        self._moments = torch.zeros_like(self._moments)
-        self._moments[:, 2] = len(missing)
-
-    def _after_backward(self, stage: int, microbatch: int) -> None:
-        if stage in self._counted and self._first.get(stage) == microbatch:
-            assert self._work is not None
-            rows = self._work.samples(microbatch)
-            weights = [count / samples for count, samples in zip(rows, self._samples)]
-            self._parts[stage] = self._squares(stage), weights
-
-    def _squares(self, stage: int) -> Tensor:
-        """The squared norm of each trial's present gradient in a stage."""
-        found, trials = gradients(self._counted[stage]), len(self._averages)
-        return trial_squared_norms(found, trials) if trials > 1 else squared_norm(found).view(1)
-
-    def _before_update(self) -> None:
-        """Estimate from this worker's stages; the gradients are those of the whole batch."""
-        if not self._parts:
-            return
-        scales = self._pipeline.loss_scales.square()
-        for stage, (parts, weights) in self._parts.items():
-            norms = (torch.stack([parts.cpu(), self._squares(stage).cpu()]) / scales).tolist()
-            for moments, weight, samples, part, whole in zip(self._moments, weights, self._samples, *norms):
-                noise = (
-                    estimate(GradientNorms(part / weight, weight, 1.0, whole, samples)) if weight else None
-                )
-                known = (0.0, 0.0, 1.0) if noise is None else (noise.variance, whole, 0.0)
-                moments += torch.tensor(known, dtype=torch.float64)
+        if self._norms is not None:
+            self._norms.begin_batch(ops, work, samples)
 
     def numbers(self) -> list[float]:
         """This worker's measurements of the step that has just ended, to be summed over all workers."""
@@ -130,15 +85,15 @@ class StageMonitor:
             times[self._rank] = max(busy_s - self._busy_s, 1e-9)
             times[self._workers + self._rank] = now - self._ended
         self._ended, self._busy_s = now, busy_s
-        return [*self._moments.view(-1).tolist(), *times]
+        if self._norms is None:
+            return times
+        return [*times, *self._norms.moments.view(-1).tolist()]
 
     def arrive(self, step: int, loss: float, samples: Sequence[int], sums: Sequence[float]) -> None:
         """Process the sums of all workers' measurements of a step with these samples of each trial."""
-        moments, times = sums[: 3 * len(samples)], sums[3 * len(samples) :]
-        for averages, count, (variance, whole, missing) in zip(
-            self._averages, samples, zip(*[iter(moments)] * 3)
-        ):
-            if self._norms and not missing and whole > 0:
+        times, moments = sums[: 2 * self._workers], iter(sums[2 * self._workers :])
+        for averages, count, variance, whole, missing in zip(self._averages, samples, *[moments] * 3):
+            if not missing and whole > 0:
                 averages.add(GradientMoments(variance, whole - variance / count), whole)
         busy, seconds = tuple(times[: self._workers]), tuple(times[self._workers :])
         known = WorkerTimes(busy, (0.0,) * self._workers).known
