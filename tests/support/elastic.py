@@ -124,7 +124,7 @@ def train_elastic(
     after_loss: Membership | None = None,
     is_half_told: bool = False,
 ) -> dict[str, Any]:
-    """Train as the worker of that number; its result, weights and what it said to its agent.
+    """Train as the worker of that number; its result, weights, gradient noise and what it told its agent.
 
     Where there is a `victim`, its `MortalNet` kills it. With `is_half_told`, worker 0 asks for a change and
     dies when worker 1 knows of it and others do not.
@@ -159,6 +159,7 @@ def train_elastic(
         "result": result,
         "weights": {name: value.tolist() for name, value in run.components.model.state_dict().items()},
         "sync": run.settings.sync.kind,
+        "noise": run.trial.noise.state(),
         "said": [type(message).__name__ for message in agent.said],
     }
 

@@ -147,13 +147,17 @@ def test_where_a_worker_dies_the_others_go_on_in_whole_pipelines(
 
 
 def test_workers_that_wait_take_the_places_of_those_that_are_lost(tmp_path: Path):
-    settings = side_by_side(model=MORTAL, options={"minimum": 2})
+    watched: dict[str, Any] = {"monitor": ("noise-scale",), "evaluate": EvaluateSettings(every_steps=5)}
+    settings = side_by_side(model=MORTAL, options={"minimum": 2}, **watched)
     after = membership(2, (0, 1, 3, 4), lost=(2,))
     found = run_elastic(settings, tmp_path, [(0, (0, 1, 2, 3, 4))], victim=2, after_loss=after)
     assert {found[rank]["result"].step for rank in (0, 1, 3, 4)} == {20}
     # Worker 4 waited; then it is in the pipeline of worker 0 or 1, and holds the second stage.
-    assert [e.members for e in recorded(tmp_path, 4, run_events.Settled)] == [(3, 4)]
+    assert {e.members for e in recorded(tmp_path, 4, run_events.Settled)} == {(3, 4)}
     assert recorded(tmp_path, 0, run_events.Settled)[-1].members == (0, 1)
+    # Of three intervals or more: also of those in which it waited.
+    assert found[0]["noise"][0] >= 3
+    assert all(found[rank]["noise"] == found[0]["noise"] for rank in (1, 3, 4))
 
 
 def test_the_state_of_the_sync_moves_with_the_stages(tmp_path: Path):
