@@ -22,7 +22,6 @@ NOT_YET = {
     "pipeline/executor.py",
     "training/audit/replica_audit.py",
     "training/engines/decentralized.py",
-    "training/monitoring/share_monitor.py",
 }
 # Say again, next to, N, separate, depends on, the caller, in flight, released, ... instead.
 FORBIDDEN = (

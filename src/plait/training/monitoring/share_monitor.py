@@ -90,7 +90,7 @@ class ShareMonitor:
             self._warn(
                 f"monitor: under sync {self._trials[0].settings.sync.kind} a worker has no part of its share "
                 f"to compare with, so there is no noise scale and no variance; use {advice} or more, or "
-                f"average: gradients"
+                f"partial-reduce with average: gradients"
             )
 
     @contextmanager
@@ -147,7 +147,7 @@ class ShareMonitor:
         work_s = tuple(member.work_s / member.updates for member in members) if known else ()
         trial, end_s = self._trials[0], seconds if known else None
         signals = step_signals(trial, trial.noise, len(members), step, loss, samples, end_s)
-        # No step has an end of its own here.
+        # Members do not end a step together.
         self._on_signals(replace(signals, step_s=None, topology="none", work_s=work_s))
 
 
