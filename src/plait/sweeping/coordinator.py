@@ -33,6 +33,7 @@ from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
 from plait.sweeping.settings import SweepRequest, SweepSettings
+from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.members import workers_changed
@@ -92,6 +93,7 @@ class Coordinator:
         earlier = core_events.read(folder.events()) if resume and folder.events().exists() else ()
         self._past = [recorded.event for recorded in earlier]
         self._sync = run_events.last_sync(self._past)
+        self._topologies = [event for event in self._past if isinstance(event, TopologyChosen)]
         self._log = EventLog(folder.events(), rank=0)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
@@ -121,6 +123,8 @@ class Coordinator:
             "data": self._on_data,
             "group": self._on_group,
             "sync": self._on_sync,
+            "topologies": self._on_topologies,
+            "topology": self._on_topology,
             "abandon": self._on_abandon,
             "look": self._on_look,
             "take": self._on_take,
@@ -203,7 +207,7 @@ class Coordinator:
         arguments = dict(question)
         name = arguments.pop("ask")
         try:
-            if name not in ("data", "group", "sync") and not self._has_begun:
+            if name not in ("data", "group", "sync", "topologies") and not self._has_begun:
                 self._begin()
             answer = self._answers[name](**arguments)
         except UnknownDataError as unknown:
@@ -265,6 +269,14 @@ class Coordinator:
             self._keep(event)
             self._sync = event.sync
         return {"sync": self._sync}
+
+    def _on_topologies(self) -> Answer:
+        """The topologies that an earlier part of this sweep chose by measuring."""
+        return {"chosen": encode(self._topologies)}
+
+    def _on_topology(self, chosen: Mapping[str, Any]) -> Answer:
+        self._log.record(decode(TopologyChosen, chosen, "chosen"))
+        return {}
 
     def _on_abandon(self, worker: int) -> Answer:
         """Return the trials of a worker whose group has lost another one."""

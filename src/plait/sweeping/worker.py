@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.core.codec import encode
+from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.core.run_events import SyncChosen
 from plait.fusion.errors import FusionError
@@ -29,6 +29,7 @@ from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
+from plait.sync.allreduce.autotune import TopologyChosen, remember
 from plait.training import components
 from plait.training.checks.data_fingerprints import look_at_data
 from plait.training.engines.choose_sync import choose_sync
@@ -67,6 +68,9 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     if settings.train.sync.kind == AUTO:
         sync = SyncSettings(_chosen_sync(worker, settings, sets, device))
         settings = replace(settings, train=replace(settings.train, sync=sync))
+    if settings.train.topology.name == AUTO and not worker.memberships.can_change and worker.world_size > 1:
+        known = worker.ask({"ask": "topologies"})["chosen"]
+        remember(decode(tuple[TopologyChosen, ...], known, "chosen"), worker.rendezvous)
     try:
         while (group := members.find_group(settings)) is not None:
             loop = SweepLoop(worker, settings, folder, sets, device, members, group, fresh)

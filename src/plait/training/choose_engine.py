@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,9 @@ from plait.adapt.changes import ChangeSource
 from plait.adapt.policy_source import PolicySource
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core import events
+from plait.core.codec import decode, encode
 from plait.core.errors import JobError
+from plait.core.events import Event
 from plait.core.run_events import SyncChosen, last_sync
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
@@ -20,6 +23,7 @@ from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import AUTO, KINDS
+from plait.sync.allreduce.autotune import TopologyChosen, remember
 from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.change.apply import asked_every, policies_of
 from plait.training.checks.replicas import check_no_rows
@@ -47,14 +51,18 @@ def make_job_loop(
 ) -> RunLoop:
     """The loop of a job; where it leaves the sync open, all workers measure and choose one together.
 
-    With `resume` it is the one that the run's record has. A worker that joins them later receives the choice
-    with their progress; one worker has nothing to choose.
+    With `resume` it is the one that the run's record has, and so are topologies. A worker that joins them
+    later receives the choice with their progress; one worker has nothing to choose.
     """
+    is_open = AUTO in (settings.sync.kind, settings.topology.name)
+    recorded = _recorded_choices(worker, folder) if resume and is_open else []
+    if recorded and worker.world_size > 1:
+        remember([each for each in recorded if isinstance(each, TopologyChosen)], worker.rendezvous)
     if settings.sync.kind != AUTO:
         return make_loop(worker, settings, components, folder)
     if worker.world_size < 2 and not worker.memberships.can_change:
         return make_loop(worker, replace(settings, sync=SyncSettings()), components, folder)
-    kept = _recorded_sync(worker, folder) if resume else None
+    kept = last_sync(recorded)
     chosen = None if kept is not None else _measured_sync(worker, settings, components)
     sync = chosen.sync if chosen is not None else kept
     assert sync is not None
@@ -64,12 +72,15 @@ def make_job_loop(
     return loop
 
 
-def _recorded_sync(worker: Worker, folder: RunDir) -> str | None:
-    """The sync that was last chosen in this run; all workers that start together call it."""
-    path, recorded = folder.events(), None
-    if worker.rank == 0 and path.exists():
-        recorded = last_sync(each.event for each in events.read(path))
-    return recorded if worker.world_size < 2 else broadcast_value(recorded, 0)
+def _recorded_choices(worker: Worker, folder: RunDir) -> list[Event]:
+    """What was chosen by measuring in this run; all workers that start together call it."""
+    found = list[tuple[str, Any]]()
+    if worker.rank == 0 and folder.events().exists():
+        record = (each.event for each in events.read(folder.events()))
+        chosen = (each for each in record if isinstance(each, (SyncChosen, TopologyChosen)))
+        found = [(each.kind(), encode(each)) for each in chosen]
+    found = found if worker.world_size < 2 else broadcast_value(found, 0)
+    return [decode(Event.kinds[kind], content, kind) for kind, content in found]
 
 
 def _measured_sync(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
@@ -162,7 +173,6 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
         run.components,
         feed=lambda trial: run.own_batches(),
         on_step=on_step,
-        on_event=metrics.record,
         audit=ReplicaAudit(worker, trials, run.components, run.audits),
         make_monitor=make_monitor,
     )
