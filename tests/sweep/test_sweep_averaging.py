@@ -39,6 +39,7 @@ from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.pipeline_member import PipelineMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
+from support.coordinating import make_coordinator
 from support.further import but_further
 from support.plans import in_stages, straight_layout
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
@@ -336,6 +337,17 @@ def test_auto_measures_the_workers_of_a_sweep_which_keeps_to_what_was_chosen(
     assert run_ranks(workers, engines_by_speed, sweep, tmp_path, step_s) == [{engine}] * workers
     found = [recorded.event for recorded in events.read(RunDir(tmp_path).events())]
     assert [event.sync for event in found if isinstance(event, run_events.SyncChosen)] == [sync]
+
+
+def test_the_groups_of_an_elastic_sweep_take_one_sync_which_is_not_measured(tmp_path: Path) -> None:
+    sweep = replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged("auto")), replicas=2)
+    question = {"ask": "sync", "chosen": None}
+    elastic = make_coordinator(sweep, tmp_path, (0, 1), elastic=True)
+    assert [elastic.answer(question)["sync"] for _ in range(2)] == ["all-reduce"] * 2
+    # It goes on with it on fixed workers, too.
+    assert make_coordinator(sweep, tmp_path, (0, 1), resume=True).answer(question)["sync"] == "all-reduce"
+    found = [recorded.event for recorded in events.read(RunDir(tmp_path).events())]
+    assert [type(event) for event in found] == [run_events.SyncChosen]
 
 
 def sweep_by_choice(rank: int, settings: SweepSettings, folder: Path, sync: str) -> list[Any]:
