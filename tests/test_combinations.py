@@ -195,9 +195,6 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
         Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
     ],
-    ("`parallel.sync: auto`", "a sweep's arrays in stages"): [
-        Refused("parallel.sync: found 'auto'", {}, {"sync": "auto"}, stages=(2, 2), over=RATES),
-    ],
     ("`parallel.sync: auto`", "elastic pipelines"): [
         Refused("parallel.sync: found 'auto'", {}, {"sync": "auto", "elastic": True}, stages=(2, 2))
     ],

@@ -33,11 +33,13 @@ from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.training.engine import IntervalResult
+from plait.training.engines import choose_pipeline_sync
 from plait.training.engines.averaging_member import WholeModelMember
 from plait.training.engines.decentralized import DecentralizedEngine
 from plait.training.engines.pipeline_member import PipelineMember
 from plait.training.engines.train_step import TrainStep
 from support.averaging import job_store
+from support.coordinating import make_coordinator
 from support.further import but_further
 from support.plans import in_stages, straight_layout
 from support.sweeping import same_table, stop_and_go_on, sweep_here, sweep_of, sweep_rank
@@ -285,32 +287,88 @@ def whole_and_resumed(rank: int, settings: SweepSettings, folder: Path) -> tuple
     return whole, stop_and_go_on(rank, settings, folder / "cut")
 
 
-def engine_by_speed(rank: int, settings: SweepSettings, folder: Path, step_s: list[float]) -> str:
-    """The engine of a sweep whose sync is measured, where a step of each worker takes `step_s`."""
-    engines: list[str] = []
-    open_engine = ArrayBuilder.make
+def engines_by_speed(
+    rank: int, settings: SweepSettings, folder: Path, step_s: tuple[float, float]
+) -> set[str]:
+    """The engines of a sweep whose sync is measured, where a step of each worker or pipeline takes `step_s`.
+
+    It is stopped, and goes on where steps take other times.
+    """
+    engines, times, make_engine = set[str](), step_s, ArrayBuilder.make
 
     def make(builder: ArrayBuilder, *given: Any) -> Any:
-        engine = open_engine(builder, *given)
-        engines.append(type(engine).__name__)
+        engine = make_engine(builder, *given)
+        engines.add(type(engine).__name__)
         return engine
 
+    def seconds(*_: Any) -> float:
+        # Only the times of a pipeline's first worker count.
+        return times[rank] if rank < len(times) else 9.0
+
     with (
-        mock.patch.object(TrainStep, "time_backward", return_value=step_s[rank]),
+        mock.patch.object(TrainStep, "time_backward", seconds),
+        mock.patch.object(choose_pipeline_sync, "time_update", seconds),
         mock.patch.object(ArrayBuilder, "make", make),
     ):
-        sweep_rank(rank, settings, folder)
-    return engines[0]
+        saved = folder / "trials" / "0000" / "checkpoints"
+        assert sweep_rank(rank, settings, folder, stop_file=saved).get("reason") in (None, "stopped")
+        times = (0.1, 0.1) if step_s[0] != step_s[1] else (0.1, 0.4)
+        assert sweep_rank(rank, settings, folder, resume=True).get("reason") in (None, "finished")
+    return engines
+
+
+SAVED = CheckpointSettings(every_steps=EVERY)
 
 
 @pytest.mark.parametrize(
-    ("step_s", "engine"), [((0.1, 0.1), "WholeModelEngine"), ((0.1, 0.4), "DecentralizedEngine")]
+    ("workers", "step_s", "sync", "engine"),
+    [
+        (2, (0.1, 0.1), "all-reduce", "WholeModelEngine"),
+        (2, (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
+        (4, (0.1, 0.1), "all-reduce", "PipelineEngine"),
+        (4, (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
+    ],
 )
-def test_auto_measures_the_workers_of_the_sweep(
-    step_s: tuple[float, float], engine: str, tmp_path: Path
+def test_auto_measures_the_workers_of_a_sweep_which_keeps_to_what_was_chosen(
+    workers: int, step_s: tuple[float, float], sync: str, engine: str, tmp_path: Path
 ) -> None:
-    sweep = replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged("auto", steps=2)), replicas=2)
-    assert run_ranks(2, engine_by_speed, sweep, tmp_path, step_s) == [engine] * 2
+    job = averaged("auto", checkpoint=SAVED) if workers == 2 else side_by_side("auto", checkpoint=SAVED)
+    sweep = replace(sweep_of("optimizer.lr=0.01,0.1", job=job), replicas=2 if workers == 2 else 1)
+    assert run_ranks(workers, engines_by_speed, sweep, tmp_path, step_s) == [{engine}] * workers
+    found = [recorded.event for recorded in events.read(RunDir(tmp_path).events())]
+    assert [event.sync for event in found if isinstance(event, run_events.SyncChosen)] == [sync]
+
+
+def test_the_groups_of_an_elastic_sweep_take_one_sync_which_is_not_measured(tmp_path: Path) -> None:
+    sweep = replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged("auto")), replicas=2)
+    question = {"ask": "sync", "chosen": None}
+    elastic = make_coordinator(sweep, tmp_path, (0, 1), elastic=True)
+    assert [elastic.answer(question)["sync"] for _ in range(2)] == ["all-reduce"] * 2
+    # It goes on with it on fixed workers, too.
+    assert make_coordinator(sweep, tmp_path, (0, 1), resume=True).answer(question)["sync"] == "all-reduce"
+    found = [recorded.event for recorded in events.read(RunDir(tmp_path).events())]
+    assert [type(event) for event in found] == [run_events.SyncChosen]
+
+
+def sweep_by_choice(rank: int, settings: SweepSettings, folder: Path, sync: str) -> list[Any]:
+    """What a sweep comes to where `sync` is measured to be the best, and where it is named."""
+    named = replace(settings, train=replace(settings.train, sync=SyncSettings(sync)))
+    with mock.patch.object(choose_pipeline_sync, "choose", return_value=run_events.SyncChosen(sync, "")):
+        chosen = sweep_rank(rank, settings, folder / "chosen")
+    return [chosen, sweep_rank(rank, named, folder / "named")]
+
+
+# Of the syncs that average, one under which a sweep has one outcome.
+@pytest.mark.parametrize("sync", ["all-reduce", "pair-sync"])
+def test_a_sweep_in_stages_comes_to_what_it_does_under_the_sync_that_was_chosen(
+    sync: str, tmp_path: Path
+) -> None:
+    # Measuring updates batch norms, too, of models that are dropped.
+    sweep = sweep_of("optimizer.lr=0.01,0.1", job=side_by_side("auto", model=NORM, steps=6))
+    chosen, named = run_ranks(4, sweep_by_choice, sweep, tmp_path, sync)[0]
+    assert same_table(named, chosen, tolerance=1e-12)
+    weights = [saved_weights(tmp_path / name) for name in ("chosen", "named")]
+    assert largest_difference(*weights) < 1e-12
 
 
 def test_two_groups_average_apart_from_each_other(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from plait.core import events
 from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
@@ -219,19 +220,22 @@ def sweep_over_each(rank: int, sweeps: dict[str, SweepSettings], folder: Path) -
         return choose(*arguments)
 
     with mock.patch.object(OverTopology, "switch", switched), mock.patch.object(autotune, "choose", chosen):
-        return sweeps_rank(rank, sweeps, folder), set(names), len(measured)
+        found = sweeps_rank(rank, {name: sweep for name, sweep in sweeps.items() if name != "auto"}, folder)
+        *_, found["auto"] = stop_and_go_on(rank, sweeps["auto"], folder / "auto")
+        return found, set(names), len(measured)
 
 
 FOUR = ("optimizer.lr=0.01,0.03", "seed=0,1")
+SAVED: dict[str, Any] = {"steps": 6, "optimizer": ADAM, "checkpoint": CheckpointSettings(every_steps=3)}
 
 
 def of_whole_models() -> SweepSettings:
-    return replace(sweep_of(*FOUR, width=2, job=unverified_job(steps=6, optimizer=ADAM)), replicas=3)
+    return replace(sweep_of(*FOUR, width=2, job=unverified_job(**SAVED)), replicas=3)
 
 
 def in_replicated_stages() -> SweepSettings:
     """The first of two stages has two workers."""
-    return sweep_of(*FOUR, width=2, job=unverified_plan((2, 1), Schedule.FLUSH, steps=6, optimizer=ADAM))
+    return sweep_of(*FOUR, width=2, job=unverified_plan((2, 1), Schedule.FLUSH, **SAVED))
 
 
 @pytest.mark.parametrize(
@@ -252,8 +256,10 @@ def test_the_gradients_of_an_array_travel_over_the_topology_that_was_asked_for(
     }
     found, names, measured = run_ranks(3, sweep_over_each, sweeps, tmp_path)[0]
     assert names >= set(topologies)
-    # Two arrays of its trials follow each other on the same workers.
+    # Two arrays of its trials follow each other on the same workers, and the sweep is resumed.
     assert measured == 1
+    record = [recorded.event for recorded in events.read(tmp_path / "auto" / "events" / "rank0.jsonl")]
+    assert len([event for event in record if isinstance(event, autotune.TopologyChosen)]) == 1
     for name in sweeps:
         assert same_table(found["native"], found[name], tolerance=1e-12)
         weights = best_weights(tmp_path / "native")

@@ -6,25 +6,30 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from plait.adapt.changes import TopologyChange
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.core.run_events import Changed
 from plait.launch.run_dir import RunDir
+from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.schema.topology import TOPOLOGIES
 from plait.schema.topology_spec import read_topology_spec
+from plait.sync.allreduce import autotune
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
-from plait.training.choose_engine import whole_model_engine
+from plait.training.choose_engine import make_job_loop, whole_model_engine
 from plait.training.process import choose_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from support.changes import StepTable
+from support.plans import unverified_plan
 from support.training import PlainWorker, largest_difference, train_here, unverified_job
 from support.world import run_ranks
 
@@ -63,6 +68,26 @@ def test_three_workers_equal_one_process_over_every_topology(tmp_path: Path):
     assert set(chosen.seconds) == tried
     assert chosen.topology in tried
     assert chosen.topology in chosen.reason
+
+
+def train_and_go_on(rank: int, job: TrainSettings, folder: Path) -> None:
+    for resume in (False, True):
+        settings = dataclasses.replace(job, steps=2 + 2 * resume, topology=read_topology_spec("auto"))
+        parts = components.build(settings, choose_device("cpu", 0))
+        with mock.patch.object(autotune, "choose", mock.Mock(wraps=autotune.choose)) as choose:
+            loop = make_job_loop(PlainWorker(), settings, parts, RunDir(folder), resume)
+            loop.train(resume)
+        assert not (resume and choose.called)
+        dist.barrier()
+
+
+@pytest.mark.parametrize(("stages", "workers"), [((), (0, 1, 2)), ((1, 2), (1, 2))])
+def test_a_resumed_run_sums_over_the_topology_that_was_measured(
+    stages: tuple[int, ...], workers: tuple[int, ...], tmp_path: Path
+):
+    run_ranks(3, train_and_go_on, unverified_plan(stages, Schedule.FLUSH) if stages else JOB, tmp_path)
+    record = [recorded.event for recorded in core_events.read(RunDir(tmp_path).events())]
+    assert [event.workers for event in record if isinstance(event, TopologyChosen)] == [workers]
 
 
 def train_and_switch(rank: int, folder: Path) -> dict[str, Any]:

@@ -215,28 +215,34 @@ def test_wrong_syncs_are_refused_with_the_key(parallel: dict[str, Any], words: s
 
 def test_auto_takes_all_reduce_for_workers_of_one_speed_and_partial_reduce_for_unlike_ones():
     alike, slow = [0.1, 0.11, 0.1], [0.4, 0.4, 0.41]
-    assert choose([alike] * 4).sync == "all-reduce"
-    found = choose([alike, alike, slow, alike])
+    assert choose([[alike] * 4]).sync == "all-reduce"
+    found = choose([[alike, alike, slow, alike]])
     assert found.sync == "partial-reduce"
     assert "403 ms together" in found.reason
     # Stumbles that hit one worker at a time hold all up under all-reduce.
-    assert choose([[0.1, 0.6, 0.1], [0.6, 0.1, 0.1], [0.1, 0.1, 0.6]]).sync == "partial-reduce"
+    assert choose([[[0.1, 0.6, 0.1], [0.6, 0.1, 0.1], [0.1, 0.1, 0.6]]]).sync == "partial-reduce"
+    # Nobody waits for those of another group.
+    assert choose([[alike, alike], [slow, slow]]).sync == "all-reduce"
 
 
 def choose_in_a_world(
     rank: int, port: int, settings: TrainSettings, folder: Path, step_s: tuple[float, float]
 ) -> str:
-    """The trainer that `auto` takes where steps of a worker, or a pipeline, are taken for so long."""
+    """The trainer that `auto` takes where steps of a worker, or a pipeline, are taken for so long.
+
+    A run that is resumed goes on with the same, however long steps take then.
+    """
     measure, measure_update = TrainStep.time_backward, choose_pipeline_sync.time_update
+    times = step_s
 
     def time_backward(engine: TrainStep, batch: Any) -> float:
         assert measure(engine, batch) > 0
-        return step_s[rank]
+        return times[rank]
 
     def time_update(pipeline: Pipeline, *arguments: Any) -> float:
         assert measure_update(pipeline, *arguments) > 0
         # Only the times of a pipeline's first worker count.
-        return step_s[rank] if rank < len(step_s) else 9.0
+        return times[rank] if rank < len(times) else 9.0
 
     TrainStep.time_backward = time_backward  # type: ignore[method-assign]
     choose_pipeline_sync.time_update = time_update
@@ -245,6 +251,9 @@ def choose_in_a_world(
     loop: Any = make_job_loop(PlainWorker(address=port), settings, parts, RunDir(folder))
     assert largest_difference(before, parts.model.state_dict()) == 0
     assert loop.train(resume=False).reason == "finished"
+    times = (0.1, 0.4) if step_s[0] == step_s[1] else (0.1, 0.1)
+    again: Any = make_job_loop(PlainWorker(address=port), settings, parts, RunDir(folder), resume=True)
+    assert type(again.engine) is type(loop.engine)
     return type(loop.engine).__name__
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
+from plait.core.events import Event
 
 CHECK_S = 0.2
 
@@ -54,6 +55,10 @@ class Rendezvous:
         self._groups = Counter[tuple[int, ...]]()
         # The descriptors of the TCP connections of its process groups, by inode.
         self.connections: dict[int, int] = {}
+        # The names of topologies that were chosen by measuring, by the ranks that sum and the size of their
+        # sums; and the events of choices that no record has yet.
+        self.topologies: dict[tuple[tuple[int, ...], int], str] = {}
+        self.unrecorded: list[Event] = []
 
     def next_group(self, ranks: Sequence[int]) -> str:
         """A name for the next process group of these ranks, which all create in the same order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from plait.core.events import Event
@@ -249,10 +249,18 @@ class Settled(Event):
 
 
 class SyncChosen(Event):
-    """`sync: auto` chose a sync, and why."""
+    """`sync: auto` chose a sync, and why; a resumed run or sweep goes on with it."""
+
+    is_urgent: ClassVar[bool] = True
 
     sync: str
     reason: str
+
+
+def last_sync(record: Iterable[Event]) -> str | None:
+    """The sync that was chosen last, according to the events of a run or sweep; None if none was."""
+    chosen = [event.sync for event in record if isinstance(event, SyncChosen)]
+    return chosen[-1] if chosen else None
 
 
 class Changed(Event):

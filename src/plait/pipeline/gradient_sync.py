@@ -16,7 +16,7 @@ from plait.pipeline.layout import PipelineLayout
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.traced_model import TracedModel
 from plait.schema.topology_spec import TopologySpec
-from plait.sync.allreduce.autotune import resolve_topology
+from plait.sync.allreduce.autotune import forget, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducers import Members
 
@@ -136,7 +136,7 @@ class GradientReducer:
     def switch(self, topology: TopologySpec) -> None:
         """Sum over `topology` from the next update on; all workers call it together between two updates."""
         for members in self._members:
-            members.fastest.clear()  # links may have changed since they were measured
+            forget(members)
         self._sum_over(topology)
 
     def _sum_over(self, topology: TopologySpec) -> None:

@@ -230,6 +230,10 @@ class ArrayBuilder:
             components = self._make_components(group, entries, numbers)
             engine = WholeModelEngine(worker, trials, components, feed, on_step, audit=audit, group=workers)
         engine.open()
+        if not workers.is_alone:
+            chosen, worker.rendezvous.unrecorded = worker.rendezvous.unrecorded, []
+            for each in chosen:
+                worker.ask({"ask": "topology", "chosen": encode(each)})
         return engine
 
     def _in_stages(

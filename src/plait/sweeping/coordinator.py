@@ -33,6 +33,7 @@ from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
 from plait.sweeping.settings import SweepRequest, SweepSettings
+from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.change.members import workers_changed
@@ -40,7 +41,9 @@ from plait.training.process import begin_process
 from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 
 REPORT_S = 0.2
-
+_SYNC_OF_ELASTIC = run_events.SyncChosen(
+    "all-reduce", "the groups of an elastic sweep would each measure and choose"
+)
 
 Answer = dict[str, Any]
 
@@ -89,6 +92,8 @@ class Coordinator:
         self._send_report = report
         earlier = core_events.read(folder.events()) if resume and folder.events().exists() else ()
         self._past = [recorded.event for recorded in earlier]
+        self._sync = run_events.last_sync(self._past)
+        self._topologies = [event for event in self._past if isinstance(event, TopologyChosen)]
         self._log = EventLog(folder.events(), rank=0)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
@@ -117,6 +122,9 @@ class Coordinator:
         self._answers: dict[str, Callable[..., Answer]] = {
             "data": self._on_data,
             "group": self._on_group,
+            "sync": self._on_sync,
+            "topologies": self._on_topologies,
+            "topology": self._on_topology,
             "abandon": self._on_abandon,
             "look": self._on_look,
             "take": self._on_take,
@@ -199,7 +207,7 @@ class Coordinator:
         arguments = dict(question)
         name = arguments.pop("ask")
         try:
-            if name not in ("data", "group") and not self._has_begun:
+            if name not in ("data", "group", "sync", "topologies") and not self._has_begun:
                 self._begin()
             answer = self._answers[name](**arguments)
         except UnknownDataError as unknown:
@@ -250,6 +258,25 @@ class Coordinator:
                 self._groups.withdraw(worker)
         version = self._membership.version
         return {"number": number, "version": version, "members": encode(members), "ends": ends}
+
+    def _on_sync(self, chosen: Mapping[str, Any] | None) -> Answer:
+        """The sync that was `chosen` by measuring, now or by an earlier part of this sweep; None if none was.
+
+        Groups of an elastic sweep, which form at different times, would choose differently.
+        """
+        if chosen is not None or (self._sync is None and self._is_elastic):
+            event = _SYNC_OF_ELASTIC if chosen is None else decode(run_events.SyncChosen, chosen, "chosen")
+            self._keep(event)
+            self._sync = event.sync
+        return {"sync": self._sync}
+
+    def _on_topologies(self) -> Answer:
+        """The topologies that an earlier part of this sweep chose by measuring."""
+        return {"chosen": encode(self._topologies)}
+
+    def _on_topology(self, chosen: Mapping[str, Any]) -> Answer:
+        self._log.record(decode(TopologyChosen, chosen, "chosen"))
+        return {}
 
     def _on_abandon(self, worker: int) -> Answer:
         """Return the trials of a worker whose group has lost another one."""

@@ -10,26 +10,31 @@ from typing import Any
 
 import torch
 
+from plait.core.codec import decode, encode
 from plait.core.errors import InputError
+from plait.core.run_events import SyncChosen
 from plait.fusion.errors import FusionError
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import SyncSettings
+from plait.schema.sync_options import AUTO
 from plait.sweeping.array_size import import_fake_tensors
 from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
+from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop
 from plait.sweeping.trial_settings import check_key, with_values
+from plait.sync.allreduce.autotune import TopologyChosen, remember
 from plait.training import components
 from plait.training.checks.data_fingerprints import look_at_data
 from plait.training.engines.choose_sync import choose_sync
+from plait.training.engines.replica_layout import replica_layouts
 from plait.training.process import begin_process, use_device
-from plait.training.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -58,17 +63,16 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     if worker.memberships.can_change or worker.world_size > settings.workers_per_array:
         check_shared(worker.host, folder, request.run)
     sets = DataSets(partial(look_at_data, worker))
-    if worker.memberships.can_change and settings.train.sync.kind == "auto":
-        # Groups that form at different times would choose differently.
-        settings = replace(settings, train=replace(settings.train, sync=SyncSettings()))
-        if worker.id == 0:
-            log.info("sync all-reduce: the groups of an elastic sweep would each measure and choose")
     members = SweepMembers(worker, settings, device)
     members.join()
+    if settings.train.sync.kind == AUTO:
+        sync = SyncSettings(_chosen_sync(worker, settings, sets, device))
+        settings = replace(settings, train=replace(settings.train, sync=sync))
+    if settings.train.topology.name == AUTO and not worker.memberships.can_change and worker.world_size > 1:
+        known = worker.ask({"ask": "topologies"})["chosen"]
+        remember(decode(tuple[TopologyChosen, ...], known, "chosen"), worker.rendezvous)
     try:
-        while (group := members.find_group()) is not None:
-            if settings.train.sync.kind == "auto" and not group.is_alone:
-                settings = with_measured_sync(settings, sets, device, group)
+        while (group := members.find_group(settings)) is not None:
             loop = SweepLoop(worker, settings, folder, sets, device, members, group, fresh)
             if loop.run() != "left":
                 members.leave_group()
@@ -77,16 +81,36 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
         raise FusionError(f"{failure}\n  or train trials one by one, without fusion: --width 1") from None
 
 
-def with_measured_sync(
-    settings: SweepSettings, sets: DataSets, device: torch.device, group: WorkerGroup
-) -> SweepSettings:
-    """The settings with the sync for the workers of arrays, measured on all workers; all call it together."""
-    train = settings.train
-    built = components.build(train, device, sets.of(train))
-    chosen = choose_sync(train, built, group.share)
-    if group.first_rank == 0 and group.is_first:
+def _chosen_sync(worker: Worker, settings: SweepSettings, sets: DataSets, device: torch.device) -> str:
+    """The sync of all arrays: that of the sweep's record, else measured on all workers, who call it together.
+
+    One worker has nothing to choose.
+    """
+    if settings.workers_per_array == 1:
+        return SyncSettings().kind
+    known: str | None = worker.ask({"ask": "sync", "chosen": None})["sync"]
+    if known is not None:
+        return known
+    chosen = _measured_sync(worker, settings, sets, device)
+    if worker.rank == 0:
         log.info("sync %s: %s", chosen.sync, chosen.reason)
-    return replace(settings, train=replace(train, sync=SyncSettings(chosen.sync)))
+        worker.ask({"ask": "sync", "chosen": encode(chosen)})
+    return chosen.sync
+
+
+def _measured_sync(
+    worker: Worker, settings: SweepSettings, sets: DataSets, device: torch.device
+) -> SyncChosen:
+    train, size = settings.train, settings.workers_per_array
+    built = components.build(train, device, sets.of(train))
+    if not train.in_stages:
+        return choose_sync(train, built, (worker.rank % size, size))
+    # Slow to import, with all that tracing needs.
+    from plait.training.engines.choose_pipeline_sync import choose_sync_of_pipelines
+
+    firsts = range(0, worker.world_size, size)
+    groups = [replica_layouts(layout_from(first, settings)) for first in firsts]
+    return choose_sync_of_pipelines(worker, train, built, groups)
 
 
 def _measures(settings: SweepSettings, worker: Worker) -> bool:

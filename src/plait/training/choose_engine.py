@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from plait.adapt.changes import ChangeSource
 from plait.adapt.policy_source import PolicySource
-from plait.core.run_events import SyncChosen
+from plait.comm.collectives import all_gather_values, broadcast_value
+from plait.core import events
+from plait.core.codec import decode, encode
+from plait.core.errors import JobError
+from plait.core.events import Event
+from plait.core.run_events import SyncChosen, last_sync
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
+from plait.schema.sync_options import AUTO, KINDS
+from plait.sync.allreduce.autotune import TopologyChosen, remember
 from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.change.apply import asked_every, policies_of
 from plait.training.checks.replicas import check_no_rows
-from plait.training.components import Components
+from plait.training.components import Components, has_room_for_whole, with_fresh_model
 from plait.training.engine import Engine
 from plait.training.engines.averaging_member import (
     MakeMember,
@@ -38,27 +46,59 @@ from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 
 
-def make_job_loop(worker: Worker, settings: TrainSettings, components: Components, folder: RunDir) -> RunLoop:
+def make_job_loop(
+    worker: Worker, settings: TrainSettings, components: Components, folder: RunDir, resume: bool = False
+) -> RunLoop:
     """The loop of a job; where it leaves the sync open, all workers measure and choose one together.
 
-    A worker that joins them later receives the choice with their progress; one worker has nothing to choose.
+    With `resume` it is the one that the run's record has, and so are topologies. A worker that joins them
+    later receives the choice with their progress; one worker has nothing to choose.
     """
-    if settings.sync.kind != "auto":
+    is_open = AUTO in (settings.sync.kind, settings.topology.name)
+    recorded = _recorded_choices(worker, folder) if resume and is_open else []
+    if recorded and worker.world_size > 1:
+        remember([each for each in recorded if isinstance(each, TopologyChosen)], worker.rendezvous)
+    if settings.sync.kind != AUTO:
         return make_loop(worker, settings, components, folder)
-    if worker.world_size < 2:
+    if worker.world_size < 2 and not worker.memberships.can_change:
         return make_loop(worker, replace(settings, sync=SyncSettings()), components, folder)
-    chosen = _measured_sync(worker, settings, components)
-    loop = make_loop(worker, replace(settings, sync=SyncSettings(chosen.sync)), components, folder)
-    loop.run.metrics.record(chosen)
+    kept = last_sync(recorded)
+    chosen = None if kept is not None else _measured_sync(worker, settings, components)
+    sync = chosen.sync if chosen is not None else kept
+    assert sync is not None
+    loop = make_loop(worker, replace(settings, sync=SyncSettings(sync)), components, folder)
+    if chosen is not None:
+        loop.run.metrics.record(chosen)
     return loop
 
 
+def _recorded_choices(worker: Worker, folder: RunDir) -> list[Event]:
+    """What was chosen by measuring in this run; all workers that start together call it."""
+    found = list[tuple[str, Any]]()
+    if worker.rank == 0 and folder.events().exists():
+        record = (each.event for each in events.read(folder.events()))
+        chosen = (each for each in record if isinstance(each, (SyncChosen, TopologyChosen)))
+        found = [(each.kind(), encode(each)) for each in chosen]
+    found = found if worker.world_size < 2 else broadcast_value(found, 0)
+    return [decode(Event.kinds[kind], content, kind) for kind, content in found]
+
+
 def _measured_sync(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
+    if worker.world_size < 2:
+        return SyncChosen("all-reduce", "one worker has no other to wait for")
     # Both import the profiler.
     if settings.in_stages:
+        from plait.training.checks.plan_settings import check_pipeline
         from plait.training.engines.choose_pipeline_sync import choose_sync_of_pipelines
+        from plait.training.engines.replica_layout import replica_layouts
 
-        return choose_sync_of_pipelines(worker, settings, components)
+        if not all(all_gather_values(has_room_for_whole(components))):
+            raise JobError(
+                f"parallel.sync: found 'auto', which is measured on a second copy of the model, but a worker "
+                f"has no memory for one; name one of {', '.join(KINDS)}"
+            )
+        copy, layout = with_fresh_model(components, settings), check_pipeline(settings, worker.world_size)
+        return choose_sync_of_pipelines(worker, settings, copy, [replica_layouts(layout)])
     from plait.training.engines.choose_sync import choose_sync
 
     return choose_sync(settings, components, (worker.rank, worker.world_size))
@@ -133,7 +173,6 @@ def whole_model_engine(run: Run) -> WholeModelEngine:
         run.components,
         feed=lambda trial: run.own_batches(),
         on_step=on_step,
-        on_event=metrics.record,
         audit=ReplicaAudit(worker, trials, run.components, run.audits),
         make_monitor=make_monitor,
     )

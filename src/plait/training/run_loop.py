@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource
+from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SyncChange, TopologyChange
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
@@ -16,6 +17,7 @@ from plait.data.sampler import Position
 from plait.launch.membership import Membership
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
+from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
 from plait.training.change.apply import apply_change, find_requests, is_due
@@ -207,10 +209,19 @@ class RunLoop(Loop):
         if run.components.train_set.is_stream:
             self._warn_of_skipping()
         self.engine.open()
+        self._record_choices()
         self._has_begun = True
         self._checkpoints.begin()
         freeze_garbage_collector()
         metrics.begin_steps()
+
+    def _record_choices(self) -> None:
+        """Record what workers chose by measuring for their engines; all call it together."""
+        worker = self.run.worker
+        if worker.world_size > 1:
+            new, worker.rendezvous.unrecorded = worker.rendezvous.unrecorded, []
+            for each in itertools.chain(*all_gather_values(encode(new))):
+                self.run.metrics.record(decode(TopologyChosen, each, "chosen"))
 
     def _warn_of_loss_parts(self) -> None:
         """Warn where the loss of a batch is not the mean of the losses of its microbatches."""
@@ -299,6 +310,7 @@ class RunLoop(Loop):
         self.run.trial.signals.forget()
         if self._has_begun:
             self.engine.open()
+            self._record_choices()
         else:
             until = self.run.trial.until
             self.begin(self._total_steps())
@@ -348,6 +360,8 @@ class RunLoop(Loop):
             if isinstance(request.change, BatchSizeChange) and not self._until_data_ends:
                 self.run.trial.until = self.run.total_steps = self._total_steps()
                 self.run.metrics.set_steps(self.run.trial.until)
+            if isinstance(request.change, (SyncChange, TopologyChange)):
+                self._record_choices()
             self._changes = (step, self._changes[1] + 1 if self._changes[0] == step else 1)
             kind = type(request.change).__name__
             self.run.metrics.record(Changed(step, kind, encode(request.change), request.by, request.why))

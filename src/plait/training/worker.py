@@ -48,7 +48,7 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     message = ""
     if worker.rank >= 0:  # those that join later go on with what works already
         message = try_evaluation(components, settings, worker.rank, worker.world_size)
-    loop = make_job_loop(worker, settings, components, folder)
+    loop = make_job_loop(worker, settings, components, folder, request.resume)
     if message:
         loop.run.metrics.warn(message)
     try:

@@ -53,22 +53,30 @@ class SweepMembers:
         return self._memberships.can_change
 
     def join(self) -> None:
-        """Become a member; wait for it if the sweep is already running."""
+        """Become a member; wait for it if the sweep is already running, join the others if they are fixed."""
         if self._worker.rank < 0:
             self._worker.enter(self._worker.await_membership())
+        if not self.can_change and self._trains_with_others:
+            join_workers(self._worker, self._device)
 
-    def find_group(self) -> WorkerGroup | None:
+    @property
+    def _trains_with_others(self) -> bool:
+        return self._settings.workers_per_array > 1 or self._settings.train.in_stages
+
+    def find_group(self, settings: SweepSettings) -> WorkerGroup | None:
         """The group that this worker trains with, once all of its workers are free to join it.
 
-        None if this worker leaves, or is not needed any more.
+        `settings` are those of the sweep, with its sync. None if this worker leaves, or is not needed.
         """
         if not self.can_change:
-            self._group = self._fixed_group()
+            if self._trains_with_others:
+                self._group = make_worker_group(self._worker, settings, self._device)
             return self._group
         while not (self._is_leaving and self._leave()):
             answer = self._ask(arrives=True)
             if answer["members"] is not None:
-                if (group := self._form(decode(Membership, answer["members"], "members"))) is not None:
+                membership = decode(Membership, answer["members"], "members")
+                if (group := self._form(membership, settings)) is not None:
                     return group
             elif answer["ends"]:
                 return None
@@ -82,19 +90,13 @@ class SweepMembers:
         question = {"worker": self._worker.id, "arrives": arrives, "ends": ends, "broken": broken}
         return self._worker.ask({"ask": "group", **question})
 
-    def _fixed_group(self) -> WorkerGroup:
-        if self._settings.workers_per_array == 1 and not self._settings.train.in_stages:
-            return ALONE
-        join_workers(self._worker, self._device)
-        return make_worker_group(self._worker, self._settings, self._device)
-
-    def _form(self, membership: Membership) -> WorkerGroup | None:
+    def _form(self, membership: Membership, settings: SweepSettings) -> WorkerGroup | None:
         """Connect with the other workers of the group, who all call it; None if one of them is lost."""
         try:
             self._worker.enter(membership)
             if len(membership.members) > 1 or self._settings.train.in_stages:
                 self._worker.join(BACKEND)
-                self._group = make_worker_group(self._worker, self._settings, self._device)
+                self._group = make_worker_group(self._worker, settings, self._device)
             self._worker.report_joined()
             return self._group
         except RuntimeError as failure:

@@ -10,7 +10,6 @@ from plait.core.errors import InputError, JobError
 from plait.pipeline.layout import PipelineLayout, arrange, with_choices
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
-from plait.schema.sync_options import AUTO, KINDS
 from plait.sweeping.settings import SweepSettings
 from plait.training.checks.plan_settings import check_plan
 from plait.training.engines.replica_layout import check_replicas, side_by_side
@@ -31,7 +30,7 @@ def layout_from(first: int, settings: SweepSettings) -> PipelineLayout:
 
 def averages(settings: SweepSettings) -> bool:
     """Whether the workers of an array average, rather than sum gradients."""
-    return settings.train.sync.kind not in ("all-reduce", "auto")
+    return settings.train.sync.kind != "all-reduce"
 
 
 def _moved(layout: Layout, start: int) -> Layout:
@@ -68,11 +67,6 @@ def check_stages_of(settings: SweepSettings) -> None:
 
 def check_in_stages(settings: SweepSettings) -> None:
     """Refuse settings that arrays in stages do not support, for any plan."""
-    if settings.train.sync.kind == AUTO:
-        raise JobError(
-            f"parallel.sync: found 'auto' with a plan, but in a sweep it is measured for whole models only; "
-            f"name one of {', '.join(KINDS)}"
-        )
     # What is no number is refused with the job's own words.
     counts = _values(settings, "accumulate", settings.train.accumulate)
     if any(isinstance(count, int) and count > 1 for count in counts):

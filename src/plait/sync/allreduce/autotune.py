@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from plait.comm.rendezvous import Rendezvous
 from plait.core.events import Event
 from plait.core.units import show_bytes, show_seconds
 from plait.schema.topology import NATIVE, ROOTED, TOPOLOGIES, Hosts, Route, Topology, make_topology
@@ -23,12 +25,19 @@ log = logging.getLogger(__name__)
 
 
 class TopologyChosen(Event):
-    """The topology that `auto` chose, the last measured time of each candidate, and the reason."""
+    """The topology that `auto` chose, the last measured time of each candidate, and the reason.
+
+    It is for the ranks `workers` and sums of about `for_bytes`; a resumed run or sweep goes on with it.
+    """
+
+    is_urgent: ClassVar[bool] = True
 
     topology: str
     bytes: int
     seconds: Mapping[str, float]
     reason: str
+    workers: tuple[int, ...] = ()
+    for_bytes: int = 0
 
 
 def candidates(hosts: Hosts) -> list[Topology | None]:
@@ -53,7 +62,7 @@ def probe_sizes(gradient_bytes: int) -> list[int]:
     return sizes
 
 
-def choose(members: Members, sizes: Sequence[int]) -> tuple[Topology | None, TopologyChosen]:
+def choose(members: Members, sizes: Sequence[int]) -> TopologyChosen:
     """The fastest candidate for sums of these sizes on these workers; all members call it together.
 
     Small sums are measured first; the faster half is measured again with sums of the next size, until one is
@@ -75,24 +84,41 @@ def choose(members: Members, sizes: Sequence[int]) -> tuple[Topology | None, Top
     )
     if members.group_rank == 0:
         log.info("topology: chose %s: %s", ranking[0], reason)
-    return left[ranking[0]], TopologyChosen(ranking[0], size, seconds, reason)
+    return TopologyChosen(ranking[0], size, seconds, reason, members.ranks, sizes[-1])
 
 
 def resolve_topology(
     spec: TopologySpec, members: Members, gradient_bytes: int, device: torch.device
-) -> tuple[Topology | None, TopologyChosen | None]:
-    """The topology to start with, and why if it was measured now; all members call it together.
+) -> tuple[Topology | None, str | None]:
+    """The topology to start with, and its name if it was chosen by measuring; all members call it together.
 
-    `device` is that of the gradients.
+    It is measured once for these ranks and sums of about this size. `device` is that of the gradients.
     """
     if spec.name == DEFAULT and device.type != "cpu":
         return None, None
     if spec.name != AUTO:
         return build_topology(spec, members.hosts), None
-    sizes, chosen = probe_sizes(gradient_bytes), None
-    if sizes[-1] not in members.fastest:
-        members.fastest[sizes[-1]], chosen = choose(members, sizes)
-    return members.fastest[sizes[-1]], chosen
+    sizes, rendezvous = probe_sizes(gradient_bytes), members.rendezvous
+    key = (members.ranks, sizes[-1])
+    if key not in rendezvous.topologies:
+        chosen = choose(members, sizes)
+        remember([chosen], rendezvous)
+        # One member has it recorded, for all.
+        rendezvous.unrecorded += [chosen] * (members.group_rank == 0)
+    name = rendezvous.topologies[key]
+    return None if name == NATIVE else make_topology(name, members.hosts), name
+
+
+def remember(choices: Iterable[TopologyChosen], rendezvous: Rendezvous) -> None:
+    """Use these topologies instead of measuring again; all of their workers call it."""
+    rendezvous.topologies |= {(each.workers, each.for_bytes): each.topology for each in choices}
+
+
+def forget(members: Members) -> None:
+    """Measure again for these workers: links may have changed since."""
+    known = members.rendezvous.topologies
+    for key in [key for key in known if key[0] == members.ranks]:
+        del known[key]
 
 
 def _name(topology: Topology | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.rendezvous import Rendezvous
-from plait.schema.topology import Topology
 
 # The polling interval of waits that may be interrupted.
 LOOK_S = 0.0005
@@ -55,15 +54,13 @@ class Members:
     """The workers that sum together, from the point of view of one of them.
 
     `ranks` are their ranks in the world, in the topology's order; `group` is their process group (None: the
-    world). Two sets of sums over one group at a time need different `lane`s. `fastest` has the topologies
-    that were measured, by the size of the sums.
+    world). Two sets of sums over one group at a time need different `lane`s.
     """
 
     rendezvous: Rendezvous
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     lane: int = 0
-    fastest: dict[int, Topology | None] = field(default_factory=dict, compare=False)
 
     @property
     def rank(self) -> int:

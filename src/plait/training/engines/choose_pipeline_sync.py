@@ -4,55 +4,52 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 
 from plait.comm.collectives import all_gather_values
-from plait.core.errors import JobError
 from plait.core.run_events import SyncChosen
 from plait.data.loader import Batch
 from plait.launch.worker_process import Worker
 from plait.pipeline.executor import Pipeline
 from plait.pipeline.gradient_sync import check_untied
-from plait.pipeline.layout import one_batch
+from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.schema.settings import TrainSettings
-from plait.schema.sync_options import KINDS
 from plait.training.batch_streams import open_stream
-from plait.training.checks.plan_settings import check_pipeline
-from plait.training.components import Components, has_room_for_whole, with_fresh_model
+from plait.training.components import Components
 from plait.training.engines.choose_sync import choose, measure
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
-from plait.training.engines.replica_layout import in_order, replica_layouts
+from plait.training.engines.replica_layout import in_order
 from plait.training.stages.replica_stages import in_microbatches
 from plait.training.trial import Trial
 
 
-def choose_sync_of_pipelines(worker: Worker, settings: TrainSettings, components: Components) -> SyncChosen:
+def choose_sync_of_pipelines(
+    worker: Worker,
+    settings: TrainSettings,
+    components: Components,
+    groups: Sequence[Sequence[PipelineLayout]],
+) -> SyncChosen:
     """Choose the sync from measured updates of each pipeline by itself; all workers call it together.
 
-    They update a copy of the model, which is dropped.
+    The pipelines of each of `groups` train together. They update `components`, which the caller drops.
     """
-    if not all(all_gather_values(has_room_for_whole(components))):
-        raise JobError(
-            f"parallel.sync: found 'auto', which is measured on a second copy of the model, but a worker has "
-            f"no memory for one; name one of {', '.join(KINDS)}"
-        )
-    replicas = replica_layouts(check_pipeline(settings, worker.world_size))
+    replicas = next(each for each in groups if any(worker.rank in replica.workers for replica in each))
     number = next(i for i, each in enumerate(replicas) if worker.rank in each.workers)
-    copy = with_fresh_model(components, settings)
-    verified, layout = prepare_pipeline(settings, copy, replicas[number], verify=False)
+    verified, layout = prepare_pipeline(settings, components, replicas[number], verify=False)
     check_untied(verified.traced, layout)
-    channels, pipeline = open_pipeline(worker, settings, copy, verified.traced, layout, worker.hosts)
+    channels, pipeline = open_pipeline(worker, settings, components, verified.traced, layout, worker.hosts)
     batch = open_stream(components.train_set, Trial(settings), (number, len(replicas))).next()
     assert batch is not None
     usual = math.ceil(settings.data.batch_size / len(replicas))
-    step_s = measure(lambda: time_update(pipeline, batch, usual, settings.seed, copy))
+    step_s = measure(lambda: time_update(pipeline, batch, usual, settings.seed, components))
     pipeline.close()
     channels.close()
     # A pipeline's first worker is the last to end a batch.
     times = all_gather_values(step_s)
-    return choose([times[in_order(replica)[0]] for replica in replicas], "pipelines")
+    return choose([[times[in_order(each)[0]] for each in group] for group in groups], "pipelines")
 
 
 def time_update(pipeline: Pipeline, batch: Batch, usual: int, seed: int, components: Components) -> float:

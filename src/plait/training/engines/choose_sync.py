@@ -20,14 +20,17 @@ STEPS = 10
 WORTH = 1.15
 
 
-def choose(step_s: Sequence[Sequence[float]], members: str = "workers") -> SyncChosen:
-    """The sync for workers, or other members, whose steps took `step_s[member][step]` seconds.
+def choose(step_s: Sequence[Sequence[Sequence[float]]], members: str = "workers") -> SyncChosen:
+    """The sync for groups of workers, or of other members, whose steps took `step_s[group][member][step]` s.
 
-    Under all-reduce a step takes as long as its slowest member; without it, the throughputs of members add
-    up.
+    Under all-reduce a step takes as long as the slowest member of the group; without it, the throughputs of
+    members add up, as those of groups always do.
     """
-    together_s = statistics.fmean(max(times) for times in zip(*step_s))
-    separate_s = len(step_s) / sum(1 / statistics.fmean(times) for times in step_s)
+    count = sum(map(len, step_s))
+    together_s = count / sum(
+        len(group) / statistics.fmean(max(times) for times in zip(*group)) for group in step_s
+    )
+    separate_s = count / sum(1 / statistics.fmean(times) for group in step_s for times in group)
     gain = together_s / separate_s
     sync = "partial-reduce" if gain > WORTH else "all-reduce"
     return SyncChosen(
@@ -46,7 +49,8 @@ def measure(time_step: Callable[[], float]) -> list[float]:
 def choose_sync(settings: TrainSettings, components: Components, share: tuple[int, int]) -> SyncChosen:
     """Choose the sync from measured steps whose gradients are dropped; all workers call it together.
 
-    `share` is the index of this worker's share of a batch, and the number of shares.
+    `share` is the index of this worker's share of a batch, and the number of shares; as many workers in turn
+    are a group.
     """
     step = TrainStep(components, settings, rank=share[0])
     saved = [buffer.clone() for buffer in components.model.buffers()]
@@ -56,4 +60,5 @@ def choose_sync(settings: TrainSettings, components: Components, share: tuple[in
     with torch.no_grad():
         for buffer, before in zip(components.model.buffers(), saved):
             buffer.copy_(before)
-    return choose(all_gather_values(step_s))
+    times, size = all_gather_values(step_s), share[1]
+    return choose([times[first : first + size] for first in range(0, len(times), size)])

@@ -23,7 +23,7 @@ from plait.launch.worker_process import Worker
 from plait.pipeline.frozen import FrozenAtStart
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
-from plait.sync.allreduce.autotune import TopologyChosen, resolve_topology
+from plait.sync.allreduce.autotune import forget, resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.buffers import average
 from plait.sync.carried_rows import merge_rows
@@ -128,8 +128,8 @@ class TrainStep:
         elif self._sync is not None:
             self._sync.measure_norms(False)
 
-    def _start_topology(self) -> TopologyChosen | None:
-        """Set up the topology of the settings; returns the choice if it was measured."""
+    def _start_topology(self) -> str | None:
+        """Set up the topology of the settings; returns its name if it was chosen by measuring."""
         members = self._group.members
         if self._sync is None or members is None:
             return None
@@ -144,7 +144,7 @@ class TrainStep:
         """Use the topology of that name from the next step on; all workers call it between two steps."""
         members = self._group.members
         if self._sync is not None and members is not None:
-            members.fastest.clear()  # links may have changed since they were measured
+            forget(members)
             spec, size = read_topology_spec(topology), self._sync.gradient_bytes
             self._sync.switch(resolve_topology(spec, members, size, self._components.device)[0])
             if self._monitor is not None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
-from plait.core.events import Event
 from plait.data.loader import Batch, BatchStream, load
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.worker_process import Worker
@@ -64,9 +63,9 @@ def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
 class WholeModelEngine:
     """The engine for trials whose whole model is on each worker of a group.
 
-    All trials take steps together, each on batches from its `feed`. `on_step` is called after each step,
-    `on_event` with events to record. `audit` repeats some steps with plain PyTorch. The monitor of
-    `make_monitor`, which is passed whether there are other workers, measures steps.
+    All trials take steps together, each on batches from its `feed`. `on_step` is called after each step.
+    `audit` repeats some steps with plain PyTorch. The monitor of `make_monitor`, which is passed whether
+    there are other workers, measures steps.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class WholeModelEngine:
         components: AnyComponents,
         feed: Callable[[Trial], BatchStream],
         on_step: OnStep,
-        on_event: Callable[[Event], None] = lambda event: None,
         audit: StepAudit | None = None,
         make_monitor: Callable[[bool], StepMonitor | None] = lambda shared: None,
         group: WorkerGroup | None = None,
@@ -86,7 +84,6 @@ class WholeModelEngine:
         self.components = components
         self._feed = feed
         self._on_step = on_step
-        self._on_event = on_event
         self._audit = audit
         self._make_monitor = make_monitor
         # Set in a sweep; in a run the group is that of its members.
@@ -131,9 +128,8 @@ class WholeModelEngine:
         if memberships.can_change and not self._group.is_alone:
             memberships.on_loss(self._step.fail)
         if self._step.chosen is not None:
-            self._on_event(self._step.chosen)
             # Measured once: later members must not wait for it again.
-            self._set_topology(self._step.chosen.topology)
+            self._set_topology(self._step.chosen)
 
     def _requests(self) -> StepRequests:
         return requests_of(self._worker)
