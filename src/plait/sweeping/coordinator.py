@@ -373,6 +373,8 @@ class Coordinator:
     def _on_report(self, worker: int, results: list[Any]) -> Answer:
         """The next goal, or 0, of each trial in `results`, which are (trial, step, metrics, train_loss)."""
         reports = [Report(*result) for result in results if self._has(worker, result[0])]
+        for report in reports:
+            self._progress.count(report.trial, report.step, None)
         until = dict(zip((report.trial for report in reports), self.scheduler.report(reports)))
         self._remove_ended()
         return {"until": [until.get(result[0], 0) for result in results]}
@@ -388,6 +390,7 @@ class Coordinator:
         why: str = "",
     ) -> Answer:
         if self._has(worker, trial):
+            self._progress.count(trial, step, None)
             self.scheduler.stop(trial, step, state, metrics, train_loss, why)
             self._remove_ended()
         return {}
