@@ -266,6 +266,8 @@ class Coordinator:
         """For an idle worker: the group that waits, its share of the trials, and the values of the first."""
         if self.scheduler.is_over:
             return {"over": True}
+        if not self._trains(worker):
+            return {"over": False}
         waiting = self.scheduler.waiting()
         if not waiting:
             if self._is_elastic and not self.scheduler.of_worker(worker):
@@ -275,13 +277,17 @@ class Coordinator:
         share = math.ceil(self.scheduler.expected(waiting) / self._among(worker))
         return {"group": group, "share": share, "values": values}
 
+    def _trains(self, worker: int) -> bool:
+        """Whether a worker asks for a group; one that is lost, or leaves, may have asked before it knew."""
+        return worker in self._groups.firsts
+
     def _among(self, worker: int) -> int:
         """How many workers share the waiting trials: the idle ones if `worker` is idle, else all."""
         return len(self._idle) if worker in self._idle else self.scheduler.workers
 
     def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
         trials = []
-        if not self._idle or worker in self._idle:
+        if self._trains(worker) and (not self._idle or worker in self._idle):
             trials = self.scheduler.take(group, count, begin, self._among(worker), worker)
         if trials:
             self._idle.discard(worker)
