@@ -29,6 +29,7 @@ from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import check_key, with_values
 from plait.training.change.batch_size import BatchSize
+from plait.training.checkpoint import list_checkpoints, load
 from support.averaging import job_store
 from support.further import but_further
 from support.plans import in_stages, straight_layout
@@ -108,6 +109,12 @@ def test_the_first_worker_of_a_group_asks_for_all(tmp_path: Path):
     assert {e.step for e in recorded(tmp_path / "averages", Changed)} == {25}
 
 
+def saved_signals(folder: Path) -> list[Any]:
+    """The signals in the checkpoint of a sweep's best trial."""
+    (path,) = list_checkpoints(RunDir(folder).checkpoints)
+    return list(load(path).progress["signals"]["newest"])
+
+
 # Halving has rungs, as asha has, and a whole table, as a grid.
 @pytest.mark.parametrize("search", but_further(("grid", "halving", "asha"), "grid", "asha"))
 def test_goals_are_counted_anew_also_in_a_sweep_that_was_stopped(search: str, tmp_path: Path):
@@ -118,7 +125,10 @@ def test_goals_are_counted_anew_also_in_a_sweep_that_was_stopped(search: str, tm
     sweep_here(only_table, tmp_path / "table")
     reached = {event.step for event in recorded(tmp_path / "table", TrialReached)}
     assert reached == ({13} if search == "grid" else {3, 6, 13})
+    # A table needs no signals: the losses of a step are not read.
+    assert saved_signals(tmp_path / "table") == []
     whole = sweep_here(sweep, tmp_path / "whole")
+    assert saved_signals(tmp_path / "whole")
     stop = tmp_path / "cut" / "trials"
     assert sweep_here(sweep, tmp_path / "cut", stop_file=stop)["reason"] == "stopped"
     resumed = sweep_here(sweep, tmp_path / "cut", resume=True)

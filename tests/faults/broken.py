@@ -40,6 +40,10 @@ def line(width: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
 
 
+def no_graphs(hosts: list[str]) -> list[dict[str, Any]]:
+    raise ValueError("no graphs today")
+
+
 def slow_to_save(split: str, seconds: float) -> Samples:
     """Data whose import makes the last checkpoint take long to write."""
 

@@ -80,6 +80,9 @@ def test_a_job_that_cannot_start_leaves_nothing_and_its_folder_can_be_used(tmp_p
                 job(tmp_path, data={"kind": "broken:samples", "batch_size": 64, "last_batch": "drop"}),
                 run_folder=where,
             )
+    own = job(tmp_path, parallel={"workers": 2, "topology": "broken:no_graphs"})
+    with refused("parallel.topology: 'broken:no_graphs' failed with ValueError: no graphs today"):
+        plait.sweep(own, {"seed": [0, 1]}, replicas=2, width=1)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("kept")

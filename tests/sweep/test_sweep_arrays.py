@@ -190,5 +190,8 @@ def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytes
 def test_a_trial_whose_loss_is_lost_after_its_last_point_has_diverged(tmp_path: Path):
     job = digits_job(steps=7, log_every_steps=100, optimizer=OptimizerSettings("sgd", {"lr": 0.1}))
     settings = sweep_of("optimizer.lr=1e200,0.1", job=job)
-    states = {row["values"]["optimizer.lr"]: row["state"] for row in sweep_here(settings, tmp_path)["trials"]}
+    found = sweep_here(settings, tmp_path)
+    states = {row["values"]["optimizer.lr"]: row["state"] for row in found["trials"]}
     assert states == {1e200: "diverged", 0.1: "finished"}
+    # Steps without a point count, too.
+    assert found["trial_steps_per_s"] == pytest.approx(14 / found["seconds"], abs=0.2)

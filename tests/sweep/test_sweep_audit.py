@@ -18,6 +18,7 @@ from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import (
     UNVERIFIED,
+    DataSettings,
     ModelSettings,
     OptimizerSettings,
     SyncSettings,
@@ -159,8 +160,14 @@ SUMMED = {
 # In each, the order in which trials are audited.
 IN_STAGES = {
     "in stages": planned((1, 1), Schedule.ZERO_BUBBLE, 3, steps=9),
+    # The third batch is a small last one of an epoch.
     "in stages, batch norm and dropout": planned(
-        (1, 1), Schedule.FLUSH, 3, model=ModelSettings("support.training:norm_net"), steps=9
+        (1, 1),
+        Schedule.FLUSH,
+        3,
+        model=ModelSettings("support.training:norm_net"),
+        data=DataSettings("support.training:digits", 600),
+        steps=9,
     ),
     # The first stage, which reads the data, is on the second worker.
     "in stages, adamw, tied and clipped": placed(

@@ -384,14 +384,14 @@ def test_a_sync_that_replicas_cannot_have_is_refused_with_the_key() -> None:
     def swept(sync: str, options: dict[str, Any]) -> SweepSettings:
         return replace(sweep_of("optimizer.lr=0.01,0.1", job=averaged(sync, options)), replicas=2)
 
-    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
+    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2, of 2 workers"):
         check(swept("partial-reduce", {"minimum": 3}))
-    with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1 to 1"):
+    with pytest.raises(JobError, match=r"sync_options.servers: found 2, expected 1, of 2 workers"):
         check(swept("hetpipe", {"servers": 2, "dedicated": True}))
     # In stages, options count pipelines: here there are two times two.
     four = replace(sweep_of("seed=0,1", job=side_by_side("partial-reduce", {"minimum": 3})), replicas=2)
     check(four)
-    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2 to 2"):
+    with pytest.raises(JobError, match=r"sync_options.minimum: found 3, expected 2, of 2 pipelines"):
         check(replace(four, replicas=1))
 
 

@@ -116,6 +116,9 @@ class Workers:
             late = [(trial, 6, {"loss": 0.0}, 0.0)]
             answer = self.coordinator.answer({"ask": "report", "worker": worker, "results": late})
             assert answer == {"until": [0]}
+        assert "group" not in self.ask(worker, ask="look")
+        for group in {trial.group for trial in self.coordinator.scheduler.trials}:
+            assert not self.ask(worker, ask="take", group=group, count=WIDTH, begin=True)["trials"]
 
     def _join(self, worker: int) -> None:
         if len(self.trials) < 4:
@@ -164,6 +167,7 @@ def test_whoever_comes_goes_or_dies_each_step_of_a_trial_counts_once(
 def test_the_worker_with_the_most_trials_divides_them_among_itself_and_the_idle_ones(tmp_path: Path):
     sweep = sweep_of(f"seed={','.join(map(str, range(11)))}", width=11, job=JOB)
     workers = Workers(sweep, tmp_path)
+    workers._publish((0, 1, 2, 3))
     group = workers.ask(0, ask="look")["group"]
     for worker, count in ((0, 7), (1, 4)):
         answer = workers.ask(worker, ask="take", group=group, count=count, begin=False)

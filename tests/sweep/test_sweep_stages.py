@@ -197,7 +197,7 @@ def sweeps_of_three() -> dict[str, SweepSettings]:
         "pbt": replicated("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
         "not fused": replicated("clip_norm=null,0.3", optimizer=ADAMAX),
         "dropout": replicated("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
-        "norm": replicated("data.batch_size=2,64", "optimizer.lr=0.01,0.1", width=4, model=NORM),
+        "norm": replicated("data.batch_size=2,600", "optimizer.lr=0.01,0.1", width=4, model=NORM),
     }
 
 

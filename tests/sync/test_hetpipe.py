@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
@@ -109,6 +110,29 @@ def test_a_server_answers_all_workers_once_all_have_pushed():
     assert found.tolist() == [3.0, 3.0]
     assert mailbox.answered_all.wait(20.0)
     assert mailbox.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
+    server.close()
+
+
+class LateMail(ScriptedMail):
+    """The workers push for the first time after a while."""
+
+    def __init__(self, late_s: float) -> None:
+        super().__init__()
+        self._due = time.monotonic() + late_s
+
+    def wait(self, seconds: float) -> None:
+        super().wait(seconds)
+        if time.monotonic() > self._due:
+            self._due = math.inf
+            for peer in (1, 2):
+                self.push(peer, 0, 3.0, last=True)
+
+
+def test_a_server_that_does_not_train_waits_for_those_that_do_however_long_they_take():
+    mailbox: Any = LateMail(0.3)
+    server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0, idle=(0,)))
+    (found,) = server.exchange([torch.zeros(2)], last=True, deadline_s=0.1)
+    assert found.tolist() == [3.0, 3.0]
     server.close()
 
 

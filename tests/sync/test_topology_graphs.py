@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +179,15 @@ def test_a_long_chain_is_a_tree_and_a_long_cycle_is_named_in_few_words():
     assert len(str(caught.value)) < 300
 
 
+class Odd(list[Any]):
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+def odd(hosts: list[str]) -> Odd:
+    return Odd()
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -187,6 +198,7 @@ def test_a_long_chain_is_a_tree_and_a_long_cycle_is_named_in_few_words():
         ("sys:exit", "'sys:exit' failed with SystemExit"),
         ("math:pi", "'math:pi' failed with TypeError: 'float' object is not callable"),
         ("builtins:print", "builtins:print: found None, expected a list of graphs"),
+        ("test_topology_graphs:odd", "'test_topology_graphs:odd' failed with RuntimeError: no length"),
         ("os:nothing", "os has no 'nothing'"),
         ("star:" + "9" * 5000, "found 'star:999.*, expected a root from 0 to 1"),
         ("star:١", "expected a root from 0 to 1"),

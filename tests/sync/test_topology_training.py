@@ -15,6 +15,8 @@ from plait.adapt.changes import TopologyChange
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.core.run_events import Changed
+from plait.jobs.sweep import make_sweep
+from plait.jobs.train import train
 from plait.launch.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
@@ -151,11 +153,15 @@ def test_a_topology_that_cannot_be_used_is_refused_before_anything_starts(
         ("{", "g.json:1: not YAML"),
     ],
 )
-def test_a_file_of_graphs_is_checked_against_the_jobs_workers(text: str, words: str, tmp_path: Path):
+def test_a_file_of_graphs_is_checked_against_the_workers_that_sum(text: str, words: str, tmp_path: Path):
     file = tmp_path / "g.json"
     file.write_text(text)
     with pytest.raises(InputError, match=words):
-        make_job(job(topology=str(file)))
+        train(job(topology=str(file)))
+    with pytest.raises(InputError, match=words):
+        make_sweep(make_job(job(topology=str(file), workers=6)), ["seed=0,1"], replicas=3)
+    file.write_text("graphs: [{reduce: [[1, 0], [2, 0]]}]")
+    make_sweep(make_job(job(topology=str(file), workers=6)), ["seed=0,1"], replicas=3)
 
 
 def test_the_graphs_of_a_file_travel_with_the_settings(tmp_path: Path):

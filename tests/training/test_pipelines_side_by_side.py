@@ -179,9 +179,9 @@ def test_the_state_of_the_sync_moves_with_the_stages(tmp_path: Path):
 def test_what_pipelines_side_by_side_cannot_do_is_refused_in_words():
     with pytest.raises(JobError, match="parallel.schedule: found stash with sync partial-reduce"):
         check_pipeline(side_by_side(schedule=Schedule.STASH), 4)
-    with pytest.raises(JobError, match="sync_options.servers: found 3, expected 1 to 2"):
+    with pytest.raises(JobError, match="sync_options.servers: found 3, expected 1 to 2, of 2 pipelines"):
         check_pipeline(side_by_side("hetpipe", {"servers": 3}), 4)
-    with pytest.raises(JobError, match="sync_options.minimum: found 3, expected 2 to 2"):
+    with pytest.raises(JobError, match="sync_options.minimum: found 3, expected 2, of 2 pipelines"):
         check_pipeline(side_by_side(options={"minimum": 3}), 4)
     with pytest.raises(JobError, match="clip_norm"):
         check_pipeline(side_by_side(clip_norm=1.0), 4)

@@ -203,7 +203,7 @@ class SweepDisplay(ProgressDisplay):
 def describe_sweep(progress: Mapping[str, Any]) -> str:
     """`12/32 trials ended  step 4100/9600  5120 steps/s  2.1 s left`"""
     parts = [f"{progress['ended']}/{progress['trials']} trials ended", describe(progress)]
-    if "trial_steps_per_s" in progress:
+    if progress.get("trial_steps_per_s"):
         parts.append(f"{show_rate(progress['trial_steps_per_s'])} trial steps/s")
     return "  ".join(parts)
 

@@ -16,6 +16,7 @@ from plait.launch.run_dir import RunKind, choose_folder, new_run
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
 from plait.schema.sync_options import lease_of
+from plait.schema.topology_spec import check_topology
 
 
 def train(
@@ -35,6 +36,7 @@ def train(
     job = as_job(job)
     display = display or Silent()
     settings, placement = job.settings(), job.placement
+    check_topology(settings.topology, placement.workers)
     run_dir, messages = Path(job.run_dir), list[str]()
     with searching(os.getcwd(), job.folder):
         folder = choose_folder(run_dir, job.name, resume, run_folder, RunKind.TRAIN)

@@ -227,7 +227,7 @@ class RunDir:
         """
         if self.is_trained():
             return
-        within = ("logs/rank*.out", "logs/rank*.err", "events/rank*.jsonl", "tensorboard/events.*")
+        within = ("logs/*.out", "logs/*.err", "events/rank*.jsonl", "tensorboard/events.*")
         for pattern in (*FILES, self.record.name, *within):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)

@@ -103,7 +103,8 @@ def _check_topology(job: Job, workers: int) -> None:
             f"parallel.topology: found {shown(spec.name)} with parallel.plan {shown(parallel.plan)}; the "
             f"replicas of each stage need a separate topology: use a name, or plan: data-parallel"
         )
-    check_topology(spec, workers)
+    if not spec.graphs:  # in a sweep they are for the workers of an array
+        check_topology(spec, workers)
 
 
 def _check_policies(job: Job) -> None:

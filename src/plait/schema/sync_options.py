@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, JobError
 from plait.core.names import did_you_mean
+from plait.core.units import count_of
 from plait.schema.limits import Count, CountFromZero, KeyLimits, check_limits
 
 KEY = "parallel.sync_options"
@@ -124,8 +125,11 @@ LOCKSTEP = ("pair-sync", "sma", "local-sgd")
 COLLECTIVE = ("sma", "local-sgd", "hetpipe")
 
 
-def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
-    """The options of sync `kind`, checked; an error names the key. `auto` has none."""
+def read_options(kind: str, given: Mapping[str, Any], workers: int, one: str = "worker") -> Options:
+    """The options of sync `kind`, checked; an error names the key. `auto` has none.
+
+    `workers` average; `one` says what each is.
+    """
     if kind == AUTO:
         if given:
             raise JobError(f"{KEY}: found options, but parallel.sync is auto; name the sync they are for")
@@ -138,10 +142,18 @@ def read_options(kind: str, given: Mapping[str, Any], workers: int) -> Options:
         raise JobError(f"{failure} (options of {kind})") from None
     check_limits(options, KEY)
     if isinstance(options, PartialReduceOptions) and options.minimum > max(workers, 2):
-        raise JobError(f"{KEY}.minimum: found {options.minimum}, expected 2 to {workers}, the workers")
+        among = f"{_to(2, workers)}, of {count_of(workers, one)}"
+        raise JobError(f"{KEY}.minimum: found {options.minimum}, expected {among}")
     if isinstance(options, HetPipeOptions) and options.servers > (most := workers - options.dedicated):
-        raise JobError(f"{KEY}.servers: found {options.servers}, expected 1 to {most}, of {workers} workers")
+        if not most:
+            raise JobError(f"{KEY}.dedicated: found true for 1 {one}, which would not train; leave it out")
+        among = f"{_to(1, most)}, of {count_of(workers, one)}"
+        raise JobError(f"{KEY}.servers: found {options.servers}, expected {among}")
     return options
+
+
+def _to(least: int, most: int) -> str:
+    return f"{least} to {most}" if most > least else str(least)
 
 
 def options_among(kind: str, given: Mapping[str, Any], workers: int) -> Options:

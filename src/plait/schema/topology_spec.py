@@ -104,14 +104,16 @@ def build_topology(spec: TopologySpec, hosts: Hosts) -> Topology | None:
         return None
     if spec.by_name:
         return make_topology(spec.name, hosts)
-    return from_graphs(_call(spec.name, hosts), len(hosts), spec.name)
+    return _call(spec.name, hosts)
 
 
-def _call(name: str, hosts: Hosts) -> Any:
-    """Call the user's function with `hosts`; any exception becomes a TopologyError of one sentence."""
+def _call(name: str, hosts: Hosts) -> Topology:
+    """The topology of the user's function; any exception becomes a TopologyError of one sentence."""
     function = resolve(name, KEY, TopologyError)
     try:
-        return function(list(hosts))
+        return from_graphs(function(list(hosts)), len(hosts), name)
+    except TopologyError:
+        raise
     except (Exception, SystemExit) as failure:
         raise TopologyError(
             f"{KEY}: {shown(name)} failed with {in_words(failure)}; expected a function that takes the host "

@@ -32,6 +32,7 @@ from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
+from plait.training.monitoring.required_signals import decides_by_signals
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE
@@ -253,7 +254,8 @@ class ArrayEngine:
         # Summed on the device, without synchronization.
         self._losses = losses if self._losses is None else self._losses + losses
         self._losses_of += steps
-        if steps and any(trial.sources for trial in self.trials):
+        # Signals are numbers, so that the device is waited for.
+        if steps and any(decides_by_signals(trial.settings) for trial in self.trials):
             self._add_signals(done, losses / steps, steps)
 
     def _add_signals(self, done: int, losses: Tensor, steps: int) -> None:

@@ -293,6 +293,8 @@ class Coordinator:
         """For an idle worker: the group that waits, its share of the trials, and the values of the first."""
         if self.scheduler.is_over:
             return {"over": True}
+        if not self._trains(worker):
+            return {"over": False}
         waiting = self.scheduler.waiting()
         if not waiting:
             if self._is_elastic and not self.scheduler.of_worker(worker):
@@ -302,13 +304,17 @@ class Coordinator:
         share = math.ceil(self.scheduler.expected(waiting) / self._among(worker))
         return {"group": group, "share": share, "values": values}
 
+    def _trains(self, worker: int) -> bool:
+        """Whether a worker asks for a group; one that is lost, or leaves, may have asked before it knew."""
+        return worker in self._groups.firsts
+
     def _among(self, worker: int) -> int:
         """How many workers share the waiting trials: the idle ones if `worker` is idle, else all."""
         return len(self._idle) if worker in self._idle else self.scheduler.workers
 
     def _on_take(self, worker: int, group: str, count: int, begin: bool) -> Answer:
         trials = []
-        if not self._idle or worker in self._idle:
+        if self._trains(worker) and (not self._idle or worker in self._idle):
             trials = self.scheduler.take(group, count, begin, self._among(worker), worker)
         if trials:
             self._idle.discard(worker)
@@ -400,6 +406,8 @@ class Coordinator:
     def _on_report(self, worker: int, results: list[Any]) -> Answer:
         """The next goal, or 0, of each trial in `results`, which are (trial, step, metrics, train_loss)."""
         reports = [Report(*result) for result in results if self._has(worker, result[0])]
+        for report in reports:
+            self._progress.count(report.trial, report.step, None)
         until = dict(zip((report.trial for report in reports), self.scheduler.report(reports)))
         self._remove_ended()
         return {"until": [until.get(result[0], 0) for result in results]}
@@ -415,6 +423,7 @@ class Coordinator:
         why: str = "",
     ) -> Answer:
         if self._has(worker, trial):
+            self._progress.count(trial, step, None)
             self.scheduler.stop(trial, step, state, metrics, train_loss, why)
             self._remove_ended()
         return {}

@@ -13,6 +13,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.launch.worker_process import Worker
 from plait.schema.settings import TrainSettings
+from plait.schema.topology_spec import build_topology
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.settings import SweepSettings
@@ -64,9 +65,12 @@ def check_worker_groups(settings: SweepSettings, workers: int) -> None:
 
 def make_worker_group(worker: Worker, settings: SweepSettings, device: torch.device) -> WorkerGroup:
     """This worker's group; all workers call it together, in the process group of all."""
-    group = None
+    group, topology = None, settings.train.topology
     for first in range(0, worker.world_size, settings.workers_per_array):
         ranks = range(first, first + settings.workers_per_array)
+        if not topology.by_name:
+            # A user's function may fail: it does so on all workers, before trials are asked for.
+            build_topology(topology, [worker.rendezvous.hosts[rank] for rank in ranks])
         sums = new_group(worker.rendezvous, ranks)
         answers = new_group(worker.rendezvous, ranks, ANSWER_TIMEOUT, backend="gloo")
         if worker.rank in ranks:

@@ -27,7 +27,7 @@ MOST_OPEN = 32
 
 
 class SweepProgress:
-    """Counts the steps of a sweep's trials from the points of their learning curves."""
+    """Counts the steps of a sweep's trials, from the points of their learning curves and from reports."""
 
     def __init__(
         self,

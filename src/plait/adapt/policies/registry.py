@@ -44,6 +44,11 @@ def make_policy(kind: str, options: Mapping[str, Any]) -> Policy:
     return made
 
 
+def needs_signals(kind: str) -> bool:
+    """Whether a policy decides by signals; a table of steps does not."""
+    return kind != "steps"
+
+
 def needs_norms(kind: str) -> bool:
     """Whether a policy uses gradient norms; a user's function may."""
     return kind == "batch-size" or ":" in kind

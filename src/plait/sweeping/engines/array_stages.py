@@ -111,9 +111,9 @@ class ArrayStages(TrialStages):
             if not batches:
                 return
             self.batches = batches
-            microbatches = self._begin_step(
-                number, rounds_of(batches, [self.layout.microbatches] * len(batches))
-            )
+            usual = [trial.batch.size for trial in trials]
+            counts = microbatch_counts(batches, usual, self.layout.microbatches)
+            microbatches = self._begin_step(number, rounds_of(batches, counts))
             after = tuple(batch.after for batch in batches)
             yield StepBatch(microbatches, after, batches[0].epoch, batches[0].total)
 
@@ -122,7 +122,7 @@ class ArrayStages(TrialStages):
     ) -> list[Microbatch]:
         """The microbatches of a share of the trials' steps, which usually have `usual` samples."""
         most = self.replicas[0].microbatches
-        counts = [microbatch_count(batch.count, size, most) for batch, size in zip(batches, usual)]
+        counts = microbatch_counts(batches, usual, most)
         return self._begin_step(steps[0], self.components.cut(batches, counts, alone=True), share * most)
 
     def _begin_step(self, step: int, rounds: Sequence[Round], first: int = 0) -> list[Microbatch]:
@@ -319,6 +319,11 @@ class FusedStages(ArrayStages):
         self._rest = with_replacements(self._rest, leaving, [self._held_by_none(entry) for entry in entering])
         self.sync = with_replacements(self.sync, leaving, [dict(entry.sync) for entry in entering])
         self.components.change(leaving, [self._stages_of(entry) for entry in entering])
+
+
+def microbatch_counts(batches: Sequence[Batch], usual: Sequence[int], most: int) -> list[int]:
+    """The numbers of microbatches of the trials' batches; those of `usual` samples have `most`."""
+    return [microbatch_count(batch.count, size, most) for batch, size in zip(batches, usual)]
 
 
 # The draws of a forward that stages begin apart, where they do not know what those before have drawn.

@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.data.loader import Batch
 from plait.data.seeding import mix
 from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
+from plait.pipeline.microbatches import microbatch_count
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.audited_step import AuditedTrial
 from plait.training.checkpoint import EngineState
@@ -47,7 +48,7 @@ class AuditedStageTrial:
         self._stages, self._pipeline, self._group = stages, pipeline, group
         self._slot, self._settings, self._on_found, self._warn = slot, trial.settings, on_found, warn
         self._before = stages.state(slot, pipeline, group)
-        self._factor = trial.lr_factor(trial.step)
+        self._factor, self._usual = trial.lr_factor(trial.step), trial.batch.size
         self._seconds = time.perf_counter() - started
 
     def end(self, losses: Tensor) -> None:
@@ -78,7 +79,8 @@ class AuditedStageTrial:
     def _audited(self, before: EngineState, batch: Batch) -> AuditedTrial:
         """The trial alone, on this worker, as it was before the step."""
         stages = self._stages
-        settings = replace(self._settings, pipeline=None, accumulate=stages.layout.microbatches)
+        accumulate = microbatch_count(batch.total, self._usual, stages.layout.microbatches)
+        settings = replace(self._settings, pipeline=None, accumulate=accumulate)
         known = stages.components.of_trial(self._slot)
         with unchanged_random_numbers():
             components = build_components(settings, known.device, (known.train_set, known.test_set))

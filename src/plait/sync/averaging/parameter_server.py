@@ -75,6 +75,10 @@ class ServedWeights:
             return [] if worker in self._finals else sorted(self._clocks.keys() - self._done)
         return held_up_by(self._clocks, self._done | self._idle, worker, self._staleness)
 
+    def waits_for_training(self, worker: int) -> bool:
+        """Whether `worker`, which does not train, waits for others that do, none of which is done."""
+        return worker in self._idle and self._done <= self._idle
+
     def pull(self, worker: int, last: bool) -> list[Tensor] | None:
         """The weights for `worker`, which has pushed; None while it has to wait."""
         if self.awaited(worker, last):
@@ -107,6 +111,9 @@ class Server:
                 if self._failure is not None:
                     raise self._failure
                 self._check_there(self._weights.awaited(rank, last))
+                if self._weights.waits_for_training(rank):
+                    # Their segment may take any time; one that hangs is found by others, or by its host.
+                    end = time.monotonic() + deadline_s
                 if time.monotonic() > end:
                     awaited = self._weights.awaited(rank, last)
                     raise PeerError(
@@ -250,7 +257,11 @@ class HetPipe(AllOrNone):
             for server, mailbox, change in zip(self._servers, self._mailboxes, changes):
                 if server != self._rank:
                     mailbox.send(server, Tag.PUSH, self._number, change, "last" if last else "")
-            for part, change in enumerate(changes):
+            parts = list(enumerate(changes))
+            if self._rank in self._idle:
+                # It waits in its own part for those that train; others answer it at once then.
+                parts.sort(key=lambda each: self._servers[each[0]] != self._rank)
+            for part, change in parts:
                 self._take(part, self._pull(part, change, last))
         self._number += 1
         self._since = 0

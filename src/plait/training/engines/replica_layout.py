@@ -108,4 +108,4 @@ def check_replicas(settings: TrainSettings, pipeline_layout: PipelineLayout) -> 
             f"parallel.plan: found a pipeline of workers {first.workers} whose first stage is on worker "
             f"{first.worker(0, 0)}; expected worker 0, which keeps the record, there"
         )
-    read_options(kind, settings.sync.options, len(replicas))
+    read_options(kind, settings.sync.options, len(replicas), "pipeline")

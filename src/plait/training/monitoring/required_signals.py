@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.adapt.policies.registry import needs_norms
+from plait.adapt.policies.registry import needs_norms, needs_signals
 from plait.schema.settings import TrainSettings
 
 GRADIENT_MONITORS = ("noise-scale", "variance")
@@ -11,6 +11,11 @@ GRADIENT_MONITORS = ("noise-scale", "variance")
 def is_monitored(settings: TrainSettings) -> bool:
     """Whether the job or one of its policies needs signals."""
     return bool(settings.monitor or settings.adapt)
+
+
+def decides_by_signals(settings: TrainSettings) -> bool:
+    """Whether one of the job's policies needs signals."""
+    return any(needs_signals(policy.kind) for policy in settings.adapt)
 
 
 def wants_norms(settings: TrainSettings) -> bool:
