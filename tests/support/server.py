@@ -147,6 +147,8 @@ def main() -> NoReturn:
     place, owner = sys.argv[1], int(sys.argv[2])
     importlib.import_module("support.warm")
     use_huge_pages()
+    if not Path(place).parent.exists():  # the test run was interrupted meanwhile
+        sys.exit()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"{place}.new")
         listener.listen(64)

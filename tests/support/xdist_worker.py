@@ -17,7 +17,8 @@ def forked(spec: execnet.XSpec) -> execnet.XSpec:
     """The worker that `spec` describes, forked if it would be a process of this Python on this machine."""
     if not spec.popen or spec.python:
         return spec
-    return execnet.XSpec(f"{spec}//python={shlex.join([sys.executable, str(_STAND_IN), server.address()])}")
+    python = shlex.join([sys.executable, str(_STAND_IN), server.address()])
+    return execnet.XSpec(f"{spec}//id={spec.id}//python={python}")
 
 
 def main() -> None:
