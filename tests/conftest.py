@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -40,6 +41,14 @@ os.fsync = lambda descriptor: None  # type: ignore[assignment]
 
 # Where the tests run in the background of a shell, Ctrl-C is ignored, and so it would be by all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forked from the server, which has imported torch, rather than started."""
+    from support.xdist_worker import forked
+
+    specs[:] = map(forked, specs)
 
 
 # Nothing that is imported for the tests is garbage, and looking for some took a seventh of the time.

@@ -17,7 +17,7 @@ from plait.schema.settings import PolicySettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.averaging import job_store
-from support.training import PlainWorker, digits_job
+from support.training import PlainWorker, unverified_job
 from support.world import run_ranks
 
 asked = 0
@@ -53,7 +53,7 @@ def train(rank: int, address: str, settings: TrainSettings, folder: Path) -> tup
 
 @pytest.mark.parametrize("sync", ["all-reduce", "partial-reduce", "local-sgd"])
 def test_a_policy_that_decides_by_rank_changes_all_workers_alike(sync: str, tmp_path: Path):
-    settings = digits_job(
+    settings = unverified_job(
         steps=30, sync=SyncSettings(sync), adapt=(PolicySettings("test_asked_once:by_rank", {}),)
     )
     with job_store() as address:
@@ -68,7 +68,7 @@ def test_a_policy_that_decides_by_rank_changes_all_workers_alike(sync: str, tmp_
 
 
 def test_what_a_policy_returns_wrongly_is_said_alike_on_all_workers(tmp_path: Path):
-    settings = digits_job(steps=5, adapt=(PolicySettings("test_asked_once:nonsense", {}),))
+    settings = unverified_job(steps=5, adapt=(PolicySettings("test_asked_once:nonsense", {}),))
     with job_store() as address:
         found = run_ranks(2, train, address, settings, tmp_path)
     words = (

@@ -15,6 +15,7 @@ SLOW = (
     "benches/test_planner_bench.py",
     "pipeline/test_pipeline_exact.py",
     "test_documents.py",
+    "sweep/test_sweep_averaging.py",
     "sweep/test_sweep_stages.py",
     "sweep/test_sweep_elastic_groups.py",
     "sweep/test_sweep_elastic_launch.py",

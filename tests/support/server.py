@@ -1,9 +1,10 @@
 """One process for all of a test run, which has imported torch and traced models: others are forked from it.
 
-It forks the ranks of worlds (support/world.py) and commands (support/commands.py). Whichever test needs it
-first starts it; it ends with the process that began the test run. A connection brings an order and the
-descriptors that the new process is to have, and is answered with its pid and, once it has ended, with its
-status; anything that comes over it afterwards, or its end, ends that process.
+It forks the ranks of worlds (support/world.py), commands (support/commands.py) and the workers of
+pytest-xdist (support/xdist_worker.py). Whichever needs it first starts it; it ends with the process that
+began the test run. A connection brings an order and the descriptors that the new process is to have, and is
+answered with its pid and, once it has ended, with its status; anything that comes over it afterwards, or its
+end, ends that process.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ MARK = "PLAIT_TEST_LAUNCHED_BY"
 _SESSION = "session-"
 START_S = 100.0
 LOOK_S = 1.0
-_MAINS = {"plait": "plait.__main__", "plait.launch.fork_server": "plait.launch.fork_server"}
+_MAINS = {"plait": "plait.__main__"} | {
+    name: name for name in ("plait.launch.fork_server", "support.xdist_worker")
+}
 _MOST_DESCRIPTORS = 8
 _CLONE_NEWNET = 0x40000000
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -144,6 +147,8 @@ def main() -> NoReturn:
     place, owner = sys.argv[1], int(sys.argv[2])
     importlib.import_module("support.warm")
     use_huge_pages()
+    if not Path(place).parent.exists():  # the test run was interrupted meanwhile
+        sys.exit()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"{place}.new")
         listener.listen(64)

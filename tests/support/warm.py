@@ -34,6 +34,13 @@ import_all(
         # The modules of the tests, which ranks import for their functions, import these.
         *("pytest", "hypothesis.strategies", "plait.schema.job", "support.elastic", "support.plans"),
         *("support.sweeping", "support.syncs"),
+        # As workers of pytest-xdist do when they collect them.
+        *(
+            "tensorboard.backend.event_processing.event_accumulator",
+            "h5py",
+            "sacrebleu",
+            "plait_bench.planner",
+        ),
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),
         *traced,

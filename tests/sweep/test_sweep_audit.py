@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,11 @@ SUMMED = {
 }
 
 
-# In each, the order in which trials are audited.
-IN_STAGES = {
-    "in stages": planned((1, 1), Schedule.ZERO_BUBBLE, 3, steps=9),
+# Made when they are needed: they trace their models.
+IN_STAGES: dict[str, Callable[[], TrainSettings]] = {
+    "in stages": lambda: planned((1, 1), Schedule.ZERO_BUBBLE, 3, steps=9),
     # The third batch is a small last one of an epoch.
-    "in stages, batch norm and dropout": planned(
+    "in stages, batch norm and dropout": lambda: planned(
         (1, 1),
         Schedule.FLUSH,
         3,
@@ -170,7 +171,7 @@ IN_STAGES = {
         steps=9,
     ),
     # The first stage, which reads the data, is on the second worker.
-    "in stages, adamw, tied and clipped": placed(
+    "in stages, adamw, tied and clipped": lambda: placed(
         Layout(((1,), (0,), (1,))),
         Schedule.FLUSH,
         3,
@@ -189,7 +190,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     sweeps = {
         name: replace(sweep_of("optimizer.lr=0.01,0.02,0.05", job=job), replicas=2)
         for name, job in SUMMED.items()
-    } | {name: sweep_of("optimizer.lr=0.01,0.02,0.05", job=job) for name, job in IN_STAGES.items()}
+    } | {name: sweep_of("optimizer.lr=0.01,0.02,0.05", job=make()) for name, make in IN_STAGES.items()}
     return folder, SweepsWhenAsked(2, sweeps, folder)
 
 

@@ -158,11 +158,8 @@ def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: st
     check_as_runs(2, EQUAL[name], tmp_path)
 
 
-# Batch norms average like weights, and one by one trials are runs in stages.
-ALIKE = dict.fromkeys(("batch norms", "one by one"), pytest.mark.extended)
-
-
-@pytest.mark.parametrize("name", but_further(IN_STAGES, "one by one", "an empty share"))
+# "small shares" has the same batch norms and sync; trials one by one are runs in stages.
+@pytest.mark.parametrize("name", but_further(IN_STAGES, "one by one", "an empty share", "batch norms"))
 def test_a_trial_in_stages_equals_the_run_in_the_same_pipelines_side_by_side(
     name: str, tmp_path: Path
 ) -> None:

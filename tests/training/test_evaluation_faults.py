@@ -26,7 +26,7 @@ from plait.schema.settings import (
 from plait.training import checkpoint as checkpoints
 from plait.training.worker import train
 from plait.workloads import data
-from support.training import PlainWorker, digits_job, train_here, train_rank
+from support.training import PlainWorker, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
 HERE = "test_evaluation_faults"
@@ -54,7 +54,7 @@ def job(broken: Path, **changes: Any) -> TrainSettings:
         "checkpoint": CheckpointSettings(every_steps=1000),
         "steps": 9,
     }
-    return digits_job(**{**values, **changes})
+    return unverified_job(**{**values, **changes})
 
 
 def steps_kept(folder: Path) -> list[int]:
@@ -135,7 +135,7 @@ def test_what_was_going_on_when_a_worker_failed_is_part_of_its_message():
 
 
 def test_the_best_checkpoint_is_pointed_to_once_it_is_known(tmp_path: Path):
-    settings = digits_job(
+    settings = unverified_job(
         model=ModelSettings("plait.workloads.mlp:mlp_tiny"),
         steps=6,
         evaluate=EvaluateSettings(every_steps=2),

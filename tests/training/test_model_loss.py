@@ -14,7 +14,7 @@ from torch import nn
 from plait.core.errors import DataError, JobError
 from plait.data.sampler import Position, batches
 from plait.planner.schedules.in_flight import Schedule
-from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import UNVERIFIED, DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.workloads.losses import model_loss
 from support.plans import cut_in_two
@@ -105,12 +105,13 @@ def test_a_model_of_transformers_trains_by_its_own_loss_as_in_a_plain_loop(
 
 
 def test_two_workers_and_stages_take_the_same_steps_by_the_models_own_loss(tmp_path: Path) -> None:
+    # Verified once: the others are compared here.
     jobs = {
-        "two": own_job("named", accumulate=2, data=replace(job().data, loaders=1)),
+        "two": own_job("named", accumulate=2, data=replace(job().data, loaders=1), verify=UNVERIFIED),
         "flush": cut_in_two(own_job("named"), Schedule.FLUSH, 2),
-        "gpipe": cut_in_two(own_job("dict"), Schedule.GPIPE, 3),
+        "gpipe": cut_in_two(own_job("dict", verify=UNVERIFIED), Schedule.GPIPE, 3),
         # With one microbatch in flight no weights are old: stash is the plain loop.
-        "stash": cut_in_two(own_job("tuple"), Schedule.STASH, 1, depths={0: 1, 1: 1}),
+        "stash": cut_in_two(own_job("tuple", verify=UNVERIFIED), Schedule.STASH, 1, depths={0: 1, 1: 1}),
     }
     result = run_ranks(2, train_each, jobs, tmp_path)[0]
     for name, settings in jobs.items():

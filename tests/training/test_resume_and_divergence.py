@@ -30,10 +30,10 @@ from plait.training import components
 from plait.training.run_record import RunRecorder
 from support.averaging import job_store
 from support.plans import cut_in_two
-from support.training import PlainWorker, digits_job, saved_weights, train_here, train_rank
+from support.training import PlainWorker, saved_weights, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
-JOB = digits_job(steps=6, checkpoint=CheckpointSettings(every_steps=3, keep_last=3))
+JOB = unverified_job(steps=6, checkpoint=CheckpointSettings(every_steps=3, keep_last=3))
 WILD = OptimizerSettings("sgd", {"lr": 1e300, "momentum": 0.9})
 # 1,438 samples: 23 steps of 64 are an epoch.
 EPOCH = 23
@@ -232,7 +232,7 @@ def test_a_processor_that_emulates_bf16_is_warned_of(
 
 def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_path: Path) -> None:
     """The steps of a pipeline are recorded later, with the time at which they ended."""
-    settings = digits_job(steps=10)
+    settings = unverified_job(steps=10)
     settings = replace(settings, log_every_steps=None)
     folder, worker = RunDir(tmp_path), PlainWorker()
     parts = components.build(settings, torch.device("cpu"))

@@ -15,8 +15,8 @@ from plait.pipeline.microbatches import cut_step
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import CheckpointSettings, DataSettings, ModelSettings, TrainSettings
 from plait.training import components
-from support.plans import planned
-from support.training import digits_job, largest_difference, saved_weights, train_each, train_rank
+from support.plans import unverified_plan
+from support.training import largest_difference, saved_weights, train_each, train_rank, unverified_job
 from support.world import run_ranks
 
 NORM = ModelSettings("support.training:norm_net")
@@ -65,15 +65,15 @@ def test_replicas_of_a_stage_weight_their_running_statistics_by_the_samples_they
     """One of two replicas has two of the three microbatches; data-parallel shares have 10 and 11 samples."""
     data = DataSettings("digits", 21)
     jobs = {
-        "stage": planned((2, 1), Schedule.FLUSH, 3, model=NORM, data=data, steps=1),
-        "shares": digits_job(model=NORM, data=data, steps=1),
-        "alone": digits_job(model=NORM, data=data, steps=1),
+        "stage": unverified_plan((2, 1), Schedule.FLUSH, 3, model=NORM, data=data, steps=1),
+        "shares": unverified_job(model=NORM, data=data, steps=1),
+        "alone": unverified_job(model=NORM, data=data, steps=1),
     }
     run_ranks(3, train_rank, jobs["stage"], tmp_path / "stage")
     run_ranks(2, train_each, {"shares": jobs["shares"]}, tmp_path)
     run_ranks(1, train_each, {"alone": jobs["alone"]}, tmp_path)
     found = saved_weights(tmp_path / "stage")
-    for name, value in statistics_of_replicas(digits_job(model=NORM, data=data), 2).items():
+    for name, value in statistics_of_replicas(unverified_job(model=NORM, data=data), 2).items():
         assert found[f"1.{name}"].tolist() == pytest.approx(value.tolist(), rel=1e-9), name
     assert int(found["1.num_batches_tracked"]) == 2
     # The mean of the shares' means, weighted so, is the mean of the batch.
@@ -90,7 +90,7 @@ def in_two_runs(rank: int, settings: TrainSettings, folder: Path) -> None:
 
 def test_cumulative_statistics_of_replicas_go_on_exactly(tmp_path: Path) -> None:
     """What a batch weighs in them depends on a count, which differs between these replicas."""
-    settings = planned(
+    settings = unverified_plan(
         (1, 2), Schedule.FLUSH, 3, model=CUMULATIVE, steps=4, checkpoint=CheckpointSettings(every_steps=2)
     )
     run_ranks(3, in_two_runs, settings, tmp_path)

@@ -9,14 +9,14 @@ from torch import nn
 
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import DataSettings, ModelSettings
-from support.plans import planned
+from support.plans import unverified_plan
 from support.training import (
-    digits_job,
     largest_difference,
     saved_weights,
     train_each,
     train_here,
     train_rank,
+    unverified_job,
 )
 from support.world import run_ranks
 
@@ -42,9 +42,9 @@ def sometimes_used() -> nn.Module:
 
 def test_workers_move_only_what_one_process_moves(tmp_path: Path) -> None:
     changes = {"model": ModelSettings("test_unused_parameters:sometimes_used"), "data": DATA, "steps": 70}
-    _, expected = train_here(digits_job(**changes, accumulate=3), tmp_path / "plain")
-    run_ranks(3, train_each, {"shares": digits_job(**changes)}, tmp_path)
+    _, expected = train_here(unverified_job(**changes, accumulate=3), tmp_path / "plain")
+    run_ranks(3, train_each, {"shares": unverified_job(**changes)}, tmp_path)
     assert largest_difference(saved_weights(tmp_path / "shares"), expected) < 1e-10
-    run_ranks(3, train_rank, planned((2, 1), Schedule.FLUSH, 3, **changes), tmp_path / "stage")
+    run_ranks(3, train_rank, unverified_plan((2, 1), Schedule.FLUSH, 3, **changes), tmp_path / "stage")
     found = saved_weights(tmp_path / "stage")
     assert largest_difference(found, expected) < 1e-10
