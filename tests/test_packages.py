@@ -30,6 +30,7 @@ ORDER = (
     "pipeline",
     "fusion",
     "adapt",
+    "api",
     "training",
     "measure",
     "sweeping",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from plait.adapt.changes import TopologyChange
+from plait.api.world import choose_device
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.core.run_events import Changed
@@ -21,7 +22,6 @@ from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
 from plait.training.choose_engine import whole_model_engine
-from plait.training.process import choose_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from support.changes import StepTable
