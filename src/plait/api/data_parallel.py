@@ -131,7 +131,7 @@ class DataParallel(nn.Module):
         self._in_backward = True
         self._sync.begin(keep_gradients=True)
         self._sync.before_backward(last=True, factor=self._factor)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
     def _factor(self) -> float:

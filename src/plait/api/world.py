@@ -124,8 +124,8 @@ def _open_store(found: Environment, timeout_s: float) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     except (OSError, RuntimeError) as failure:  # torch's errors are RuntimeErrors
         raise LaunchError(
-            f"no meeting with the other {found.world_size - 1} processes at {found.address}:{found.port} within "
-            f"{timeout_s:g} s ({str(failure).splitlines()[0]}); {found.launcher} must start all "
+            f"no meeting with the other {found.world_size - 1} processes at {found.address}:{found.port} "
+            f"within {timeout_s:g} s ({str(failure).splitlines()[0]}); {found.launcher} must start all "
             f"{found.world_size} of them, and rank 0 must be on {found.address} (variable MASTER_ADDR)"
         ) from failure
     return dist.PrefixStore("plait", store)
@@ -134,15 +134,16 @@ def _open_store(found: Environment, timeout_s: float) -> dist.Store:
 def _make_world(found: Environment, store: dist.Store, wanted: str | torch.device, timeout_s: float) -> World:
     """The world, after all processes have exchanged where they are."""
     rank, size = found.rank, found.world_size
-    if size == 1:
-        secret, hosts, address = secrets.token_bytes(32), (socket.gethostname(),), "127.0.0.1"
-    else:
+    secret, address = secrets.token_bytes(32), "127.0.0.1"
+    hosts: tuple[str, ...] = (socket.gethostname(),)
+    if size > 1:
         if rank == 0:
-            store.set("secret", secrets.token_hex(32))
+            store.set("secret", secret.hex())
         store.set(f"host/{rank}", f"{_memory_marker()} {socket.gethostname()}")
         hosts = name_hosts([store.get(f"host/{other}").decode() for other in range(size)])
         secret = bytes.fromhex(store.get("secret").decode())
-        address = "127.0.0.1" if len(set(hosts)) == 1 else _own_address(found.address)
+        if len(set(hosts)) > 1:
+            address = _own_address(found.address)
     local_rank = hosts[:rank].count(hosts[rank])
     device = choose_device(wanted, local_rank)
     if device.type == "cuda":
