@@ -128,7 +128,9 @@ def _open_store(found: Environment, timeout_s: float) -> dist.Store:
             f"within {timeout_s:g} s ({str(failure).splitlines()[0]}); {found.launcher} must start all "
             f"{found.world_size} of them, and rank 0 must be on {found.address} (variable MASTER_ADDR)"
         ) from failure
-    return dist.PrefixStore("plait", store)
+    # The store of torchrun outlives its workers: those of an earlier attempt have left their addresses.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"plait/attempt/{attempt}", store)
 
 
 def _make_world(found: Environment, store: dist.Store, wanted: str | torch.device, timeout_s: float) -> World:
