@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     parser.add_argument("--plan", help="a plan file, data-parallel or model-parallel")
     parser.add_argument("--resume", action="store_true", help="go on from the last run's newest checkpoint")
-    parser.add_argument("--run", help="the run folder to use or, with --resume, to go on in")
+    # torchrun takes --run for the start of an option of its own.
+    parser.add_argument(
+        "--run-folder", "--run", help="the run folder to use or, with --resume, to go on in", dest="run"
+    )
     parser.add_argument("--quiet", "-q", action="store_true", help="show no progress")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     asked = parser.parse_args(arguments)
