@@ -171,7 +171,8 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
             raise InputError(
                 f"found {count} processes started by {launcher} ({variable}), of which each would do the "
                 f"whole job: Plait starts its own workers; run it once, {alone}, and say how many workers "
-                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts"
+                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts; or "
+                f"train with these processes: -m plait.worker JOB"
             )
 
 
