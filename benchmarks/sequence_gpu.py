@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.api.world import choose_device
 from plait.core.events import Recorded, read
 from plait.core.run_events import Step, TrialStep
 from plait.launch.run_dir import RunDir
@@ -41,7 +42,6 @@ from plait.schema.settings import (
 )
 from plait.training import components
 from plait.training.choose_engine import make_loop
-from plait.training.process import choose_device
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
     from plait.adapt.monitors.step_times import StepTimer, Throughput
+    from plait.api.data_parallel import DataParallel
+    from plait.api.launching import launch
+    from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
     from plait.jobs.sweep import sweep
@@ -28,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AuditReport",
     "Cluster",
+    "DataParallel",
     "FusedModule",
     "FusedOptimizer",
     "GradientNoiseScale",
@@ -41,9 +45,12 @@ __all__ = [
     "SweepResult",
     "Throughput",
     "TrialResult",
+    "World",
     "__version__",
     "audit",
     "fuse",
+    "init",
+    "launch",
     "machines",
     "make_job",
     "plan",
@@ -58,6 +65,7 @@ __all__ = [
 _HOMES: dict[str, tuple[str, str]] = {
     "AuditReport": ("plait.fusion.verify.loop_audit", "AuditReport"),
     "Cluster": ("plait.planner", "Cluster"),
+    "DataParallel": ("plait.api.data_parallel", "DataParallel"),
     "FusedModule": ("plait.fusion", "FusedModule"),
     "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
@@ -71,8 +79,11 @@ _HOMES: dict[str, tuple[str, str]] = {
     "SweepResult": ("plait.schema.results", "SweepResult"),
     "Throughput": ("plait.adapt.monitors.step_times", "Throughput"),
     "TrialResult": ("plait.schema.results", "TrialResult"),
+    "World": ("plait.api.world", "World"),
     "audit": ("plait.fusion.verify.loop_audit", "audit"),
     "fuse": ("plait.fusion", "fuse"),
+    "init": ("plait.api.world", "init"),
+    "launch": ("plait.api.launching", "launch"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),
     "plan": ("plait.planner", "make_plan"),

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from plait.adapt.changes import TopologyChange
+from plait.api.world import choose_device
 from plait.core import events as core_events
 from plait.core.errors import InputError
 from plait.core.run_events import Changed
@@ -27,7 +28,6 @@ from plait.sync.allreduce import autotune
 from plait.sync.allreduce.autotune import TopologyChosen, candidates
 from plait.training import components
 from plait.training.choose_engine import make_job_loop, whole_model_engine
-from plait.training.process import choose_device
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
 from support.changes import StepTable

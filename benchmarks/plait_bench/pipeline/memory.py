@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.api.world import choose_device
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.launch.worker_process import Worker
@@ -49,7 +50,6 @@ from plait.profiler.trace import trace
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.optimizers.build import build_optimizer
-from plait.training.process import choose_device
 from plait.workloads.losses import build_loss
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number, within, workers
 from plait_bench.pipeline.models import job

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from plait.api.world import choose_device
 from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
@@ -21,7 +22,6 @@ from plait.training.components import Components
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
 from plait.training.optimizers.build import has_modes
-from plait.training.process import choose_device
 
 log = logging.getLogger(__name__)
 

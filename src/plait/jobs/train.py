@@ -11,8 +11,9 @@ from typing import Any
 from plait.core.logs import kept_warnings
 from plait.core.names import searching
 from plait.launch.display import Display, Silent
-from plait.launch.run import check_alone, launch
+from plait.launch.run import StartWorkers, check_alone, launch
 from plait.launch.run_dir import RunKind, choose_folder, new_run
+from plait.launch.supervisor import Supervisor
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
 from plait.schema.sync_options import lease_of
@@ -33,8 +34,13 @@ def train(
     of the job file.
     """
     check_alone()
-    job = as_job(job)
-    display = display or Silent()
+    return train_on(as_job(job), resume, run_folder, display or Silent(), Supervisor)
+
+
+def train_on(
+    job: Job, resume: bool, run_folder: str | None, display: Display, start: StartWorkers
+) -> RunResult:
+    """Run `job` on workers that `start` provides."""
     settings, placement = job.settings(), job.placement
     check_topology(settings.topology, placement.workers)
     run_dir, messages = Path(job.run_dir), list[str]()
@@ -54,5 +60,5 @@ def train(
             lease_s = lease_of(settings.sync.kind, settings.sync.options)
             placement = replace(placement, lease_s=lease_s)
         folder = folder or new_run(run_dir, job.name)
-        result = launch(settings, placement, folder, display, resume=resume, job_text=job.text())
+        result = launch(settings, placement, folder, display, resume=resume, job_text=job.text(), start=start)
     return replace(result, warnings=(*messages, *result.warnings))

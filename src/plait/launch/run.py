@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
@@ -32,6 +32,24 @@ TRACING = (
     "plait.training.stages.run_stages",
     "plait.training.engines.pipeline_member",
 )
+
+
+class Workers(Protocol):
+    """The workers of a launch: a `Supervisor` that starts them, or processes that were started already."""
+
+    warnings: list[str]
+
+    def run(self, prepare: Callable[[], None]) -> dict[int, Any]:
+        """The return value of the entry on the workers that have one, by rank.
+
+        `prepare` is called once all of them have accepted the job, before any trains.
+        """
+
+    def request_control(self, request: Any) -> Any:
+        """Handle a request to change the workers of an elastic job."""
+
+
+StartWorkers = Callable[[Launch, Display], Workers]
 
 
 class StatusFile(Display):
@@ -109,6 +127,7 @@ def launch(
     *,
     resume: bool = False,
     job_text: str = "",
+    start: StartWorkers = Supervisor,
 ) -> RunResult:
     """Run `settings` to the end on the workers of `placement` and return the result.
 
@@ -129,7 +148,7 @@ def launch(
         display.printed(f"warning: {message}")
         return {**earlier, "warnings": [*earlier["warnings"], message]}
 
-    run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text)
+    run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text, start)
     result = run.supervise("plait.training.worker", content, placement, tracing_modules(settings), finish)
     return replace(decode(RunResult, result, "result"), run=str(folder.path))
 
@@ -152,7 +171,8 @@ def check_alone(environment: Mapping[str, str] = os.environ) -> None:
             raise InputError(
                 f"found {count} processes started by {launcher} ({variable}), of which each would do the "
                 f"whole job: Plait starts its own workers; run it once, {alone}, and say how many workers "
-                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts"
+                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts; or "
+                f"train with these processes: -m plait.worker JOB"
             )
 
 
@@ -180,6 +200,7 @@ class LaunchedRun:
     resume: bool
     files: Mapping[Path, str]
     job_text: str
+    start: StartWorkers = Supervisor
 
     def __post_init__(self) -> None:
         self._record = self.folder.claim(self.kind, self.resume)
@@ -213,15 +234,15 @@ class LaunchedRun:
         # Killed workers may leave some, in an earlier run or in this one.
         folder.remove_unfinished()
         try:
-            supervisor = Supervisor(task, self._status)
+            workers = self.start(task, self._status)
             try:
-                with _controlled(supervisor, task.placement, folder):
-                    results = supervisor.run(self._prepare)
+                with _controlled(workers, task.placement, folder):
+                    results = workers.run(self._prepare)
                 # The coordinator has the lowest number; otherwise the first remaining worker has the record.
                 result = finish(results[min(results)])
             finally:
                 folder.remove_unfinished()
-            result["warnings"] = [*dict.fromkeys([*result.get("warnings", ()), *supervisor.warnings])]
+            result["warnings"] = [*dict.fromkeys([*result.get("warnings", ()), *workers.warnings])]
             write_atomic(folder.result, json.dumps(result, indent=1))
             folder.failure.unlink(missing_ok=True)
             self._status.finish(result)
@@ -270,14 +291,14 @@ class LaunchedRun:
 
 
 def _controlled(
-    supervisor: Supervisor, placement: Placement, folder: RunDir
+    workers: Workers, placement: Placement, folder: RunDir
 ) -> contextlib.AbstractContextManager[None]:
     """Serve the control endpoint during an elastic job; does nothing for other jobs."""
     if placement.elastic is None:
         return contextlib.nullcontext()
     from plait.launch.control import serving  # imports an HTTP server
 
-    return serving(folder, placement.elastic.control, supervisor.request_control)
+    return serving(folder, placement.elastic.control, workers.request_control)
 
 
 def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from plait.api.world import choose_device
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.data.call_model import as_arguments, explaining_type_errors
@@ -43,7 +44,7 @@ from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
-from plait.training.process import begin_process, choose_device, use_device
+from plait.training.process import begin_process, use_device
 from plait.training.worker_group import group_of_world
 from plait.verification import same_random_numbers
 from plait.verification.verify import Mismatch, verify

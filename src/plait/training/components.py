@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
+from plait.api.world import choose_device
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource
@@ -45,7 +46,6 @@ from plait.training.fused.trial_norms import TrialNorms
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_gradients_left, find_traits
-from plait.training.process import choose_device
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss

@@ -95,6 +95,8 @@ class AllReduce:
     A gradient may arrive in parts, for example if reentrant checkpoints share a layer. The first time, parts
     that arrive after the gradient was sent are summed separately; from then on nothing is sent before
     backward has ended.
+
+    `on_gradient` is called in backward whenever the gradient of a parameter is complete, before it is taken.
     """
 
     def __init__(
@@ -105,8 +107,10 @@ class AllReduce:
         max_scalars: int = MAX_SCALARS,
         may_fail: bool = False,
         copy_gradients: bool = False,
+        on_gradient: Callable[[], None] | None = None,
     ) -> None:
         self._copy_gradients = copy_gradients
+        self._on_gradient = on_gradient
         self._overlaps = True
         self._looks = 0
         # By bucket and position in it: late parts of gradients, and the rows of sparse gradients.
@@ -181,11 +185,11 @@ class AllReduce:
         if self._failure is not None:
             raise self._failure
 
-    def begin(self) -> None:
-        """Start a step: drop the gradients of the previous one."""
+    def begin(self, keep_gradients: bool = False) -> None:
+        """Start a step: drop the gradients of the previous one, or add to them (`keep_gradients`)."""
         for bucket in self._buckets:
             bucket.forget()
-            for parameter in bucket.parameters:
+            for parameter in () if keep_gradients else bucket.parameters:
                 parameter.grad = None
         self._next = 0
         self._armed = False
@@ -316,6 +320,8 @@ class AllReduce:
         left = self._buckets[index].parameters[position] if leaf is None else leaf
 
         def take(*_: object) -> None:
+            if self._on_gradient is not None:
+                self._on_gradient()
             if self._armed and left.grad is not None:
                 self._take(index, position, left)
                 self._send_full()

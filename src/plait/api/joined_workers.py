@@ -1,0 +1,166 @@
+"""Workers that another launcher has started: each process of a `World` is one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from plait.api.world import World
+from plait.comm.collectives import all_gather_values, broadcast_value
+from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import InputError, PlaitError
+from plait.core.logs import forward_warnings
+from plait.core.names import resolve
+from plait.launch.display import Display, Silent, WorkerState
+from plait.launch.membership import fixed_memberships
+from plait.launch.messages import Launch
+
+
+class JoinedWorker:
+    """A `Worker` that is a process of `world`; SIGTERM, SIGINT and SIGHUP ask it to stop."""
+
+    def __init__(self, world: World, display: Display) -> None:
+        self.rank = self.id = world.rank
+        self.local_rank = world.local_rank
+        self.world_size = world.world_size
+        self.hosts = world.hosts
+        self.host = world.hosts[world.rank]
+        self.rendezvous: Rendezvous = world.rendezvous
+        self.store: dist.Store = world.rendezvous.store
+        self.timeout_s = world.rendezvous.timeout_s
+        self.memberships = fixed_memberships(world.rank, world.hosts)
+        self._display = display
+        self._is_asked = False
+
+    def stop_requested(self) -> bool:
+        return self._is_asked
+
+    def ask_to_stop(self) -> None:
+        self._is_asked = True
+
+    def report(self, progress: dict[str, Any]) -> None:
+        self._display.progressed(progress)
+
+    def ask(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise PlaitError("there is no coordinator in a job that another launcher has started")
+
+    def join(self, backend: str) -> None:
+        """Do nothing: `init` has created the process group."""
+
+
+class JoinedWorkers:
+    """The processes of `world` as the workers of a launch; made by rank 0, while the others `follow`."""
+
+    def __init__(self, world: World, launch: Launch, display: Display) -> None:
+        self.warnings: list[str] = []
+        self._world, self._launch, self._display = world, launch, display
+
+    def run(self, prepare: Callable[[], None]) -> dict[int, Any]:
+        launch = self._launch
+        _send(self._world, {"entry": launch.entry, "check": launch.check, "settings": launch.settings})
+        _check_everywhere(self._world, launch.check, launch.settings)
+        forward_warnings(self._warn)
+        failure: PlaitError | None = None
+        try:
+            prepare()
+        except PlaitError as error:  # the others wait
+            failure = error
+        _agree(self._world, failure)
+        self._display.started(_states_of(self._world))
+        return {0: _train(self._world, launch.entry, launch.settings, self._display)}
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self._display.printed(f"warning: {text}")
+
+    def request_control(self, request: Any) -> Any:
+        raise PlaitError("the launcher that started these workers decides how many there are")
+
+
+def follow(world: World) -> None:
+    """Do what rank 0 starts with `JoinedWorkers`, in all other processes; InputError if it refuses."""
+    order = broadcast_value(None, 0)
+    if "failure" in order:
+        raise RefusedElsewhereError(order["failure"])
+    _check_everywhere(world, order["check"], order["settings"])
+    _agree(world, None)
+    _states_of(world)
+    _train(world, order["entry"], order["settings"], Silent())
+
+
+class RefusedElsewhereError(InputError):
+    """Another process has refused the job, and says why."""
+
+    is_told = True
+
+
+def refuse(world: World, failure: BaseException) -> None:
+    """Tell the others, who wait in `follow`, that rank 0 does not start."""
+    if world.world_size > 1:
+        _send(world, {"failure": str(failure)})
+
+
+def _send(world: World, order: Mapping[str, Any]) -> None:
+    if world.world_size > 1:
+        broadcast_value(order, 0)
+
+
+def _check_everywhere(world: World, check: str | None, settings: Mapping[str, Any]) -> None:
+    """Check the settings in every process, as the agent of each host does in a job that Plait launches."""
+    failure: InputError | None = None
+    try:
+        if check is not None:
+            resolve(check, "check")(settings)
+    except InputError as error:
+        failure = error
+    _agree(world, failure)
+
+
+def _agree(world: World, failure: PlaitError | None) -> None:
+    """Raise on all processes if one of them has failed; the first failure is told."""
+    mine = None if failure is None else str(failure)
+    told = [mine] if world.world_size == 1 else all_gather_values(mine)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RefusedElsewhereError(f"worker {rank} on {world.hosts[rank]}: {text}")
+
+
+def _states_of(world: World) -> tuple[WorkerState, ...]:
+    pids = [os.getpid()] if world.world_size == 1 else all_gather_values(os.getpid())
+    return tuple(WorkerState(rank, host, pid) for rank, (host, pid) in enumerate(zip(world.hosts, pids)))
+
+
+def _train(world: World, entry: str, settings: Mapping[str, Any], display: Display) -> Any:
+    worker = JoinedWorker(world, display)
+    with _stopping_at_signals(worker.ask_to_stop):
+        return resolve(entry, "entry")(worker, settings)
+
+
+@contextlib.contextmanager
+def _stopping_at_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the first signal to end; a second one ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {}
+
+    def ask(number: int, _: object) -> None:
+        stop()
+        signal.signal(number, before[number])
+
+    for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(wanted) is not signal.SIG_IGN:
+            before[wanted] = signal.signal(wanted, ask)
+    try:
+        yield
+    finally:
+        for known, handler in before.items():
+            signal.signal(known, handler)

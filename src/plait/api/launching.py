@@ -1,0 +1,149 @@
+"""`launch`: run a function on several processes of this machine, for notebooks and tests."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from plait.api.environment import STORE
+from plait.core.errors import InputError, LaunchError
+from plait.launch.fork_server import ForkServer, ServerGoneError
+
+T = TypeVar("T")
+_LENGTH = struct.Struct("<Q")
+# How long the others may go on after one has failed: they usually fail because of it.
+_AFTER_FAILURE_S = 1.0
+
+
+def launch(
+    fn: Callable[..., T], *args: Any, workers: int = 2, timeout_s: float | None = None, **kwargs: Any
+) -> list[T]:
+    """What `fn(*args, **kwargs)` returns on each of `workers` new processes of this machine, by rank.
+
+    In the function `plait.init()` connects them, as it does under torchrun. Functions of a notebook or of
+    `__main__` are sent by value, so a script needs no `if __name__ == "__main__"`. If a process fails, all
+    are ended and its traceback is raised; so they are after `timeout_s`, and when this process ends.
+    """
+    if workers < 1:
+        raise InputError(f"workers: found {workers}, expected at least 1")
+    content = cloudpickle.dumps((fn, args, kwargs))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    with tempfile.TemporaryDirectory(prefix="plait-launch-") as folder:
+        server = ForkServer(["plait.api.world"], [path for path in sys.path if path])
+        pipes: list[socket.socket] = []
+        try:
+            for rank in range(workers):
+                here, there = socket.socketpair()
+                pipes.append(here)
+                with there:
+                    variables = {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(workers),
+                        "LOCAL_WORLD_SIZE": str(workers),
+                        STORE: str(Path(folder) / "store"),
+                    }
+                    request = {"variables": variables, "threads": threads}
+                    server.fork(f"{__name__}:run_worker", request, [1, 2, there.fileno()])
+                here.sendall(_LENGTH.pack(len(content)) + content)
+            return _collect(server, pipes, timeout_s)
+        finally:
+            server.close()
+            for pipe in pipes:
+                pipe.close()
+
+
+def run_worker(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """The main function of a process; the fork server calls it."""
+    import torch
+
+    os.environ |= request["variables"]
+    torch.set_num_threads(request["threads"])
+    with socket.socket(fileno=descriptors[0]) as pipe:
+        try:
+            fn, args, kwargs = pickle.loads(_receive(pipe))
+            answer = (True, fn(*args, **kwargs))
+            content = cloudpickle.dumps(answer)
+        except BaseException:
+            content = pickle.dumps((False, traceback.format_exc()))
+        pipe.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _receive(pipe: socket.socket) -> bytes:
+    """One message; EOFError if the other end closed before it was complete."""
+    content = bytearray()
+    length = _LENGTH.size
+    while len(content) < length:
+        data = pipe.recv(min(1 << 20, length - len(content)))
+        if not data:
+            raise EOFError
+        content += data
+        if len(content) == _LENGTH.size and length == _LENGTH.size:
+            length += _LENGTH.unpack(content)[0]
+    return bytes(content[_LENGTH.size :])
+
+
+def _collect(server: ForkServer, pipes: Sequence[socket.socket], timeout_s: float | None) -> list[Any]:
+    """The answers of all processes; LaunchError with the first traceback if one fails."""
+    answers: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for rank, pipe in enumerate(pipes):
+            selector.register(pipe, selectors.EVENT_READ, rank)
+        selector.register(server, selectors.EVENT_READ, None)
+        while len(answers) + len(failures) < len(pipes):
+            left = None if end is None else max(0.0, end - time.monotonic())
+            ready = selector.select(left)
+            if not ready:
+                break
+            for key, _ in ready:
+                if key.data is None:
+                    _read_server(server)
+                    continue
+                selector.unregister(key.fileobj)
+                _take(pipes[key.data], key.data, answers, failures)
+            if failures and (end is None or end > time.monotonic() + _AFTER_FAILURE_S):
+                end = time.monotonic() + _AFTER_FAILURE_S
+    if failures:
+        first = min(failures)
+        others = [rank for rank in sorted(failures) if rank != first]
+        more = f"\n(worker {', '.join(map(str, others))} failed, too)" if others else ""
+        raise LaunchError(f"worker {first} of {len(pipes)} failed:\n{failures[first]}{more}")
+    if len(answers) < len(pipes):
+        silent = [rank for rank in range(len(pipes)) if rank not in answers]
+        raise LaunchError(f"no answer from worker {', '.join(map(str, silent))} within {timeout_s:g} s")
+    return [answers[rank] for rank in range(len(pipes))]
+
+
+def _read_server(server: ForkServer) -> None:
+    try:
+        server.receive()
+    except ServerGoneError:
+        raise LaunchError(
+            "the process that workers are forked from ended; was the system out of memory?"
+        ) from None
+
+
+def _take(pipe: socket.socket, rank: int, answers: dict[int, Any], failures: dict[int, str]) -> None:
+    try:
+        fine, value = pickle.loads(_receive(pipe))
+    except (EOFError, ConnectionError):
+        failures[rank] = "it ended without an answer (killed, or out of memory?)"
+        return
+    if fine:
+        answers[rank] = value
+    else:
+        failures[rank] = value

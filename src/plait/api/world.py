@@ -1,0 +1,218 @@
+"""The processes that run a script together: `init` finds and connects them, however they were started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from plait.api.environment import Environment, find_environment
+from plait.comm.groups import join_world
+from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import InputError, LaunchError
+from plait.sync.allreduce.reducers import Members, whole_world
+
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """This process among those that run the script together.
+
+    `hosts` names the host of each rank, and `device` is the device of this process: workers of one host take
+    its GPUs in turn. `launcher` says who started it.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    hosts: tuple[str, ...]
+    device: torch.device
+    launcher: str
+    rendezvous: Rendezvous
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which usually prints and saves."""
+        return self.rank == 0
+
+    @property
+    def members(self) -> Members:
+        """All workers, for sums over a topology."""
+        return whole_world(self.rendezvous)
+
+    def close(self) -> None:
+        """Leave the process group; called by all at the end."""
+        global _world
+        _world = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_world: World | None = None
+
+
+def init(device: str | torch.device = "auto", timeout_s: float = TIMEOUT_S) -> World:
+    """Connect this process with the others that run the same script; returns its `World`.
+
+    The processes may be started by torchrun, srun, mpirun or `plait.launch`. A process that nobody launched
+    is a world of one. If torch.distributed is initialized already, its processes are taken. Called again, it
+    returns the same world.
+
+    `device` is `auto` (a GPU of this host if there is one), `cpu`, `cuda` or a device. `timeout_s` limits all
+    waits for other processes.
+    """
+    global _world
+    if _world is None:
+        _world = _from_torch(device, timeout_s) if dist.is_initialized() else _join(device, timeout_s)
+    return _world
+
+
+def _from_torch(device: str | torch.device, timeout_s: float) -> World:
+    """The world of a process group that the script has created."""
+    store = dist.PrefixStore("plait", distributed_c10d._get_default_store())
+    known = Environment("torch.distributed", dist.get_rank(), dist.get_world_size())
+    return _make_world(known, store, device, timeout_s)
+
+
+def _join(device: str | torch.device, timeout_s: float) -> World:
+    found = find_environment(os.environ)
+    store = _open_store(found, timeout_s)
+    world = _make_world(found, store, device, timeout_s)
+    if world.world_size > 1 or found.launcher != "python":
+        join_world(choose_backend(world.rendezvous, world.device), world.rendezvous)
+    return world
+
+
+def _open_store(found: Environment, timeout_s: float) -> dist.Store:
+    """The store where the processes meet."""
+    if found.launcher == "python":
+        return dist.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    if found.store is not None:
+        store: dist.Store = dist.FileStore(found.store, found.world_size)
+        store.set_timeout(timeout)
+        return store
+    # Torch's own way: torchrun may hold the store itself.
+    os.environ |= {
+        "RANK": str(found.rank),
+        "WORLD_SIZE": str(found.world_size),
+        "MASTER_ADDR": found.address,
+        "MASTER_PORT": str(found.port),
+    }
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    except (OSError, RuntimeError) as failure:  # torch's errors are RuntimeErrors
+        raise LaunchError(
+            f"no meeting with the other {found.world_size - 1} processes at {found.address}:{found.port} "
+            f"within {timeout_s:g} s ({str(failure).splitlines()[0]}); {found.launcher} must start all "
+            f"{found.world_size} of them, and rank 0 must be on {found.address} (variable MASTER_ADDR)"
+        ) from failure
+    # The store of torchrun outlives its workers: those of an earlier attempt have left their addresses.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"plait/attempt/{attempt}", store)
+
+
+def _make_world(found: Environment, store: dist.Store, wanted: str | torch.device, timeout_s: float) -> World:
+    """The world, after all processes have exchanged where they are."""
+    rank, size = found.rank, found.world_size
+    secret, address = secrets.token_bytes(32), "127.0.0.1"
+    hosts: tuple[str, ...] = (socket.gethostname(),)
+    if size > 1:
+        if rank == 0:
+            store.set("secret", secret.hex())
+        store.set(f"host/{rank}", f"{_memory_marker()} {socket.gethostname()}")
+        hosts = name_hosts([store.get(f"host/{other}").decode() for other in range(size)])
+        secret = bytes.fromhex(store.get("secret").decode())
+        if len(set(hosts)) > 1:
+            address = _own_address(found.address)
+    local_rank = hosts[:rank].count(hosts[rank])
+    device = choose_device(wanted, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    meeting = Rendezvous(store, secret, rank, hosts, address, timeout_s)
+    return World(rank, local_rank, size, hosts, device, found.launcher, meeting)
+
+
+def _memory_marker() -> str:
+    """Equal for two processes that can connect by local sockets and share memory."""
+    marks = ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"]
+    boot, network = (Path(mark) for mark in marks)
+    if not network.exists():
+        return "-"
+    return f"{boot.read_text().strip()}/{os.stat(network).st_ino}"
+
+
+def name_hosts(marked: Sequence[str]) -> tuple[str, ...]:
+    """A name for the host of each rank, from a marker of its memory and its own name.
+
+    Containers may have the same name without sharing memory; they are numbered.
+    """
+    markers: dict[str, list[str]] = {}
+    for each in marked:
+        marker, name = each.split(" ", 1)
+        known = markers.setdefault(name, [])
+        if marker not in known:
+            known.append(marker)
+    names = []
+    for each in marked:
+        marker, name = each.split(" ", 1)
+        number = markers[name].index(marker)
+        names.append(name if number == 0 else f"{name}#{number + 1}")
+    return tuple(names)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this host on the network of `peer`."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError:
+        address = "127.0.0.1"
+    # The host of rank 0 may reach itself by loopback.
+    return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
+
+
+def choose_device(wanted: str | torch.device, local_rank: int) -> torch.device:
+    """The device of a worker; workers of one host take its GPUs in turn."""
+    if isinstance(wanted, torch.device) or wanted not in ("auto", "cpu", "cuda"):
+        return torch.device(wanted)
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: found 'cuda', but torch sees no GPU here; use device: cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def choose_backend(rendezvous: Rendezvous, device: torch.device) -> str:
+    """The backend of the process group of all workers, which call it together.
+
+    NCCL where every worker has a GPU to itself, else gloo, which goes through the host.
+    """
+    hosts, rank, store = rendezvous.hosts, rendezvous.rank, rendezvous.store
+    has_gpu = device.type == "cuda" and hosts.count(hosts[rank]) <= torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    store.set(f"plait/backend/{rank}", backend)
+    backends = {store.get(f"plait/backend/{other}").decode() for other in range(len(hosts))}
+    return backend if len(backends) == 1 else "gloo"
