@@ -157,7 +157,7 @@ def test_where_the_writer_is_lost_another_worker_writes_the_last_checkpoint(
     monkeypatch.setenv("PLAIT_SAVING", str(saving))
     slow = {"kind": "broken:slow_to_save", "seconds": 1.0, "batch_size": 9}
     display = KillTheWriter(saving)
-    options = {"workers": 3, "sync": "partial-reduce", "sync_options": {"lease_s": 1.0}}
+    options = {"workers": 3, "sync": "partial-reduce"}
     result = plait.train(job(tmp_path, data=slow, parallel=options), display=display)
     assert result.step == 12
     assert steps_kept(tmp_path / "runs" / "t-001")[0] == 12
