@@ -21,7 +21,7 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors
 from plait.pipeline.op_timings import operations_event
-from plait.sync.averaging.base import Averaging, NoAveraging
+from plait.sync.averaging.base import NoAveraging, WeightAveraging
 from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging import PREFIX
 from plait.training.engines.averaging_member import Member, MemberInit, MemberState, load_sync
@@ -190,7 +190,7 @@ class WaitingWorker:
 
     def __init__(self, worker: Worker, init: MemberInit, stages: ReplicaStages) -> None:
         self._stages, self._group = stages, init.group
-        self.averaging: Averaging = NoAveraging()
+        self.averaging: WeightAveraging = NoAveraging()
         self.monitor: ShareMonitor | None = None
         firsts = [in_order(replica)[0] for replica in stages.replicas]
         self.workers = tuple(worker.memberships.current.members[rank] for rank in firsts)

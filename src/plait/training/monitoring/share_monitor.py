@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
-from plait.sync.averaging.base import Averaging
+from plait.sync.averaging.base import WeightAveraging
 from plait.training.components import Components
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
@@ -69,7 +69,7 @@ class ShareMonitor:
             )
 
     @contextmanager
-    def updating(self, averaging: Averaging) -> Iterator[None]:
+    def updating(self, averaging: WeightAveraging) -> Iterator[None]:
         """Time an update, without its waits for others."""
         started, waited = perf_counter(), averaging.stats.waited_s
         yield
@@ -91,7 +91,7 @@ class ShareMonitor:
 
     @contextmanager
     def averaging_gradients(
-        self, parameters: Sequence[Tensor], samples: int, averaging: Averaging
+        self, parameters: Sequence[Tensor], samples: int, averaging: WeightAveraging
     ) -> Iterator[None]:
         """Compare this worker's gradient, of `samples` samples, with that of the group that averages it."""
         if not self._norms:
