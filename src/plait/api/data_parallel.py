@@ -29,6 +29,24 @@ def count_samples(*inputs: Any, **named: Any) -> float:
     return 1.0
 
 
+class WorkerNorms:
+    """The squared norms of the workers' gradients, times their samples, in the last backward pass.
+
+    `sums` over the workers: of these, of the samples, and the number of workers. The gradient of a worker
+    alone is that of the whole batch, and is no part of it.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)
+
+    def take(self, samples: int) -> Tensor:
+        """The sums, for a batch of `samples` over all workers."""
+        if self.sums is None:
+            raise InputError("update: no backward pass of the DataParallel was seen before it")
+        scale = samples / self.sums[1]
+        return torch.stack([self.sums[0] * scale, self.sums[1] * scale, self.sums[2]])
+
+
 class DataParallel(nn.Module):
     """Wraps a model that every worker has; after `backward` all have the gradient of the whole batch.
 
@@ -67,6 +85,7 @@ class DataParallel(nn.Module):
         self._usual = 0.0
         self._is_syncing = True
         self._in_backward = False
+        self._norms: WorkerNorms | None = None
         self._sync: AllReduce | None = None
         if self.world.world_size > 1:
             check_same_model(module, "DataParallel")
@@ -111,12 +130,27 @@ class DataParallel(nn.Module):
     def _end_backward(self) -> None:
         assert self._sync is not None
         self._in_backward = False
-        factor = self._factor
-        total = float(self._sync.sum_gradients(torch.tensor([factor], dtype=torch.float64), factor)[0])
+        factor, seen = self._factor, self._seen or self._usual or 1.0
+        # The last one is the squared norm of this worker's gradient, which is sent times the factor.
+        scalars = torch.tensor([factor, seen, 1.0, 0.0], dtype=torch.float64)
+        weigh_norm = None if self._norms is None else seen / factor**2
+        sums = self._sync.sum_gradients(scalars, factor, weigh_norm)
+        if self._norms is not None:
+            self._norms.sums = sums[[3, 1, 2]]
+        total = float(sums[0])
         self._seen = 0.0
         if total not in (0.0, 1.0):
             grads = [p.grad for p in self._parameters_list if p.grad is not None]
             torch._foreach_div_(grads, total)
+
+    def measure_parts(self) -> WorkerNorms:
+        """Measure the workers' gradients from now on, as `plait.GradientNoiseScale(model)` asks for."""
+        if self._norms is None:
+            self._norms = WorkerNorms()
+        if self._sync is not None:
+            self._norms.sums = None
+            self._sync.measure_norms()
+        return self._norms
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
