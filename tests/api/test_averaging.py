@@ -297,6 +297,8 @@ def of_another(model: nn.Module) -> torch.optim.Optimizer:
         (net, sgd, "partial-reduce", {"minimum": 3}, "minimum: found 3"),
         (net, sgd, "ad-psgd", {"lease_s": 3.0}, "send no heartbeats"),
         (net, sgd, "hetpipe", {"dedicated": True}, "takes no steps"),
+        (net, lambda model: model, "sma", {}, "found a Sequential where a torch Optimizer was expected"),
+        (lambda: net().requires_grad_(False), sgd, "sma", {}, "no parameter of the model requires"),
         (net, of_another, "local-sgd", {}, "not one of the model's"),
         (lambda: plait.DataParallel(net()), sgd, "local-sgd", {}, "found a DataParallel"),
     ],

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.api.data_parallel import DataParallel
-from plait.api.replicas import check_same_model, copy_from_first
+from plait.api.same_model import check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
@@ -48,7 +48,8 @@ class Averaging:
                 optimizer.step()
 
     At the start the model of rank 0 is copied to all workers. At the end all have the same: the mean of their
-    weights, buffers and optimizer's states. With one worker it is a plain loop.
+    weights, buffers and optimizer's states. Weights are the parameters that require a gradient when the block
+    begins. With one worker it is a plain loop.
 
     `sync` and its options are those of a job's `parallel.sync` and `parallel.sync_options`: `partial-reduce`
     (with the workers that are ready), `ad-psgd` and `pair-averaging` (with a random other one, in a thread),
@@ -115,12 +116,13 @@ class _Running:
 
     def __init__(self, settings: Averaging) -> None:
         model, optimizer, options = settings.model, settings.optimizer, settings.options
-        check_same_model(model, "Averaging")
+        check_same_model("Averaging", model, settings.world)
         _check_same([settings.sync, str(options), settings.seed, type(optimizer).__name__])
-        weights, buffers = list(model.parameters()), list(model.buffers())
-        copy_from_first([*weights, *buffers])
+        weights, buffers = [p for p in model.parameters() if p.requires_grad], list(model.buffers())
+        copy_of_first([*model.parameters(), *buffers], settings.world)
         self._world, self._kind = settings.world, settings.sync
-        self._store, rendezvous = self._world.rendezvous.store, self._world.rendezvous
+        rendezvous = self._world.rendezvous
+        self._store = rendezvous.store
         self._prefix: str = broadcast_value(f"plait/averaging/{secrets.token_hex(8)}", 0)
         sources = sources_from(weights, buffers, optimizer, options)
         scaler = torch.amp.GradScaler(enabled=False)
@@ -227,11 +229,19 @@ def _read(sync: str, given: dict[str, bool | float | str], workers: int) -> Opti
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model that another object keeps equal, and an optimizer of another model."""
+    for value, expected in ((model, nn.Module), (optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, expected):
+            raise InputError(
+                f"Averaging: found a {type(value).__name__} where a torch {expected.__name__} was expected; "
+                "the model comes first, then its optimizer"
+            )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise InputError(
             f"Averaging: found a {type(model).__name__}, whose workers have equal weights after each step; "
             "give it the model itself, and leave the other out"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("Averaging: no parameter of the model requires a gradient")
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from plait.api.replicas import check_same_model, copy_from_first
+from plait.api.same_model import check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import broadcast_value
 from plait.core.errors import InputError
@@ -88,8 +88,8 @@ class DataParallel(nn.Module):
         self._norms: WorkerNorms | None = None
         self._sync: AllReduce | None = None
         if self.world.world_size > 1:
-            check_same_model(module, "DataParallel")
-            copy_from_first([*module.parameters(), *module.buffers()])
+            check_same_model("DataParallel", module, self.world)
+            copy_of_first([*module.parameters(), *module.buffers()], self.world)
             self._sync = self._make_sync(topology)
 
     def _make_sync(self, topology: str) -> AllReduce:
@@ -107,7 +107,7 @@ class DataParallel(nn.Module):
             if not self._usual:
                 self._usual = float(broadcast_value(self._seen, 0)) or 1.0
             if self._broadcasts and self._is_syncing:
-                copy_from_first(self.module.buffers())
+                copy_of_first(self.module.buffers(), self.world)
         return self.module(*inputs, **named)
 
     def _begin_backward(self) -> None:

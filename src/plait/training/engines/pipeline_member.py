@@ -22,8 +22,8 @@ from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors
 from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import NoAveraging, WeightAveraging
+from plait.sync.make_averaging import PREFIX
 from plait.training.checkpoint import EngineState
-from plait.training.engines.averaging import PREFIX
 from plait.training.engines.averaging_member import Member, MemberInit, MemberState, load_sync
 from plait.training.engines.pipeline import evaluation_sums
 from plait.training.engines.pipeline_replica import PipelineReplica
