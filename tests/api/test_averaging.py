@@ -213,8 +213,8 @@ def test_workers_that_take_more_steps_than_others_go_on_averaging_and_all_end_wi
     for name in UNLIKE:
         for other in others:
             assert difference(other[name][0], first[name][0]) == 0.0, name
-    # The two that are left still wait for each other, who are the fewest that may form a group.
-    assert min(worker["partial-reduce"][1] for worker in others) > 1.9
+    # The two that are left still wait for each other: alone are steps of one that the other has not got.
+    assert min(worker["partial-reduce"][1] for worker in others) > 1.5
 
 
 def one_step(rank: int, ends: str, world: World) -> None:
