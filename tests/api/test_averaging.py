@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 import plait
 from plait.api.world import World
 from plait.core.errors import InputError, PeerError
+from plait.data.sampler import Position, batches, share
+from plait.schema.settings import OptimizerSettings, TrainSettings
 from plait.sync.averaging.group_graph import pairs
+from plait.training import components
+from support.averaging import job_store
+from support.syncs import settings_of
+from support.training import PlainWorker, train_with
 from support.world import run_ranks
 
 WORKERS, STEPS = 3, 7
@@ -166,6 +173,43 @@ def test_a_loop_ends_on_all_workers_with_what_a_simulation_of_its_sync_gives():
     weights = [name for name in first["all-reduce"] if "running" not in name and "tracked" not in name]
     for name in weights:
         assert np.abs(first["all-reduce"][name] - first["local-sgd at each step"][name]).max() < 1e-12
+
+
+def job_and_loop(rank: int, address: str, jobs: dict[str, TrainSettings], folder: Path) -> dict[str, float]:
+    """How far the weights and statistics of a job's run are from those of a loop over the same batches."""
+    apart = {}
+    for name, settings in jobs.items():
+        worker = PlainWorker(address=address)
+        _, trained = train_with(worker, settings, folder / name)
+        parts = components.build(settings, torch.device("cpu"))
+        model, optimizer, data, size = parts.model, parts.optimizer, parts.train_set, settings.data.batch_size
+        order = batches(Position(), len(data), size, seed=settings.seed, shuffle=True, keep_last=True)
+        sync, seed = settings.sync, settings.seed
+        with plait.Averaging(model, optimizer, sync.kind, seed=seed, **sync.options):
+            for batch, _ in zip(order, range(settings.steps)):
+                x, y = data.batch(batch.epoch, share(batch.samples, rank, WORKERS), seed)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x.double()), y).backward()
+                optimizer.step()
+        expected = trained.model.state_dict()
+        apart[name] = max(float((t - expected[key]).abs().max()) for key, t in model.state_dict().items())
+    return apart
+
+
+def test_a_loop_computes_what_a_job_with_the_same_batches_does(tmp_path: Path):
+    momentum = OptimizerSettings("sgd", {"lr": 0.05, "momentum": 0.9})
+    syncs = {
+        "local-sgd": {"every": 3, "outer": "nesterov"},
+        "sma": {"alpha": 0.3},
+        "pair-sync": {},
+    }
+    jobs = {
+        sync: settings_of(sync, options, steps=7, precision="float64", optimizer=momentum)
+        for sync, options in syncs.items()
+    }
+    with job_store() as address:
+        for apart in run_ranks(WORKERS, job_and_loop, address, jobs, tmp_path):
+            assert apart == pytest.approx(dict.fromkeys(syncs, 0.0), abs=1e-12)
 
 
 def add_up(rank: int, sync: str, options: dict[str, Any]) -> list[float]:

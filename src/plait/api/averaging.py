@@ -54,8 +54,8 @@ class Averaging:
     `sync` and its options are those of a job's `parallel.sync` and `parallel.sync_options`: `partial-reduce`
     (with the workers that are ready), `ad-psgd` and `pair-averaging` (with a random other one, in a thread),
     `pair-sync` (in random pairs), `local-sgd` (all, every N steps), `diloco` (the same with an outer
-    optimizer), `sma` (a step towards the mean) and `hetpipe` (a parameter server). `seed` decides who meets
-    whom; it is the same on all workers.
+    optimizer), `sma` (a step towards the mean) and `hetpipe` (a parameter server). `seed` decides which
+    workers meet; it is the same on all of them.
 
     Workers may take unlike numbers of steps: one that leaves the block waits for the others, which go on.
     Its weights of then are in the mean at the end, so they should not be much older than the others'.
