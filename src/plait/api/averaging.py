@@ -76,12 +76,9 @@ class Averaging:
         self.sync, more = ALIASES.get(sync, (sync, {}))
         self.options = _read(self.sync, {**more, **sync_options}, self.world.world_size)
         _check(model, optimizer)
+        # What averages have cost since the block began: groups, their members, waits and bytes.
+        self.stats = SyncStats()
         self._running: _Running | None = None
-
-    @property
-    def stats(self) -> SyncStats:
-        """What averages have cost since the start of the block: groups, their members, waits and bytes."""
-        return SyncStats() if self._running is None else self._running.averaging.stats
 
     def synchronize(self) -> None:
         """Give all workers the same state in the middle of the loop, such as for an evaluation.
@@ -96,6 +93,7 @@ class Averaging:
             raise InputError("Averaging: its block is entered twice; use one Averaging after the other")
         if self.world.world_size > 1:
             self._running = _Running(self)
+            self.stats = self._running.averaging.stats
         return self
 
     def __exit__(
