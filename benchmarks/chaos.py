@@ -393,7 +393,8 @@ class Chaos:
             "kill-server": (0, 1) if tolerant and trial.mode.hosts else (1,),
             "kill-launcher": (-9,),
             "kill-all": (-9,),
-            "kill-early": (-9, 1, 0),
+            # 137: what is killed may still be the shell that begins it, and it says so of its child.
+            "kill-early": (-9, 137, 1, 0),
             "stop-worker": (0,) if tolerant else (1,),
             "full-disk": (1,),
             "cut-link": (1,),

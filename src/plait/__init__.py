@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
     from plait.adapt.monitors.step_times import StepTimer, Throughput
+    from plait.api.averaging import Averaging
     from plait.api.data_parallel import DataParallel
     from plait.api.launching import launch
     from plait.api.world import World, init
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuditReport",
+    "Averaging",
     "Cluster",
     "DataParallel",
     "FusedModule",
@@ -64,6 +66,7 @@ __all__ = [
 # Where each name is found, and what it is called there.
 _HOMES: dict[str, tuple[str, str]] = {
     "AuditReport": ("plait.fusion.verify.loop_audit", "AuditReport"),
+    "Averaging": ("plait.api.averaging", "Averaging"),
     "Cluster": ("plait.planner", "Cluster"),
     "DataParallel": ("plait.api.data_parallel", "DataParallel"),
     "FusedModule": ("plait.fusion", "FusedModule"),

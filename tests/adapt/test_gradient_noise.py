@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -81,10 +82,12 @@ def workers_with_an_all_reduce_of_their_own(rank: int, shares: tuple[int, ...], 
     return [noise.variance, noise.squared_norm, noise.value]
 
 
-def workers_with_ddp(rank: int, shares: tuple[int, ...], steps: int) -> list[float]:
+def workers_with(
+    wrap: Callable[[nn.Module], nn.Module], rank: int, shares: tuple[int, ...], steps: int
+) -> list[float]:
     torch.manual_seed(rank)
     world = Regression()
-    world.model = DistributedDataParallel(world.model)
+    world.model = wrap(world.model)
     noise = plait.GradientNoiseScale(world.model)
     for _ in range(steps):
         world.model.zero_grad()
@@ -107,18 +110,26 @@ def directly(shares: tuple[int, ...], steps: int) -> list[float]:
     return [averages.variance, averages.squared_norm, averages.noise_scale]
 
 
-def both_loops(rank: int, steps: int) -> tuple[list[float], list[float]]:
+def all_loops(rank: int, steps: int) -> tuple[list[float], ...]:
     return (
         workers_with_an_all_reduce_of_their_own(rank, SHARES, steps),
-        workers_with_ddp(rank, (8, 8, 8), steps),
+        workers_with(DistributedDataParallel, rank, (8, 8, 8), steps),
+        workers_with(plait.DataParallel, rank, SHARES, steps),
     )
 
 
 def test_workers_that_average_gradients_see_what_all_their_gradients_say():
-    found = run_ranks(3, both_loops, 10)
+    found = run_ranks(3, all_loops, 10)
     assert found[0] == found[1] == found[2]
     assert found[0][0] == pytest.approx(directly(SHARES, 10), rel=1e-9)
     assert found[0][1] == pytest.approx(directly((8, 8, 8), 10), rel=1e-9)
+    assert found[0][2] == pytest.approx(directly(SHARES, 10), rel=1e-9)
+
+
+def test_one_worker_with_data_parallel_has_no_parts_and_no_value():
+    with plait.init():
+        noise = workers_with(plait.DataParallel, 0, (8,), 2)
+    assert noise == [None, None, None]
 
 
 @given(

@@ -23,7 +23,8 @@ from plait.schema.sync_options import LOCKSTEP, read_options
 from plait.schema.topology import make_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducers import whole_world
-from plait.training.engines.averaging import make_averaging
+from plait.sync.averaging.peers import find_lost
+from plait.sync.make_averaging import AveragingWorkers, make_averaging
 from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number
 
 STEP_S = 0.1
@@ -166,9 +167,12 @@ def _with_averaging(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = read_options(kind, given, worker.world_size)
     weights = list(model.parameters())
-    averaging = make_averaging(
-        worker, [worker.host] * worker.world_size, [lambda: weights], options, 0, prefix
+    size = worker.world_size
+    lost = find_lost(worker.memberships, range(size))
+    workers = AveragingWorkers(
+        worker.rendezvous, worker.store, prefix, [worker.host] * size, worker.rank, lost
     )
+    averaging = make_averaging(workers, [lambda: weights], options, 0)
 
     def together(step: Callable[[], float]) -> float:
         optimizer.zero_grad()

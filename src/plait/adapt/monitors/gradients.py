@@ -6,14 +6,14 @@ Each step must provide the gradient of a part of the batch besides that of the w
   and `update` before `optimizer.step()`. Each microbatch's loss is weighted by its share of the batch.
 - Several workers that average gradients: `before_average` gives three numbers to be summed over the workers
   along with the gradients, and `update` takes the sums.
-- torch's DistributedDataParallel: pass it as the model. The numbers are sent with the all-reduce of its last
-  bucket, and only `update` must be called.
+- torch's DistributedDataParallel or plait's DataParallel: pass it as the model. The numbers are sent with the
+  gradients, and only `update` must be called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,20 @@ from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.core.errors import InputError
 
 
+class PartNorms(Protocol):
+    """The squared norms of the gradients of the parts of a batch, which a model sums over the workers."""
+
+    def take(self, samples: int) -> Tensor:
+        """The sums of `before_average` for the last backward pass, of a batch of `samples`."""
+
+
+@runtime_checkable
+class MeasuresParts(Protocol):
+    """A model whose backward pass sums gradients over the workers, and the squared norms of their parts."""
+
+    def measure_parts(self) -> PartNorms: ...
+
+
 class GradientVariance:
     """The variance of one sample's gradient (the trace of its covariance), as a moving average over steps."""
 
@@ -34,7 +48,7 @@ class GradientVariance:
         self.averages = GradientAverages(decay)
         # In the current step: the squared norm of the first microbatches' gradient, and their samples.
         self._part: tuple[Tensor, int] | None = None
-        self._in_buckets = _BucketNorms(model) if isinstance(model, DistributedDataParallel) else None
+        self._sent = _norms_of(model)
         # On GPUs, the numbers of the previous step, which have been copied to the host by now.
         self._arriving: list[Any] | None = None
 
@@ -68,8 +82,8 @@ class GradientVariance:
         `sums` are those of `before_average`. On GPUs the numbers are used one step later, to avoid waiting.
         """
         whole = squared_norm(gradients(self._parameters))
-        if self._in_buckets is not None:
-            sums = self._in_buckets.take(samples)
+        if self._sent is not None:
+            sums = self._sent.take(samples)
         if sums is not None:
             numbers: list[Any] = [sums[0] / samples, sums[1] / samples, sums[2], whole]
         elif self._part is not None:
@@ -107,6 +121,13 @@ class GradientNoiseScale(GradientVariance):
     def squared_norm(self) -> float | None:
         """The squared norm of the true gradient; negative if noise hides it."""
         return self.averages.squared_norm
+
+
+def _norms_of(model: object) -> PartNorms | None:
+    """What measures the parts of a batch in the model's backward pass, if it sums gradients itself."""
+    if isinstance(model, DistributedDataParallel):
+        return _BucketNorms(model)
+    return model.measure_parts() if isinstance(model, MeasuresParts) else None
 
 
 class _BucketNorms:

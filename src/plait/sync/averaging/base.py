@@ -39,7 +39,7 @@ class SyncStats:
             self.waited_s += time.monotonic() - started
 
 
-class Averaging(Protocol):
+class WeightAveraging(Protocol):
     """How workers that update separately average their weights.
 
     `after_update` is called after each update of this worker; `synchronize` gives all workers the same state,

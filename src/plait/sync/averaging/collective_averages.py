@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 
 
 class Collective(AllOrNone):
-    """The mean of all workers; all call each method together. Subclasses define what follows an update.
+    """The mean of all workers, which take part in every average. Subclasses define what follows an update.
 
     They are those of `group`, by default the world.
     """
@@ -28,14 +29,25 @@ class Collective(AllOrNone):
         self._group = group
         self._vector = FlatBuffer(*sources)
         self._when_synchronized = when_synchronized
+        self._is_synchronizing = False
+        self._updates = 0
+        # At the last average: how many workers were synchronizing, and how many had updated since the one
+        # before.
+        self._synchronizing = self._updated = 0
 
     def synchronize(self) -> None:
-        """Take the mean over all workers."""
+        """Take the mean over all workers, which wait for each other here.
+
+        A worker that is early takes part in the averages of those that still update.
+        """
         for source in self._when_synchronized:
             source.prepare()
         self._vector.gather()
         before = [flat.clone() for flat in self._vector.weights]
-        self._synchronize_weights()
+        self._is_synchronizing, self._synchronizing = True, 0
+        while self._synchronizing < self._size:
+            self._average_weights()
+        self._is_synchronizing = False
         self.stats.distances.append(distance(self._vector.weights, before))
         # The sums above have waited for all workers, so all have called `prepare`.
         for source in self._when_synchronized:
@@ -45,7 +57,7 @@ class Collective(AllOrNone):
     def close(self) -> None:
         pass
 
-    def _synchronize_weights(self) -> None:
+    def _average_weights(self) -> None:
         self._take_mean(self._vector)
 
     def _take_mean(self, vector: FlatBuffer) -> None:
@@ -56,10 +68,13 @@ class Collective(AllOrNone):
     def _means(self, vector: FlatBuffer) -> list[Tensor]:
         """The mean of each flat buffer over all workers."""
         means = [flat.clone() for flat in vector.flats]
+        marks = torch.tensor([self._is_synchronizing, self._updates > 0], dtype=torch.float32)
         with self.stats.waiting():
-            works = [dist.all_reduce(mean, group=self._group, async_op=True) for mean in means]
+            works = [dist.all_reduce(sum_, group=self._group, async_op=True) for sum_ in (*means, marks)]
             for work in works:
                 work.wait()
+        self._synchronizing, self._updated = map(int, marks.tolist())
+        self._updates = 0
         for mean in means:
             mean.div_(self._size)
         self.stats.groups += 1
@@ -108,7 +123,6 @@ class LocalSgd(Collective):
         self._every = every
         self._outer_lr = outer_lr
         self._momentum = momentum
-        self._since = 0
         # The weights after the last outer step, and its momentum.
         self._anchor, self._speed = FlatBuffer(sources[0]), FlatBuffer(sources[0])
         self._anchor.gather()
@@ -117,9 +131,9 @@ class LocalSgd(Collective):
 
     def after_update(self) -> None:
         """Average if this is the last of `every` updates."""
-        self._since += 1
-        if self._since >= self._every:
-            self._average()
+        self._updates += 1
+        if self._updates >= self._every:
+            self._average_weights()
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         """The outer optimizer's anchor and momentum."""
@@ -127,21 +141,14 @@ class LocalSgd(Collective):
             return {}
         return {"anchor": self._anchor.views, "momentum": self._speed.views}
 
-    def _synchronize_weights(self) -> None:
-        if self._since or self._outer_lr is None:
-            self._average()
-        else:
-            super()._synchronize_weights()
-
-    def _average(self) -> None:
+    def _average_weights(self) -> None:
         self._vector.gather()
         for flat, mean in zip(self._vector.flats, self._means(self._vector)):
             flat.copy_(mean)
-        if self._outer_lr is not None:
+        if self._outer_lr is not None and self._updated:
             for flat, anchor, speed in zip(self._vector.weights, self._anchor.flats, self._speed.flats):
                 moved = anchor - flat
                 speed.mul_(self._momentum).add_(moved)
                 anchor.sub_(moved.add_(speed, alpha=self._momentum), alpha=self._outer_lr)
                 flat.copy_(anchor)
         self._vector.scatter()
-        self._since = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from plait.sync.averaging.base import GROUP_CHANNELS, PeerAveraging, WhenSynchronized
 from plait.sync.averaging.flat_buffer import Source
@@ -26,8 +25,6 @@ class PairSync(PeerAveraging):
         first: int = 0,
         when_synchronized: Sequence[WhenSynchronized] = (),
     ) -> None:
-        # A slow or stopped partner is waited for, so that all workers have the same matchings.
-        peers = replace(peers, tolerant=False)
         super().__init__(peers, sources, when_synchronized)
         self._mean = GroupMean(peers, GROUP_CHANNELS)
         self._seed = seed

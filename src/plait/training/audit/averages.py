@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from plait.sync.averaging.base import Averaging
+from plait.sync.averaging.base import WeightAveraging
 from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.partial_reduce import PartialReduce
 
@@ -13,7 +13,7 @@ from plait.sync.averaging.partial_reduce import PartialReduce
 _ROUNDING = 1e-4
 
 
-def is_mean(averaging: Averaging, before: Sequence[Sequence[float]], after: Sequence[float]) -> bool:
+def is_mean(averaging: WeightAveraging, before: Sequence[Sequence[float]], after: Sequence[float]) -> bool:
     """Whether `after` are the means of all members' sums `before`.
 
     Only checked for syncs that take the plain mean of all members; else True.

@@ -15,12 +15,19 @@ from plait.data import loader
 from plait.launch.worker_process import Worker
 from plait.pipeline.named_state import Tensors
 from plait.schema.sync_options import options_among
-from plait.sync.averaging.base import Averaging
+from plait.sync.averaging.base import WeightAveraging
+from plait.sync.averaging.peers import find_lost
+from plait.sync.make_averaging import (
+    PREFIX,
+    AveragingWorkers,
+    averages_gradients,
+    make_averaging,
+    sources_from,
+)
 from plait.training.batch_streams import with_replacements
 from plait.training.change.members import ProgressMark, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
-from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
 from plait.training.engines.train_step import AnyComponents, TrainStep
 from plait.training.engines.whole_model import StepAudit
 from plait.training.fused.trial_norms import TrialNorms
@@ -52,7 +59,7 @@ class Member(Protocol):
     place: int
     position: int
     workers: tuple[int, ...]
-    averaging: Averaging
+    averaging: WeightAveraging
     # What measures its updates, where the job asks for signals.
     monitor: ShareMonitor | None
 
@@ -179,21 +186,25 @@ class WholeModelMember:
             monitor.warn_without_parts(microbatches, "accumulate: 2", averages)
         load_sync(self._sync_states(), state.sync)
 
-    def _open_averaging(self, worker: Worker, group: WorkerGroup, prefix: str) -> Averaging:
+    def _open_averaging(self, worker: Worker, group: WorkerGroup, prefix: str) -> WeightAveraging:
         components = self._components
         weights, buffers = list(components.model.parameters()), list(components.model.buffers())
-        return make_averaging(
-            worker,
+        workers = AveragingWorkers(
+            worker.rendezvous,
+            worker.store,
+            prefix,
             [worker.hosts[rank] for rank in group.ranks],
+            group.place,
+            find_lost(worker.memberships, group.ranks),
+            group.sums,
+        )
+        return make_averaging(
+            workers,
             sources_from(weights, buffers, components.optimizer, self._options),
             self._options,
             self._settings.seed,
-            prefix,
-            group.place,
             step=self._trials[0].step,
             when_synchronized=components.rest_of_state(worker.store, prefix, weights, buffers),
-            ranks=group.ranks,
-            group=group.sums,
         )
 
     def from_first(self, find: Callable[[], Any]) -> Any:
@@ -258,7 +269,9 @@ class WholeModelMember:
         return sync_states(self._components, weights, self.averaging)
 
 
-def sync_states(components: AnyComponents, weights: Sequence[str], averaging: Averaging) -> list[Tensors]:
+def sync_states(
+    components: AnyComponents, weights: Sequence[str], averaging: WeightAveraging
+) -> list[Tensors]:
     """What an averaging of these weights keeps of each trial besides the state of workers, by their names."""
     kept = averaging.state()
     return [

@@ -21,9 +21,9 @@ from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors
 from plait.pipeline.op_timings import operations_event
-from plait.sync.averaging.base import Averaging, NoAveraging
+from plait.sync.averaging.base import NoAveraging, WeightAveraging
+from plait.sync.make_averaging import PREFIX
 from plait.training.checkpoint import EngineState
-from plait.training.engines.averaging import PREFIX
 from plait.training.engines.averaging_member import Member, MemberInit, MemberState, load_sync
 from plait.training.engines.pipeline import evaluation_sums
 from plait.training.engines.pipeline_replica import PipelineReplica
@@ -193,7 +193,7 @@ class WaitingWorker:
         self, worker: Worker, init: MemberInit, stages: ReplicaStages, monitor: ShareMonitor | None
     ) -> None:
         self._stages, self._group = stages, init.group
-        self.averaging: Averaging = NoAveraging()
+        self.averaging: WeightAveraging = NoAveraging()
         # It learns what the others measure.
         self.monitor = monitor
         firsts = [in_order(replica)[0] for replica in stages.replicas]

@@ -21,8 +21,15 @@ from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.named_state import Tensors
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import COLLECTIVE, options_among
-from plait.sync.averaging.base import Averaging
-from plait.training.engines.averaging import PREFIX, averages_gradients, make_averaging, sources_from
+from plait.sync.averaging.base import WeightAveraging
+from plait.sync.averaging.peers import find_lost
+from plait.sync.make_averaging import (
+    PREFIX,
+    AveragingWorkers,
+    averages_gradients,
+    make_averaging,
+    sources_from,
+)
 from plait.training.engines.averaging_member import sync_states
 from plait.training.engines.replica_layout import in_order
 from plait.training.engines.train_step import AnyComponents
@@ -80,7 +87,7 @@ class PipelineReplica:
 
     def _open_averaging(
         self, worker: Worker, prefix: str, step: int, group: dist.ProcessGroup | None
-    ) -> Averaging:
+    ) -> WeightAveraging:
         pipeline, options = self.pipeline, self._options
         # A stage without weights averages a number, so that its workers meet like all others.
         weights = list(pipeline.parameters.values()) or [torch.nn.Parameter(torch.zeros(1))]
@@ -89,19 +96,23 @@ class PipelineReplica:
             pipeline.before_update = self._agree
         else:
             pipeline.after_update = self._agree
-        return make_averaging(
-            worker,
+        workers = AveragingWorkers(
+            worker.rendezvous,
+            worker.store,
+            prefix,
             [worker.hosts[peer] for peer in self.peers],
+            self.number,
+            find_lost(worker.memberships, self.peers),
+            group,
+        )
+        return make_averaging(
+            workers,
             sources_from(weights, buffers, pipeline.optimizer, options),
             options,
             self._settings.seed,
-            prefix,
-            self.number,
-            OVERDUE,
-            step,
-            self._components.rest_of_state(worker.store, prefix, weights, buffers),
-            self.peers,
-            group,
+            overdue=OVERDUE,
+            step=step,
+            when_synchronized=self._components.rest_of_state(worker.store, prefix, weights, buffers),
         )
 
     def update(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientMoments, GradientNorms, estimate
 from plait.core.run_events import Signals
-from plait.sync.averaging.base import Averaging
+from plait.sync.averaging.base import WeightAveraging
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
@@ -94,7 +94,7 @@ class ShareMonitor:
             )
 
     @contextmanager
-    def updating(self, averaging: Averaging) -> Iterator[None]:
+    def updating(self, averaging: WeightAveraging) -> Iterator[None]:
         """Time an update, without its waits for others."""
         started, waited = perf_counter(), averaging.stats.waited_s
         yield
@@ -103,7 +103,7 @@ class ShareMonitor:
 
     @contextmanager
     def averaging_gradients(
-        self, squares: Callable[[], Tensor], samples: Sequence[int], averaging: Averaging
+        self, squares: Callable[[], Tensor], samples: Sequence[int], averaging: WeightAveraging
     ) -> Iterator[None]:
         """Compare this worker's gradients with those of the group that averages them.
 

@@ -1,16 +1,17 @@
-"""The averaging that a job's `sync` asks for, over what this worker trains."""
+"""The averaging that a sync asks for, over what this worker trains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.launch.worker_process import Worker
+from plait.comm.rendezvous import Rendezvous
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
@@ -21,7 +22,7 @@ from plait.schema.sync_options import (
     PartialReduceOptions,
     SmaOptions,
 )
-from plait.sync.averaging.base import Averaging, WhenSynchronized
+from plait.sync.averaging.base import WeightAveraging, WhenSynchronized
 from plait.sync.averaging.collective_averages import LocalSgd, Sma
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip import ad_psgd, pair_averaging
@@ -30,33 +31,47 @@ from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
-from plait.sync.averaging.peers import Peers, find_lost
+from plait.sync.averaging.peers import Peers
 
 PREFIX = "plait/sync"
 
 
+@dataclass(frozen=True)
+class AveragingWorkers:
+    """The workers that average with each other; all of them make theirs together, each `prefix` once.
+
+    `hosts` names the host of each, and `index` is this worker's among them. Keys under `prefix` in `store`
+    are theirs, and so is the process group. `find_lost` returns the indices of workers that are lost. If
+    workers `may_leave`, the others average without one that has closed its averaging, under any sync.
+    """
+
+    rendezvous: Rendezvous
+    store: dist.Store
+    prefix: str
+    hosts: Sequence[str]
+    index: int
+    find_lost: Callable[[], Collection[int]]
+    group: dist.ProcessGroup | None = None
+    may_leave: bool = False
+
+
 def make_averaging(
-    worker: Worker,
-    hosts: Sequence[str],
+    workers: AveragingWorkers,
     sources: Sequence[Source],
     options: Options,
     seed: int,
-    prefix: str = PREFIX,
-    place: int | None = None,
+    *,
     overdue: float = math.inf,
     step: int = 0,
     when_synchronized: Sequence[WhenSynchronized] = (),
-    ranks: Sequence[int] = (),
-    group: dist.ProcessGroup | None = None,
-) -> Averaging:
-    """How this worker averages with the others; all make theirs together, each `prefix` once.
+) -> WeightAveraging:
+    """How this worker averages with the others; all call it together.
 
-    `hosts` names the host of each; `place` is this one's among them, unless given its rank, and `ranks` are
-    those of the workers at these places, unless given all of the job; `group` is their process group.
     `overdue` is that of `Rules`. The run goes on after `step` steps; `when_synchronized` is averaged when all
     synchronize.
     """
-    place = worker.rank if place is None else place
+    rendezvous, prefix, group = workers.rendezvous, workers.prefix, workers.group
+    index, hosts, timeout_s = workers.index, workers.hosts, rendezvous.timeout_s
     if isinstance(options, SmaOptions):
         return Sma(sources, options.alpha, when_synchronized, group)
     if isinstance(options, LocalSgdOptions):
@@ -64,23 +79,23 @@ def make_averaging(
         return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, when_synchronized, group)
     if isinstance(options, HetPipeOptions):
         mailboxes = [
-            open_mailbox(worker.rendezvous, f"{prefix}/server{i}", place, hosts)
-            for i in range(options.servers)
+            open_mailbox(rendezvous, f"{prefix}/server{i}", index, hosts) for i in range(options.servers)
         ]
         return HetPipe(
             mailboxes,
             sources,
             staleness=options.staleness,
             wave=options.wave,
-            deadline_s=worker.timeout_s,
+            deadline_s=timeout_s,
             dedicated=options.dedicated,
             when_synchronized=when_synchronized,
             group=group,
         )
-    mailbox = open_mailbox(worker.rendezvous, prefix, place, hosts)
-    lost = find_lost(worker.memberships, ranks or range(len(hosts)))
-    peers = Peers(worker.store, prefix, mailbox, lost, worker.timeout_s)
+    mailbox = open_mailbox(rendezvous, prefix, index, hosts)
+    peers = Peers(workers.store, prefix, mailbox, workers.find_lost, timeout_s)
     if isinstance(options, PairSyncOptions):
+        # A slow or stopped partner is waited for, so that all workers have the same matchings.
+        peers = replace(peers, tolerant=workers.may_leave)
         return PairSync(peers, sources, seed, step, when_synchronized)
     if isinstance(options, AdPsgdOptions):
         return ad_psgd(peers, sources, seed, options.graph, when_synchronized)

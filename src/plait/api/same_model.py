@@ -1,0 +1,50 @@
+"""One model on all workers: refuses models that differ, and copies tensors of rank 0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.api.world import World
+from plait.comm.collectives import all_gather_values, broadcast_value
+from plait.core.errors import InputError
+
+
+def check_same_model(owner: str, module: nn.Module, world: World) -> None:
+    """Refuse models that differ between workers; `owner` is the class that is given the model."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    specs = {name: f"{t.dtype} {list(t.shape)} {t.requires_grad}" for name, t in tensors.items()}
+    digests = all_gather_values(hashlib.sha256(json.dumps(specs).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, there = (broadcast_value(specs, source) for source in (0, rank))
+    names = [name for name in {**first, **there} if first.get(name) != there.get(name)]
+    what = "the order of its parameters differs"
+    if names:
+        kinds = [each.get(names[0], "not there") for each in (first, there)]
+        what = f"{names[0]} is {kinds[0]} on rank 0 and {kinds[1]} on rank {rank}"
+    raise InputError(
+        f"{owner}: the model differs between workers: {what} (dtype, shape, requires_grad); build the same "
+        "model on all of them"
+    )
+
+
+@torch.no_grad()
+def copy_of_first(tensors: Iterable[Tensor], world: World) -> None:
+    """Copy the tensors of rank 0 to all workers."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.broadcast(flat.view(torch.uint8), 0)  # backends lack some types
+        if world.rank != 0:
+            for tensor, part in zip(same, flat.split([t.numel() for t in same])):
+                tensor.copy_(part.view_as(tensor))
