@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
     from plait.adapt.monitors.step_times import StepTimer, Throughput
+    from plait.api.data_loader import DataLoader
     from plait.api.data_parallel import DataParallel
     from plait.api.launching import launch
     from plait.api.world import World, init
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AuditReport",
     "Cluster",
+    "DataLoader",
     "DataParallel",
     "FusedModule",
     "FusedOptimizer",
@@ -65,6 +67,7 @@ __all__ = [
 _HOMES: dict[str, tuple[str, str]] = {
     "AuditReport": ("plait.fusion.verify.loop_audit", "AuditReport"),
     "Cluster": ("plait.planner", "Cluster"),
+    "DataLoader": ("plait.api.data_loader", "DataLoader"),
     "DataParallel": ("plait.api.data_parallel", "DataParallel"),
     "FusedModule": ("plait.fusion", "FusedModule"),
     "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),
