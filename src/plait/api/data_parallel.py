@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 
 Samples = Callable[..., float]
+# Factors whose sum differs from 1 by less have the sum 1.
+_ROUNDING = 1e-14
 
 
 def count_samples(*inputs: Any, **named: Any) -> float:
@@ -64,9 +66,12 @@ class DataParallel(nn.Module):
         self._parameters_list = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters_list:
             raise InputError("DataParallel: no parameter of the model requires a gradient")
-        # Samples of this worker since gradients were last summed, and what a worker usually has.
-        self._seen = 0.0
-        self._usual = 0.0
+        # The samples of this worker that the next sum is about; those of the last one until the next forward,
+        # as several backward passes may follow one forward.
+        self._seen = 1.0
+        self._is_summed = True
+        # The mean over the workers at the last sum.
+        self._usual = 1.0
         self._is_syncing = True
         self._in_backward = False
         self._sync: AllReduce | None = None
@@ -81,6 +86,7 @@ class DataParallel(nn.Module):
             self._parameters_list, members=members, copy_gradients=True, on_gradient=self._begin_backward
         )
         spec, device = read_topology_spec(topology), self._parameters_list[0].device
+        sync.begin(keep_gradients=True)
         sync.switch(resolve_topology(spec, members, sync.gradient_bytes, device)[0])
         return sync
 
@@ -88,16 +94,19 @@ class DataParallel(nn.Module):
         """Refuse models that differ between workers."""
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         specs = {name: f"{t.dtype} {list(t.shape)} {t.requires_grad}" for name, t in tensors.items()}
-        digest = hashlib.sha256(json.dumps(specs).encode()).hexdigest()
-        if len(set(all_gather_values(digest))) == 1:
+        digests = all_gather_values(hashlib.sha256(json.dumps(specs).encode()).hexdigest())
+        if len(set(digests)) == 1:
             return
-        first: Mapping[str, str] = broadcast_value(specs, 0)
-        names = [name for name in {**first, **specs} if first.get(name) != specs.get(name)]
-        unlike = names[0] if names else "the order of parameters"
+        rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        first, there = (broadcast_value(specs, source) for source in (0, rank))
+        names = [name for name in {**first, **there} if first.get(name) != there.get(name)]
+        what = "the order of its parameters differs"
+        if names:
+            kinds = [each.get(names[0], "not there") for each in (first, there)]
+            what = f"{names[0]} is {kinds[0]} on rank 0 and {kinds[1]} on rank {rank}"
         raise InputError(
-            f"DataParallel: the model differs between workers: on rank {self.world.rank} {unlike} is "
-            f"{specs.get(unlike, 'not there')}, on rank 0 {first.get(unlike, 'not there')}; build the same "
-            "model on all of them"
+            f"DataParallel: the model differs between workers: {what} (dtype, shape, requires_grad); build "
+            "the same model on all of them"
         )
 
     @torch.no_grad()
@@ -109,18 +118,17 @@ class DataParallel(nn.Module):
                 by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
         for same in by_kind.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(flat, 0)
+            dist.broadcast(flat.view(torch.uint8), 0)  # backends lack some types
             if self.world.rank != 0:
                 for tensor, part in zip(same, flat.split([t.numel() for t in same])):
                     tensor.copy_(part.view_as(tensor))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._sync is not None and self.training and torch.is_grad_enabled():
-            self._seen += self._samples(*inputs, **named)
-            if not self._usual:
-                self._usual = float(broadcast_value(self._seen, 0)) or 1.0
-            if self._broadcasts and self._is_syncing:
+        if self._sync is not None and torch.is_grad_enabled():
+            if self._broadcasts and self._is_summed and self.training:
                 self._broadcast(list(self.module.buffers()))
+            self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
+            self._is_summed = False
         return self.module(*inputs, **named)
 
     def _begin_backward(self) -> None:
@@ -129,24 +137,26 @@ class DataParallel(nn.Module):
             return
         assert self._sync is not None
         self._in_backward = True
-        self._sync.begin(keep_gradients=True)
         self._sync.before_backward(last=True, factor=self._factor)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
     def _factor(self) -> float:
-        """This worker's weight if all workers have the usual number of samples."""
-        # A backward pass without a forward of its own, such as a second loss: workers count alike.
-        seen = self._seen or self._usual or 1.0
-        return seen / ((self._usual or 1.0) * self.world.world_size)
+        """This worker's weight if the mean over the workers is the usual one."""
+        return self._seen / (self._usual * self.world.world_size)
 
     def _end_backward(self) -> None:
         assert self._sync is not None
         self._in_backward = False
         factor = self._factor
         total = float(self._sync.sum_gradients(torch.tensor([factor], dtype=torch.float64), factor)[0])
-        self._seen = 0.0
-        if total not in (0.0, 1.0):
+        # What no_sync accumulates from now on stays with the parameters.
+        self._sync.begin(keep_gradients=True)
+        self._is_summed = True
+        if total == 0:
+            return
+        self._usual *= total
+        if abs(total - 1) > _ROUNDING:
             grads = [p.grad for p in self._parameters_list if p.grad is not None]
             torch._foreach_div_(grads, total)
 
