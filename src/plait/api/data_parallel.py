@@ -66,6 +66,8 @@ class DataParallel(nn.Module):
         self._parameters_list = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters_list:
             raise InputError("DataParallel: no parameter of the model requires a gradient")
+        # Listed once, as the search takes as long as small sums; modules may replace the tensors.
+        self._buffer_names = [(each, name) for each in module.modules() for name in each._buffers]
         # The samples of this worker that the next sum is about; those of the last one until the next forward,
         # as several backward passes may follow one forward.
         self._seen = 1.0
@@ -126,7 +128,8 @@ class DataParallel(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._sync is not None and torch.is_grad_enabled():
             if self._broadcasts and self._is_summed and self.training:
-                self._broadcast(list(self.module.buffers()))
+                buffers = [module._buffers[name] for module, name in self._buffer_names]
+                self._broadcast([buffer for buffer in buffers if buffer is not None])
             self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
             self._is_summed = False
         return self.module(*inputs, **named)

@@ -78,8 +78,12 @@ class Bucket:
     def use_buffer(self, flat: Tensor) -> None:
         """Use `flat` as the buffer from now on."""
         self.flat = flat
+        self.views = self.views_of(flat)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """A view of `flat` for each parameter."""
         flats = flat.split([p.numel() for p in self.parameters])
-        self.views = [part.view_as(p) for part, p in zip(flats, self.parameters)]
+        return [part.view_as(p) for part, p in zip(flats, self.parameters)]
 
 
 class AllReduce:
@@ -365,15 +369,15 @@ class AllReduce:
         self._send_full()
 
     def _set_gradients(self, used: Sequence[bool]) -> None:
-        for (index, position), is_used in zip(self._positions(), used):
-            bucket = self._buckets[index]
-            parameter, view = bucket.parameters[position], bucket.views[position]
-            if (index, position) in self._sparse:
-                parameter.grad = self._as_sparse(index, position, view)
-            elif is_used:
-                parameter.grad = view.clone() if self._copy_gradients else view
-            else:
-                parameter.grad = None
+        marks = iter(used)
+        for index, bucket in enumerate(self._buckets):
+            views = bucket.views_of(bucket.flat.clone()) if self._copy_gradients else bucket.views
+            for position, (parameter, view) in enumerate(zip(bucket.parameters, views)):
+                is_used = next(marks)
+                if (index, position) in self._sparse:
+                    parameter.grad = self._as_sparse(index, position, view)
+                else:
+                    parameter.grad = view if is_used else None
 
     def _as_sparse(self, index: int, position: int, view: Tensor) -> Tensor:
         """The summed gradient as a sparse one, with the rows of all ranks; all ranks call it together."""
