@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_turns, seconds_of_all
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +23,7 @@ import plait
 from plait.api.launching import launch
 from plait.workloads.resnet import resnet18_tiny
 from plait.workloads.transformer import transformer
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_turns, seconds_of_all
 
 GOAL = 1.0
 

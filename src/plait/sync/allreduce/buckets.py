@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -82,8 +83,7 @@ class Bucket:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view of `flat` for each parameter."""
-        flats = flat.split([p.numel() for p in self.parameters])
-        return [part.view_as(p) for part, p in zip(flats, self.parameters)]
+        return list(_unflatten_dense_tensors(flat, self.parameters))
 
 
 class AllReduce:
@@ -100,7 +100,8 @@ class AllReduce:
     that arrive after the gradient was sent are summed separately; from then on nothing is sent before
     backward has ended.
 
-    `on_gradient` is called in backward whenever the gradient of a parameter is complete, before it is taken.
+    `on_gradient` is called in backward when the gradient of a parameter is complete, and no backward pass was
+    announced that sends it.
     """
 
     def __init__(
@@ -243,7 +244,10 @@ class AllReduce:
         assert all(bucket.factor == factor for bucket in self._buckets[: self._next])
         self._weigh(factor)
         self._take_rest()
-        marks = [self._mark(*key) for key in self._positions()]
+        if self._late or self._rows:
+            marks = [self._mark(*key) for key in self._positions()]
+        else:
+            marks = [float(filled) for bucket in self._buckets for filled in bucket.filled]
         carried = self._buffers[-1]
         carried.zero_()
         carried[: len(scalars)] = scalars.detach()
@@ -285,6 +289,8 @@ class AllReduce:
 
     def _add_late(self, marks: Sequence[float], factor: float) -> None:
         """Sum the parts of gradients that came after they were sent; `marks` are summed over all ranks."""
+        if max(marks, default=0.0) < LATE:
+            return
         self._sparse |= {key for key, mark in zip(self._positions(), marks) if mark >= SPARSE}
         late = {key[0] for key, mark in zip(self._positions(), marks) if mark % SPARSE >= LATE}
         for index in sorted(late):
@@ -312,7 +318,7 @@ class AllReduce:
         for _, hook in self._watched:
             hook.remove()
         self._watched = []
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._buckets) if leaves else ():
             for position, parameter in enumerate(bucket.parameters):
                 if parameter in leaves:
                     leaf = leaves[parameter]
@@ -321,14 +327,16 @@ class AllReduce:
                     self._watched.append((node, node.register_hook(self._hook(index, position, leaf))))
 
     def _hook(self, index: int, position: int, leaf: Parameter | None = None) -> Callable[..., None]:
-        left = self._buckets[index].parameters[position] if leaf is None else leaf
+        bucket = self._buckets[index]
+        left = bucket.parameters[position] if leaf is None else leaf
 
         def take(*_: object) -> None:
-            if self._on_gradient is not None:
+            if self._on_gradient is not None and not self._armed:
                 self._on_gradient()
             if self._armed and left.grad is not None:
                 self._take(index, position, left)
-                self._send_full()
+                if bucket.waiting == 0:
+                    self._send_full()
 
         return take
 
