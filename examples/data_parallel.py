@@ -5,6 +5,7 @@ python examples/data_parallel.py                    torchrun --nproc-per-node 2 
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +18,10 @@ path = Path(sys.argv[1] if len(sys.argv) > 1 else "data_parallel.pt")
 torch.manual_seed(0)
 x = torch.randn(101, 8, dtype=torch.float64)
 data = TensorDataset(x, x.square().sum(1, keepdim=True))
-
 model = plait.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double())
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 loader = plait.DataLoader(data, batch_size=12)  # 12 over all workers
-saved = {"model": model, "optimizer": optimizer, "loader": loader}
+saved: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
 if path.exists():
     for name, state in torch.load(path).items():
         saved[name].load_state_dict(state)

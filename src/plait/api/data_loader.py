@@ -11,9 +11,16 @@ from typing import Any, Never, Protocol
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, DistributedSampler, default_collate
+from torch.utils.data import Dataset
 
+from plait.api.loader_checks import (
+    check_counts,
+    check_dataset,
+    check_sampler,
+    collate,
+    in_words_of_a_loop,
+    refuse,
+)
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import DataError, InputError
@@ -23,7 +30,6 @@ from plait.data.loader_processes import LoaderError
 from plait.data.sampler import Position, batches, steps_per_epoch
 from plait.data.seeding import keep_random_states, mix, seed_all
 from plait.data.streams import StreamOrder, compared, stream_batches
-from plait.workloads.data import is_stream
 
 
 class MapStyle(Protocol):
@@ -34,27 +40,6 @@ class MapStyle(Protocol):
 
 
 _STATE = ("epoch", "sample", "seed", "shuffle", "samples", "stream")
-# Arguments of torch's DataLoader that this one does not take, and why.
-_REFUSED = {
-    "batch_sampler": "batches are cut from one order of samples, so that any number of workers can share "
-    "them; use batch_size=, with sampler= for an order of your own",
-    "generator": "the order follows seed and epoch alone; use seed=",
-    "worker_init_fn": "each sample has a seed of its own, whichever process reads it, so that no process has "
-    "to be seeded; open files in the data set where they are first read",
-    "prefetch_factor": "each loader process prepares two batches in advance",
-    "multiprocessing_context": "loader processes are forked",
-    "timeout": "loader processes that end are noticed at once",
-    "pin_memory_device": "memory is pinned for the device of this worker",
-    "in_order": "batches always come in order",
-}
-# The words of job files in messages of the data package, and what they are called here.
-_WORDS = (
-    ("data.kind: ", "DataLoader: "),
-    ("data.loaders", "num_workers"),
-    ("loaders: 0", "num_workers=0"),
-    ("data.batch_size", "batch_size"),
-    ("last_batch: drop", "drop_last=True"),
-)
 
 
 class DataLoader:
@@ -105,17 +90,17 @@ class DataLoader:
         **others: Never,
     ) -> None:
         for name in others:
-            _refuse(name)
-        _check_counts(batch_size, num_workers)
-        _check_dataset(dataset)
-        _check_sampler(sampler)
+            refuse(name)
+        check_counts(batch_size, num_workers)
+        check_dataset(dataset)
+        check_sampler(sampler)
         self.dataset, self.sampler = dataset, sampler
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.num_workers, self.persistent_workers = num_workers, persistent_workers
         self.pin_memory = pin_memory and torch.cuda.is_available()
         self.world = init() if world is None else world
         self._seed = seed
-        self._source = DataSource(dataset, collate_fn or _collate, lambda batch: batch)
+        self._source = DataSource(dataset, collate_fn or collate, lambda batch: batch)
         if self._source.is_stream and (shuffle or sampler is not None):
             given = "shuffle=True" if shuffle else "a sampler"
             raise InputError(
@@ -198,7 +183,7 @@ class DataLoader:
             with keep_random_states():
                 return next(shares, None)
         except (DataError, LoaderError) as failure:
-            raise type(failure)(_in_words_of_a_loop(str(failure))) from failure
+            raise type(failure)(in_words_of_a_loop(str(failure))) from failure
 
     def _shares(self, start: Position, order: Sequence[int] | None) -> Any:
         """This worker's share of each batch of the epoch from `start` on."""
@@ -298,56 +283,3 @@ class DataLoader:
                         f"DataLoader: {name} is {there} on rank {rank}, but {first} on rank 0: workers take "
                         f"shares of the same batches; {hint}"
                     )
-
-
-def _refuse(name: str) -> Never:
-    if name in _REFUSED:
-        raise InputError(f"DataLoader: {name} is not taken: {_REFUSED[name]}")
-    raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}")
-
-
-def _check_counts(batch_size: int, num_workers: int) -> None:
-    # True is an int: torch's third argument is shuffle, and someone may leave out the second.
-    for name, count, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < least:
-            raise InputError(f"DataLoader: {name}: found {count!r}, expected a number of at least {least}")
-
-
-def _check_dataset(dataset: object) -> None:
-    if isinstance(dataset, TorchDataLoader):
-        raise InputError("DataLoader: found a torch DataLoader, expected a data set: use loader.dataset")
-    if not is_stream(dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise InputError(
-            f"DataLoader: found {dataset!r}, expected a data set with __getitem__ and __len__, or __iter__"
-        )
-
-
-def _check_sampler(sampler: object) -> None:
-    if isinstance(sampler, DistributedSampler):
-        raise InputError(
-            "DataLoader: found a DistributedSampler, expected no sampler: every worker gets its share of "
-            "each batch without one; use shuffle= and seed="
-        )
-    if getattr(sampler, "generator", None) is not None:
-        raise InputError(
-            f"DataLoader: the {type(sampler).__name__} has a generator of its own, whose draws a resumed run "
-            "cannot repeat; leave it out, and the order follows seed= and the epoch"
-        )
-
-
-def _collate(samples: list[Any]) -> Any:
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError, ValueError, KeyError) as failure:
-        lines = str(failure).strip().splitlines()
-        why = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
-        raise DataError(
-            f"DataLoader: the samples of a batch cannot be stacked ({why}); use collate_fn=, a function that "
-            "makes a batch of a list of samples, padding where it must"
-        ) from failure
-
-
-def _in_words_of_a_loop(message: str) -> str:
-    for job_word, word in _WORDS:
-        message = message.replace(job_word, word)
-    return message
