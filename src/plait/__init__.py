@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from plait.adapt.monitors.gradients import GradientNoiseScale, GradientVariance
     from plait.adapt.monitors.step_times import StepTimer, Throughput
     from plait.api.averaging import Averaging
+    from plait.api.data_loader import DataLoader
     from plait.api.data_parallel import DataParallel
     from plait.api.launching import launch
     from plait.api.world import World, init
@@ -33,6 +34,7 @@ __all__ = [
     "AuditReport",
     "Averaging",
     "Cluster",
+    "DataLoader",
     "DataParallel",
     "FusedModule",
     "FusedOptimizer",
@@ -68,6 +70,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "AuditReport": ("plait.fusion.verify.loop_audit", "AuditReport"),
     "Averaging": ("plait.api.averaging", "Averaging"),
     "Cluster": ("plait.planner", "Cluster"),
+    "DataLoader": ("plait.api.data_loader", "DataLoader"),
     "DataParallel": ("plait.api.data_parallel", "DataParallel"),
     "FusedModule": ("plait.fusion", "FusedModule"),
     "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),

@@ -12,13 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from plait.api.same_model import check_same_model, copy_of_first
 from plait.api.world import World, init
-from plait.comm.collectives import broadcast_value
 from plait.core.errors import InputError
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 
 Samples = Callable[..., float]
+# Factors whose sum differs from 1 by less have the sum 1.
+_ROUNDING = 1e-14
 
 
 def count_samples(*inputs: Any, **named: Any) -> float:
@@ -80,9 +81,14 @@ class DataParallel(nn.Module):
         self._parameters_list = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters_list:
             raise InputError("DataParallel: no parameter of the model requires a gradient")
-        # Samples of this worker since gradients were last summed, and what a worker usually has.
-        self._seen = 0.0
-        self._usual = 0.0
+        # Listed once, as the search takes as long as small sums; modules may replace the tensors.
+        self._buffer_names = [(each, name) for each in module.modules() for name in each._buffers]
+        # The samples of this worker that the next sum is about; those of the last one until the next forward,
+        # as several backward passes may follow one forward.
+        self._seen = 1.0
+        self._is_summed = True
+        # The mean over the workers at the last sum.
+        self._usual = 1.0
         self._is_syncing = True
         self._in_backward = False
         self._norms: WorkerNorms | None = None
@@ -98,16 +104,17 @@ class DataParallel(nn.Module):
             self._parameters_list, members=members, copy_gradients=True, on_gradient=self._begin_backward
         )
         spec, device = read_topology_spec(topology), self._parameters_list[0].device
+        sync.begin(keep_gradients=True)
         sync.switch(resolve_topology(spec, members, sync.gradient_bytes, device)[0])
         return sync
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self._sync is not None and self.training and torch.is_grad_enabled():
-            self._seen += self._samples(*inputs, **named)
-            if not self._usual:
-                self._usual = float(broadcast_value(self._seen, 0)) or 1.0
-            if self._broadcasts and self._is_syncing:
-                copy_of_first(self.module.buffers(), self.world)
+        if self._sync is not None and torch.is_grad_enabled():
+            if self._broadcasts and self._is_summed and self.training:
+                buffers = [module._buffers[name] for module, name in self._buffer_names]
+                copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)
+            self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
+            self._is_summed = False
         return self.module(*inputs, **named)
 
     def _begin_backward(self) -> None:
@@ -116,30 +123,32 @@ class DataParallel(nn.Module):
             return
         assert self._sync is not None
         self._in_backward = True
-        self._sync.begin(keep_gradients=True)
         self._sync.before_backward(last=True, factor=self._factor)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     @property
     def _factor(self) -> float:
-        """This worker's weight if all workers have the usual number of samples."""
-        # A backward pass without a forward of its own, such as a second loss: workers count alike.
-        seen = self._seen or self._usual or 1.0
-        return seen / ((self._usual or 1.0) * self.world.world_size)
+        """This worker's weight if the mean over the workers is the usual one."""
+        return self._seen / (self._usual * self.world.world_size)
 
     def _end_backward(self) -> None:
         assert self._sync is not None
         self._in_backward = False
-        factor, seen = self._factor, self._seen or self._usual or 1.0
+        factor, seen = self._factor, self._seen
         # The last one is the squared norm of this worker's gradient, which is sent times the factor.
         scalars = torch.tensor([factor, seen, 1.0, 0.0], dtype=torch.float64)
-        weigh_norm = None if self._norms is None else seen / factor**2
+        weigh_norm = None if self._norms is None else seen / factor**2 if factor else 0.0
         sums = self._sync.sum_gradients(scalars, factor, weigh_norm)
         if self._norms is not None:
             self._norms.sums = sums[[3, 1, 2]]
         total = float(sums[0])
-        self._seen = 0.0
-        if total not in (0.0, 1.0):
+        # What no_sync accumulates from now on stays with the parameters.
+        self._sync.begin(keep_gradients=True)
+        self._is_summed = True
+        if total == 0:
+            return
+        self._usual *= total
+        if abs(total - 1) > _ROUNDING:
             grads = [p.grad for p in self._parameters_list if p.grad is not None]
             torch._foreach_div_(grads, total)
 

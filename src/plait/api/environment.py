@@ -93,10 +93,10 @@ def _from_mpi(launcher: str, variables: Mapping[str, str], *names: str) -> Envir
 
 def first_node(nodes: str) -> str:
     """The first host of a list in Slurm's notation, such as `gpu[07-09,12],cpu1`."""
-    head = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    head = re.match(r"[^,\[\]]+(\[[^\]]+\]|[^,\[\]])*", nodes)
     if head is None:
         raise InputError(f"SLURM_STEP_NODELIST: found {nodes!r}, expected a list of hosts; set MASTER_ADDR")
-    return "".join(part or "" for part in head.groups())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head[0])
 
 
 def _port_of(variables: Mapping[str, str], job: str) -> int:

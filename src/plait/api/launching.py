@@ -118,7 +118,7 @@ def _collect(server: ForkServer, pipes: Sequence[socket.socket], timeout_s: floa
             if failures and (end is None or end > time.monotonic() + _AFTER_FAILURE_S):
                 end = time.monotonic() + _AFTER_FAILURE_S
     if failures:
-        first = min(failures)
+        first = next(iter(failures))  # in time: others may have failed because of it
         others = [rank for rank in sorted(failures) if rank != first]
         more = f"\n(worker {', '.join(map(str, others))} failed, too)" if others else ""
         raise LaunchError(f"worker {first} of {len(pipes)} failed:\n{failures[first]}{more}")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from plait.api.world import World
 from plait.comm.collectives import all_gather_values, broadcast_value
@@ -41,10 +42,9 @@ def copy_of_first(tensors: Iterable[Tensor], world: World) -> None:
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        flat = _flatten_dense_tensors(same)
         dist.broadcast(flat.view(torch.uint8), 0)  # backends lack some types
         if world.rank != 0:
-            for tensor, part in zip(same, flat.split([t.numel() for t in same])):
-                tensor.copy_(part.view_as(tensor))
+            torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))

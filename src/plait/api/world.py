@@ -197,7 +197,12 @@ def _own_address(peer: str) -> str:
 def choose_device(wanted: str | torch.device, local_rank: int) -> torch.device:
     """The device of a worker; workers of one host take its GPUs in turn."""
     if isinstance(wanted, torch.device) or wanted not in ("auto", "cpu", "cuda"):
-        return torch.device(wanted)
+        try:
+            return torch.device(wanted)
+        except RuntimeError:
+            raise InputError(
+                f"device: found {wanted!r}, expected auto, cpu, cuda or a device of torch, such as cuda:1"
+            ) from None
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("device: found 'cuda', but torch sees no GPU here; use device: cpu or auto")
     if wanted == "cpu" or not torch.cuda.is_available():

@@ -26,21 +26,43 @@ COLLATE_HINT = (
 )
 
 
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """The batch as inputs, in the form of forward's arguments, and target."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise DataError(_not_a_pair(batch))
+    inputs, target = batch
+    if isinstance(inputs, Mapping):
+        return _by_name(inputs), target
+    return tuple(inputs) if isinstance(inputs, list) else inputs, target
+
+
+def as_arguments(batch: Any) -> tuple[Any, Any]:
+    """The same for a model that computes its own loss: the batch may be a dict of only its arguments."""
+    if not isinstance(batch, Mapping):
+        return as_pair(batch)
+    arguments = _by_name(batch)
+    return arguments, arguments.get("labels")
+
+
 class DataSource:
     """One split of a job's data: the data set, and how its samples become batches.
 
     A map-style set is read by index. A stream is read in its own order, and samples are numbered by their
-    position in the epoch. With `model_loss` a batch may be a dict of only the model's arguments.
+    position in the epoch. `arrange` is applied to each collated batch.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None = None, model_loss: bool = False) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Collate | None = None, arrange: Callable[[Any], Any] = as_pair
+    ) -> None:
         self.dataset = dataset
         self.is_stream = is_stream(dataset)
         # Idle pools of loader processes, by their number of processes.
         self.idle_loaders: dict[int, list[Any]] = {}
         self._at_once = collate_fn is None and hasattr(dataset, "collated_batch")
         self._collate_fn = collate_fn or own_collate_fn(dataset)
-        self._model_loss = model_loss
+        self._arrange = arrange
+        # Whether samples were seen to draw random numbers.
+        self._draws = False
         self._reader: StreamReader | None = None
         self._counted: int | None = None
         self._epoch: int | None = None
@@ -72,12 +94,12 @@ class DataSource:
         return len(self)
 
     def batch(self, epoch: int, numbers: Sequence[int], seed: int) -> Any:
-        """(inputs, target) of these samples of an epoch, or None for no samples."""
+        """The batch of these samples of an epoch, (inputs, target), or None for no samples."""
         if not numbers:
             return None
         self._set_epoch(epoch)
         if self._at_once:
-            return self._arranged(self.dataset.collated_batch(list(numbers)))
+            return self._arrange(self.dataset.collated_batch(list(numbers)))
         return self.collated(self._read(epoch, numbers, seed))
 
     def _set_epoch(self, epoch: int) -> None:
@@ -94,12 +116,12 @@ class DataSource:
         if not samples:
             return None
         if self._collate_fn is not None:
-            return self._arranged(self._collate_fn(samples))
+            return self._arrange(self._collate_fn(samples))
         try:
             batch = default_collate(samples)
         except (RuntimeError, TypeError, ValueError, KeyError) as failure:
             raise DataError(_why_not_stacked(samples, failure)) from failure
-        return self._arranged(batch)
+        return self._arrange(batch)
 
     def first_batch(self, samples: int, seed: int) -> Any:
         """(inputs, target) of the first samples; a smaller set is repeated."""
@@ -144,32 +166,26 @@ class DataSource:
             if self._reader is None:
                 self._reader = StreamReader(self.dataset, seed)
             return self._reader.read(epoch, numbers, self.length)
-        if hasattr(self.dataset, "__getitems__"):
+        if not self._draws:
             # The collate function may draw random numbers too.
             seed_all(mix(seed, epoch, numbers[-1]))
             before = random_states()
-            samples = self.dataset.__getitems__(list(numbers))
-            # Samples that draw random numbers are read one by one, each from its own seed.
+            samples = self._read_unseeded(numbers)
             if same_states(before, random_states()):
-                return _as_samples(samples, len(numbers))
+                return samples
+            # Samples that draw random numbers are read one by one, each from its own seed.
+            self._draws = True
         return [self.sample(epoch, number, seed) for number in numbers]
+
+    def _read_unseeded(self, numbers: Sequence[int]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            return _as_samples(self.dataset.__getitems__(list(numbers)), len(numbers))
+        return [self.dataset[number] for number in numbers]
 
     def sample(self, epoch: int, number: int, seed: int) -> Any:
         """One sample of a map-style set, seeded for that epoch."""
         seed_all(mix(seed, epoch, number))
         return self.dataset[number]
-
-    def _arranged(self, batch: Any) -> tuple[Any, Any]:
-        """The batch as inputs, in the form of forward's arguments, and target."""
-        if self._model_loss and isinstance(batch, Mapping):
-            arguments = _by_name(batch)
-            return arguments, arguments.get("labels")
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise DataError(_not_a_pair(batch))
-        inputs, target = batch
-        if isinstance(inputs, Mapping):
-            return _by_name(inputs), target
-        return tuple(inputs) if isinstance(inputs, list) else inputs, target
 
 
 def _within(dataset: Any) -> list[Any]:

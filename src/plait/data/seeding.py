@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -45,3 +47,18 @@ def same_states(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any])
         and (kind, rest) == (kind_now, rest_now)
         and bool((keys == keys_now).all())
     )
+
+
+@contextmanager
+def keep_random_states() -> Iterator[None]:
+    """Within it, draws and seeds change no generator: all are as before at its end."""
+    torch_state, python_state, numpy_state = random_states()
+    gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        if gpu_states:
+            torch.cuda.set_rng_state_all(gpu_states)

@@ -26,7 +26,7 @@ from plait.adapt.policies.registry import make_policy
 from plait.api.world import choose_device
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
-from plait.data.batches import Collate, DataSource
+from plait.data.batches import Collate, DataSource, as_arguments, as_pair
 from plait.data.call_model import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
@@ -377,7 +377,8 @@ def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
     dataset = data.build(settings.data.kind, split, **settings.data.options)
     if dataset is None:
         return None
-    return DataSource(dataset, find_collate_fn(settings.data), model_loss=settings.loss == MODEL_LOSS)
+    arrange = as_arguments if settings.loss == MODEL_LOSS else as_pair
+    return DataSource(dataset, find_collate_fn(settings.data), arrange)
 
 
 def build_train_data(settings: TrainSettings) -> DataSource:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -78,8 +79,11 @@ class Bucket:
     def use_buffer(self, flat: Tensor) -> None:
         """Use `flat` as the buffer from now on."""
         self.flat = flat
-        flats = flat.split([p.numel() for p in self.parameters])
-        self.views = [part.view_as(p) for part, p in zip(flats, self.parameters)]
+        self.views = self.views_of(flat)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """A view of `flat` for each parameter."""
+        return list(_unflatten_dense_tensors(flat, self.parameters))
 
 
 class AllReduce:
@@ -96,7 +100,8 @@ class AllReduce:
     that arrive after the gradient was sent are summed separately; from then on nothing is sent before
     backward has ended.
 
-    `on_gradient` is called in backward whenever the gradient of a parameter is complete, before it is taken.
+    `on_gradient` is called in backward when the gradient of a parameter is complete, and no backward pass was
+    announced that sends it.
     """
 
     def __init__(
@@ -239,7 +244,10 @@ class AllReduce:
         assert all(bucket.factor == factor for bucket in self._buckets[: self._next])
         self._weigh(factor)
         self._take_rest()
-        marks = [self._mark(*key) for key in self._positions()]
+        if self._late or self._rows:
+            marks = [self._mark(*key) for key in self._positions()]
+        else:
+            marks = [float(filled) for bucket in self._buckets for filled in bucket.filled]
         carried = self._buffers[-1]
         carried.zero_()
         carried[: len(scalars)] = scalars.detach()
@@ -281,6 +289,8 @@ class AllReduce:
 
     def _add_late(self, marks: Sequence[float], factor: float) -> None:
         """Sum the parts of gradients that came after they were sent; `marks` are summed over all ranks."""
+        if max(marks, default=0.0) < LATE:
+            return
         self._sparse |= {key for key, mark in zip(self._positions(), marks) if mark >= SPARSE}
         late = {key[0] for key, mark in zip(self._positions(), marks) if mark % SPARSE >= LATE}
         for index in sorted(late):
@@ -308,7 +318,7 @@ class AllReduce:
         for _, hook in self._watched:
             hook.remove()
         self._watched = []
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._buckets) if leaves else ():
             for position, parameter in enumerate(bucket.parameters):
                 if parameter in leaves:
                     leaf = leaves[parameter]
@@ -317,14 +327,16 @@ class AllReduce:
                     self._watched.append((node, node.register_hook(self._hook(index, position, leaf))))
 
     def _hook(self, index: int, position: int, leaf: Parameter | None = None) -> Callable[..., None]:
-        left = self._buckets[index].parameters[position] if leaf is None else leaf
+        bucket = self._buckets[index]
+        left = bucket.parameters[position] if leaf is None else leaf
 
         def take(*_: object) -> None:
-            if self._on_gradient is not None:
+            if self._on_gradient is not None and not self._armed:
                 self._on_gradient()
             if self._armed and left.grad is not None:
                 self._take(index, position, left)
-                self._send_full()
+                if bucket.waiting == 0:
+                    self._send_full()
 
         return take
 
@@ -365,15 +377,15 @@ class AllReduce:
         self._send_full()
 
     def _set_gradients(self, used: Sequence[bool]) -> None:
-        for (index, position), is_used in zip(self._positions(), used):
-            bucket = self._buckets[index]
-            parameter, view = bucket.parameters[position], bucket.views[position]
-            if (index, position) in self._sparse:
-                parameter.grad = self._as_sparse(index, position, view)
-            elif is_used:
-                parameter.grad = view.clone() if self._copy_gradients else view
-            else:
-                parameter.grad = None
+        marks = iter(used)
+        for index, bucket in enumerate(self._buckets):
+            views = bucket.views_of(bucket.flat.clone()) if self._copy_gradients else bucket.views
+            for position, (parameter, view) in enumerate(zip(bucket.parameters, views)):
+                is_used = next(marks)
+                if (index, position) in self._sparse:
+                    parameter.grad = self._as_sparse(index, position, view)
+                else:
+                    parameter.grad = view if is_used else None
 
     def _as_sparse(self, index: int, position: int, view: Tensor) -> Tensor:
         """The summed gradient as a sparse one, with the rows of all ranks; all ranks call it together."""
