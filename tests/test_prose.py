@@ -15,7 +15,7 @@ import plait
 SOURCE = Path(plait.__file__).parent
 # The packages whose prose was rewritten; add one here after doing the same for it.
 PACKAGES = (
-    "adapt", "cli", "comm", "core", "data", "fusion", "graph", "jobs", "launch", "measure", "pipeline",
+    "adapt", "api", "cli", "comm", "core", "data", "fusion", "graph", "jobs", "launch", "measure", "pipeline",
     "planner", "profiler", "report", "schema", "sweeping", "sync", "training", "verification", "workloads",
 )  # fmt: skip
 NOT_YET = {

@@ -15,7 +15,7 @@ _REFUSED = {
     "batch_sampler": "batches are cut from one order of samples, so that any number of workers can share "
     "them; use batch_size=, with sampler= for an order of your own",
     "generator": "the order follows seed and epoch alone; use seed=",
-    "worker_init_fn": "each sample has a seed of its own, whichever process reads it, so that no process has "
+    "worker_init_fn": "each sample has its own seed, whichever process reads it, so that no process has "
     "to be seeded; open files in the data set where they are first read",
     "prefetch_factor": "each loader process prepares two batches in advance",
     "multiprocessing_context": "loader processes are forked",
@@ -42,7 +42,7 @@ def refuse(name: str) -> Never:
 
 def check_counts(batch_size: int, num_workers: int) -> None:
     """Refuse what is not a count."""
-    # True is an int: torch's third argument is shuffle, and someone may leave out the second.
+    # True is an int, and comes second if batch_size was left out before shuffle.
     for name, count, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise InputError(f"DataLoader: {name}: found {count!r}, expected a number of at least {least}")
@@ -67,7 +67,7 @@ def check_sampler(sampler: object) -> None:
         )
     if getattr(sampler, "generator", None) is not None:
         raise InputError(
-            f"DataLoader: the {type(sampler).__name__} has a generator of its own, whose draws a resumed run "
+            f"DataLoader: the {type(sampler).__name__} has its own generator, whose draws a resumed run "
             "cannot repeat; leave it out, and the order follows seed= and the epoch"
         )
 

@@ -75,9 +75,9 @@ _world: World | None = None
 def init(device: str | torch.device = "auto", timeout_s: float = TIMEOUT_S) -> World:
     """Connect this process with the others that run the same script; returns its `World`.
 
-    The processes may be started by torchrun, srun, mpirun or `plait.launch`. A process that nobody launched
-    is a world of one. If torch.distributed is initialized already, its processes are taken. Called again, it
-    returns the same world.
+    The processes may be started by torchrun, srun, mpirun or `plait.launch`. A process that was started
+    without them is a world of one. If torch.distributed is initialized already, its processes are taken.
+    Called again, it returns the same world.
 
     `device` is `auto` (a GPU of this host if there is one), `cpu`, `cuda` or a device. `timeout_s` limits all
     waits for other processes.
