@@ -127,7 +127,7 @@ class _LocalStage:
     landing: InFlight | None = None
 
 
-class Pipeline:
+class PipelineExecutor:
     """This worker's part of a pipeline; all workers of the process group make one together.
 
     The traced model may be forgotten afterwards, and with it the stages of others.

@@ -12,7 +12,7 @@ from plait.core.errors import JobError
 from plait.core.run_events import SyncChosen
 from plait.data.loader import Batch
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
@@ -55,7 +55,9 @@ def choose_sync_of_pipelines(worker: Worker, settings: TrainSettings, components
     return choose([times[in_order(replica)[0]] for replica in replicas], "pipelines")
 
 
-def time_update(pipeline: Pipeline, batch: Batch, usual: int, seed: int, components: Components) -> float:
+def time_update(
+    pipeline: PipelineExecutor, batch: Batch, usual: int, seed: int, components: Components
+) -> float:
     """Seconds until this worker has done its part of an update; the pipeline's workers call it together.
 
     A batch of the pipeline usually has `usual` samples.

@@ -23,7 +23,7 @@ from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.data.seeding import mix, seed_all
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
@@ -54,10 +54,10 @@ class StageAudit(Protocol):
 
 
 # Called before an interval: the most steps that it may have, and the audit if its only step is audited.
-BeginAudit = Callable[[Pipeline], tuple[int, StageAudit | None]]
+BeginAudit = Callable[[PipelineExecutor], tuple[int, StageAudit | None]]
 
 
-def not_audited(pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+def not_audited(pipeline: PipelineExecutor) -> tuple[int, StageAudit | None]:
     """No limit and no audit."""
     return UNKNOWN_STEPS, None
 
@@ -83,7 +83,7 @@ class PipelineEngine:
         on_operations: Callable[[Event], None] = lambda event: None,
         on_opened: Callable[[float], None] = lambda seconds: None,
         begin_audit: BeginAudit = not_audited,
-        make_monitor: Callable[[Pipeline], StageMonitor | None] = lambda pipeline: None,
+        make_monitor: Callable[[PipelineExecutor], StageMonitor | None] = lambda pipeline: None,
         group: WorkerGroup | None = None,
     ) -> None:
         self._worker = worker
@@ -97,7 +97,7 @@ class PipelineEngine:
         # Set in a sweep; in a run the group is that of its members.
         self._fixed_group = group
         self._group = group or ALONE
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelineExecutor | None = None
         self._monitor: StageMonitor | None = None
         # In the current interval: the steps that were begun, how many are done, and the last known losses.
         self._begun: list[StepBatch] = []
@@ -327,7 +327,7 @@ class PipelineEngine:
             self.stages.close(pipeline)
 
     @property
-    def _pipe(self) -> Pipeline:
+    def _pipe(self) -> PipelineExecutor:
         assert self._pipeline is not None
         return self._pipeline
 
@@ -341,7 +341,7 @@ class PipelineEngine:
 def evaluation_sums(
     layout: PipelineLayout,
     components: AnyComponents,
-    pipeline: Pipeline,
+    pipeline: PipelineExecutor,
     trials: Sequence[Trial],
     slots: Sequence[int],
 ) -> Tensor:

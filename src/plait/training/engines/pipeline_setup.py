@@ -276,7 +276,7 @@ def open_pipeline(
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
     group: WorkerGroup = ALONE,
-) -> tuple[Channels, pipelines.Pipeline]:
+) -> tuple[Channels, pipelines.PipelineExecutor]:
     """This worker's part of a pipeline, with the state of `components`; all workers call it together.
 
     The workers may be in several pipelines. They are those of `group` if it has links, else the world.
@@ -285,7 +285,7 @@ def open_pipeline(
     check_optimizer(settings, components, traced, pipeline_layout)
     links = group.links
     channels = link(worker, pipeline_layout, components.device) if links is None else links.channels
-    pipeline = pipelines.Pipeline(
+    pipeline = pipelines.PipelineExecutor(
         worker.rank,
         pipeline_layout,
         traced,
@@ -312,7 +312,9 @@ def open_pipeline(
     return channels, pipeline
 
 
-def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
+def _free_other_stages(
+    components: Components, pipeline: pipelines.PipelineExecutor, everywhere: set[str]
+) -> None:
     """Free the memory of tensors that only other workers hold; their names stay."""
     kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
     named = [*components.model.named_parameters(), *components.model.named_buffers()]
