@@ -43,7 +43,7 @@ from plait.training.engines.pipeline_setup import (
     State,
     gathered,
     open_pipeline,
-    prepare_together,
+    prepare_job,
     report_verification,
 )
 from plait.training.run_record import RunRecorder
@@ -153,9 +153,7 @@ class ModelStages(TrialStages):
             merge_into(self.components, self._held)
         self.layout = self._arrange()
         components = self.components
-        verified, prepared = prepare_together(
-            worker, self._settings, components, self._summed(), self._folder
-        )
+        verified, prepared = prepare_job(worker, self._settings, components, self._summed(), self._folder)
         self.layout = replace(self.layout, stages=prepared.stages)
         report_verification(self._recorder, verified)
         self.names = stages_by_name(verified.traced, self.layout)
