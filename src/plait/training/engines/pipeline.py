@@ -19,6 +19,7 @@ from torch import Tensor
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
+from plait.data.call_model import evaluated_weights
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.data.seeding import mix, seed_all
@@ -34,7 +35,7 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, requests_of
-from plait.training.evaluate import evaluated_weights, in_order, means
+from plait.training.evaluate import in_order, means
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.stages.loss_sums import DeferredStepReduce
 from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches

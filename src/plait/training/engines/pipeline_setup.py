@@ -25,7 +25,7 @@ from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import model_state, unsaved_state
+from plait.pipeline.named_state import unsaved_state, whole_state
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.optimizer_traits import objection_in_stages
 from plait.pipeline.verify.prepare import free_other_stages, prepare_layout, prepare_together
@@ -272,8 +272,7 @@ def gathered(
     model, optimizer = map(group.gather, local)
     if not group.is_first:
         return None
-    whole = {**model_state(components.model), **model}
-    whole |= {name: whole[first] for name, first in tied.items()}
+    whole = whole_state(components.model, model, tied)
     unsaved = tuple(unsaved_state(components.optimizer))
     return EngineState(whole, optimizer, unsaved=unsaved, loss_scale=components.scaler.state_dict())
 
