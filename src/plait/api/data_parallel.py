@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plait.api.same_model import check_same_model, copy_of_first
 from plait.api.world import World, init
-from plait.comm.collectives import all_gather_values, broadcast_value
+from plait.comm.collectives import broadcast_value
 from plait.core.errors import InputError
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
@@ -71,8 +69,8 @@ class DataParallel(nn.Module):
         self._in_backward = False
         self._sync: AllReduce | None = None
         if self.world.world_size > 1:
-            self._check_same_model()
-            self._broadcast([*module.parameters(), *module.buffers()])
+            check_same_model("DataParallel", module, self.world)
+            copy_of_first([*module.parameters(), *module.buffers()], self.world)
             self._sync = self._make_sync(topology)
 
     def _make_sync(self, topology: str) -> AllReduce:
@@ -84,43 +82,13 @@ class DataParallel(nn.Module):
         sync.switch(resolve_topology(spec, members, sync.gradient_bytes, device)[0])
         return sync
 
-    def _check_same_model(self) -> None:
-        """Refuse models that differ between workers."""
-        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        specs = {name: f"{t.dtype} {list(t.shape)} {t.requires_grad}" for name, t in tensors.items()}
-        digest = hashlib.sha256(json.dumps(specs).encode()).hexdigest()
-        if len(set(all_gather_values(digest))) == 1:
-            return
-        first: Mapping[str, str] = broadcast_value(specs, 0)
-        names = [name for name in {**first, **specs} if first.get(name) != specs.get(name)]
-        unlike = names[0] if names else "the order of parameters"
-        raise InputError(
-            f"DataParallel: the model differs between workers: on rank {self.world.rank} {unlike} is "
-            f"{specs.get(unlike, 'not there')}, on rank 0 {first.get(unlike, 'not there')}; build the same "
-            "model on all of them"
-        )
-
-    @torch.no_grad()
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Copy the tensors of rank 0 to all workers."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        for same in by_kind.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(flat, 0)
-            if self.world.rank != 0:
-                for tensor, part in zip(same, flat.split([t.numel() for t in same])):
-                    tensor.copy_(part.view_as(tensor))
-
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._sync is not None and self.training and torch.is_grad_enabled():
             self._seen += self._samples(*inputs, **named)
             if not self._usual:
                 self._usual = float(broadcast_value(self._seen, 0)) or 1.0
             if self._broadcasts and self._is_syncing:
-                self._broadcast(list(self.module.buffers()))
+                copy_of_first(self.module.buffers(), self.world)
         return self.module(*inputs, **named)
 
     def _begin_backward(self) -> None:
