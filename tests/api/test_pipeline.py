@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import plait
+from plait.core.errors import InputError
 from plait.planner.schedules.in_flight import Schedule
 from support.pipelines import (
     MODELS,
@@ -34,7 +43,7 @@ ASYNCHRONOUS = (
     Case("lstm", TWO, Schedule.TWO_BUFFERED, optimizer="sgd", **FEW),
 )
 REPLICATED = (
-    Case("masked", REPLICAS, Schedule.FLUSH, **FEW),
+    Case("positions", REPLICAS, Schedule.FLUSH, **FEW),
     Case("transformer", REPLICAS, Schedule.STASH, **FEW),
     Case("lstm", REPLICAS, Schedule.TWO_BUFFERED, **FEW),
 )
@@ -61,7 +70,7 @@ def train_in_loop(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, lis
         with pipe:
             batches = [MODELS[case.model][1](case.samples, step) for step in range(case.steps)]
             losses = [pipe.step(*batch) for batch in batches]
-            weights = {name: value.numpy() for name, value in pipe.state_dict().items()}
+            weights = as_arrays(pipe.state_dict())
         results.append((weights, [float(loss) for loss in losses]))
     return results
 
@@ -98,7 +107,7 @@ def make_model() -> nn.Sequential:
     layers = [
         nn.Linear(4, 8),
         nn.Tanh(),
-        nn.BatchNorm1d(8),
+        nn.LayerNorm(8),
         nn.Linear(8, 8),
         nn.Dropout(0.0),
         nn.Linear(8, 3),
@@ -121,8 +130,8 @@ def make_pipe(plan: Any, **options: Any) -> plait.Pipeline:
     return plait.Pipeline(make_model(), plan, example_inputs=(example,), **arguments)
 
 
-def train_with_pauses(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The weights after four steps; after two, saved and loaded by another pipeline, and two more; and halfway."""
+def train_with_pauses(rank: int) -> tuple[Weights, Weights]:
+    """The weights after four steps, and those of a run that another pipeline continues after two."""
     batches = make_batches(4)
     with make_pipe("auto") as pipe:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
@@ -131,7 +140,6 @@ def train_with_pauses(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
             scheduler.step()
         through = pipe.state_dict()
     with make_pipe(["3"]) as pipe:
-        pipe.optimizer.param_groups[0]["lr"] = 0.01
         for number, batch in enumerate(batches[:2]):
             pipe.optimizer.param_groups[0]["lr"] = 0.01 * 0.5**number
             pipe.step(*batch)
@@ -142,22 +150,22 @@ def train_with_pauses(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], 
         for number, batch in enumerate(batches[2:], 2):
             pipe.optimizer.param_groups[0]["lr"] = 0.01 * 0.5**number
             pipe.step(*batch)
-        return through, pipe.state_dict(), model
+        return as_arrays(through), as_arrays(pipe.state_dict())
 
 
-def train_alone() -> dict[str, Any]:
+def as_arrays(state: dict[str, Any]) -> Weights:
+    return {name: value.numpy() for name, value in state.items()}
+
+
+def test_state_goes_on_in_other_stages_and_in_one_process() -> None:
+    through, paused = run_ranks(2, train_with_pauses)[0]
+    assert_equal(paused, through)
     with make_pipe(2) as pipe:
         for number, batch in enumerate(make_batches(4)):
             pipe.optimizer.param_groups[0]["lr"] = 0.01 * 0.5**number
             pipe.step(*batch)
-        return pipe.state_dict()
-
-
-def test_state_is_that_of_the_plain_model_and_goes_on_in_other_stages_or_in_one_process() -> None:
-    through, paused, halfway = run_ranks(2, train_with_pauses)[0]
-    for state in (paused, train_alone()):
-        assert_equal(state, {name: value.numpy() for name, value in through.items()})
-    make_model().load_state_dict(halfway)
+        assert_equal(as_arrays(pipe.state_dict()), through)
+        make_model().load_state_dict(pipe.state_dict())
 
 
 def test_one_process_is_a_plain_loop() -> None:
@@ -172,7 +180,7 @@ def test_one_process_is_a_plain_loop() -> None:
             assert f"{pipe.step(x, y):.12g}" == f"{loss.item():.12g}"
         plain.eval()
         assert torch.equal(pipe.evaluate(x), plain(x))
-    assert_equal(pipe.state_dict(), plain.state_dict())
+    assert_equal(as_arrays(pipe.state_dict()), as_arrays(plain.state_dict()))
 
 
 def say_what_is_wrong(rank: int) -> list[str]:
@@ -221,3 +229,21 @@ def test_wrong_input_is_explained_on_all_workers() -> None:
     for words in run_ranks(2, say_what_is_wrong):
         for found, expected in zip(words, EXPECTED, strict=True):
             assert expected in found
+
+
+@pytest.mark.extended
+def test_the_example_has_the_same_loss_alone_and_under_torchrun() -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "pipeline_loop.py")
+    commands = (
+        [sys.executable, example],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", example],
+    )
+    printed = [
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        for command in commands
+    ]
+    alone, together = ([line for line in text.splitlines() if "loss" in line] for text in printed)
+    assert len(alone) == 3
+    assert [round(float(line.split()[-1]), 10) for line in alone] == [
+        round(float(line.split()[-1]), 10) for line in together
+    ]

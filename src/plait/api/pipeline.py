@@ -249,6 +249,8 @@ def _check_arguments(model: object, loss: object, optimizer: object) -> None:
         raise InputError("model: no parameter requires a gradient, so there is nothing to train")
     if not callable(loss):
         raise InputError(f"loss: found {shown(loss)}, expected a function of output and target")
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise InputError("loss: it has parameters, which would not be trained; put them into the model")
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise InputError(
             f"optimizer: found {shown(optimizer)}, expected a function that makes one for the parameters of "
