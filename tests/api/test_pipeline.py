@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import plait
 from plait.core.errors import InputError
@@ -36,10 +37,13 @@ SYNCHRONOUS = (
     Case("cnn", TWO, Schedule.FLUSH, **FEW),
     Case("lstm", TWO, Schedule.GPIPE, clip_norm=0.05, **FEW),
     Case("transformer", TWO, Schedule.ZERO_BUBBLE, optimizer="sgd", **FEW),
+    Case("lstm", (((0,), (1,), (0,), (1,)),), Schedule.INTERLEAVED, **FEW),
 )
+# Its learning rate is halved after each step.
+DECAYING = Case("cnn", TWO, Schedule.STASH, microbatches=1, samples=4, steps=6, optimizer="sgd")
 ASYNCHRONOUS = (
     Case("transformer", TWO, Schedule.STASH, **FEW),
-    Case("cnn", TWO, Schedule.STASH, microbatches=1, samples=4, steps=6),
+    DECAYING,
     Case("lstm", TWO, Schedule.TWO_BUFFERED, optimizer="sgd", **FEW),
 )
 REPLICATED = (
@@ -49,30 +53,51 @@ REPLICATED = (
 )
 
 
+class Halved(Delayed):
+    """The delayed reference with the learning rates of `DECAYING`, where each batch is an update."""
+
+    def _backward(self, number: int, row: int, total: int) -> None:
+        super()._backward(number, row, total)
+        for optimizer in self.optimizers.values():
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5**number
+
+
 def train_in_loop(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, list[float]]]:
     """The weights, on rank 0, and the losses of a loop with each case."""
     results = []
     for case in cases:
         model = build(case)
         layout = case.pipeline_layout(traced_model(case, model))
-        inputs, _ = MODELS[case.model][1](case.samples, 0)
+        make_batch, loss = MODELS[case.model][1:]
+        for parameter in model.parameters():
+            parameter.data.mul_(1 + rank)  # the weights of rank 0 are taken
         pipe = plait.Pipeline(
             model,
             [ids[0] for ids in layout.stages[1:]],
-            example_inputs=inputs,
-            loss=MODELS[case.model][2],
+            example_inputs=make_batch(case.samples, 0)[0],
+            loss=loss,
             optimizer=partial(make_optimizer, case),
             schedule=case.schedule.value,
             microbatches=case.microbatches,
             clip_norm=case.clip_norm,
             verify=False,
         )
-        with pipe:
-            batches = [MODELS[case.model][1](case.samples, step) for step in range(case.steps)]
-            losses = [pipe.step(*batch) for batch in batches]
-            weights = as_arrays(pipe.state_dict())
-        results.append((weights, [float(loss) for loss in losses]))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(pipe.optimizer, 0.5)
+        losses = []
+        for step in range(case.steps):
+            batch = make_batch(case.samples, step)
+            if rank not in case.layouts[0][0]:
+                batch = tree_map(torch.zeros_like, batch)  # only the first stage reads it
+            losses.append(pipe.step(*batch))
+            if case == DECAYING:
+                scheduler.step()
+        results.append((as_arrays(pipe.state_dict()), [float(loss) for loss in losses]))
+        pipe.close()
     return results
+
+
+def as_arrays(state: dict[str, Any]) -> Weights:
+    return {name: value.numpy() for name, value in state.items()}
 
 
 def assert_equal(found: Weights, expected: Weights) -> None:
@@ -83,7 +108,8 @@ def assert_equal(found: Weights, expected: Weights) -> None:
 
 def check(cases: tuple[Case, ...], results: list[Any]) -> None:
     for number, case in enumerate(cases):
-        plain = train_plainly(case) if case.schedule.synchronous else Delayed(case).train()
+        delayed = Halved if case == DECAYING else Delayed
+        plain = train_plainly(case) if case.schedule.synchronous else delayed(case).train()
         assert_equal(results[0][number][0], plain)
         losses = [rank[number][1] for rank in results]
         assert all(each == losses[0] for each in losses)
@@ -153,10 +179,6 @@ def train_with_pauses(rank: int) -> tuple[Weights, Weights]:
         return as_arrays(through), as_arrays(pipe.state_dict())
 
 
-def as_arrays(state: dict[str, Any]) -> Weights:
-    return {name: value.numpy() for name, value in state.items()}
-
-
 def test_state_goes_on_in_other_stages_and_in_one_process() -> None:
     through, paused = run_ranks(2, train_with_pauses)[0]
     assert_equal(paused, through)
@@ -205,7 +227,10 @@ def say_what_is_wrong(rank: int) -> list[str]:
     with make_pipe(2) as pipe:
         attempt(lambda: pipe.step(x[: 6 - 2 * rank], y[: 6 - 2 * rank]).item())
         attempt(lambda: pipe.step(x, object()))
+        attempt(lambda: pipe.step(x[:0], y[:0]))
         attempt(lambda: pipe.load_state_dict({"0.weight": x}))
+    with make_pipe(2, schedule="stash", microbatches=8) as pipe:
+        attempt(lambda: pipe.step(x, y))
     return words
 
 
@@ -221,7 +246,9 @@ EXPECTED = (
     "expected a multiple of 2",
     "all workers call step with the same whole batch",
     "which the workers of a pipeline cannot send each other",
+    "a batch without samples",
     "load_state_dict: '0.weight' has shape (6, 4), that of the model (8, 4)",
+    "found a batch of 6 samples, fewer than its 8 microbatches",
 )
 
 

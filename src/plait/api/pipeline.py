@@ -34,6 +34,7 @@ from plait.pipeline.named_state import Tensors, remember_start
 from plait.pipeline.stage import Autocast, Loss
 from plait.pipeline.verify.optimizer_traits import find_traits, objection_in_stages
 from plait.planner.schedules.in_flight import Schedule
+from plait.profiler.trace import Inputs
 from plait.schema.topology_spec import read_topology_spec
 from plait.verification import RandomState
 
@@ -90,12 +91,12 @@ class Pipeline:
         model: nn.Module,
         plan: PlanLike = "auto",
         *,
-        example_inputs: Any,
+        example_inputs: Tensor | Inputs,
         loss: Loss,
         optimizer: MakeOptimizer,
         schedule: str | None = None,
         microbatches: int | None = None,
-        other_inputs: Any = None,
+        other_inputs: Tensor | Inputs | None = None,
         clip_norm: float | None = None,
         autocast: Autocast = contextlib.nullcontext,
         recompute: Collection[int] = (),
@@ -108,6 +109,7 @@ class Pipeline:
         self._expected = {name: _shape(value) for name, value in model.state_dict().items()}
         self._microbatches = microbatches or 1
         self._largest = 0
+        self._never_drains = False
         # The layers of each stage, named as in a profile; none in one process.
         self.stages: Stages = ()
         options = StepOptions(loss, partial(_make_optimizer, optimizer), autocast, clip_norm)
@@ -122,7 +124,8 @@ class Pipeline:
         examples = two_examples(example_inputs, other_inputs, self.world.device)
         preparation = StagePreparation(self.world, model, examples, autocast)
         profile = partial(preparation.profile, example_inputs)
-        layout = find_layout(plan, self.world, schedule, microbatches, preparation.trace, profile)
+        samples = samples_of(example_inputs)
+        layout = find_layout(plan, self.world, schedule, microbatches, samples, preparation.trace, profile)
         wrong = [stage for stage in recompute if not 0 <= stage <= layout.last]
         if wrong:
             raise InputError(f"recompute: found stage {wrong[0]}, expected stages 0 to {layout.last}")
@@ -132,6 +135,7 @@ class Pipeline:
             log.warning("Pipeline: %s", note)
         layout = replace(layout, stages=verified.stages)
         self._microbatches, self.stages = layout.microbatches, verified.fine
+        self._never_drains = not layout.schedule.synchronous
         make, named = options.optimizer, dict(model.named_parameters())
         traits = find_traits(lambda parameters, _: make(parameters), named)
         kind = type(make([Parameter(torch.zeros(1))])).__name__
@@ -155,7 +159,7 @@ class Pipeline:
         """Microbatches of a batch."""
         return self._microbatches
 
-    def step(self, x: Any, y: Any = None) -> StepLoss:
+    def step(self, x: Tensor | Inputs, y: Any = None) -> StepLoss:
         """Train on one batch; returns its mean loss, on all workers.
 
         `x` is a tensor, or a tuple or dict of the arguments of forward; `loss` is called with the output and
@@ -164,11 +168,16 @@ class Pipeline:
         the size of microbatches; microbatches of a batch may differ by a sample.
 
         Under `stash` and `2bw` microbatches may be in flight afterwards; `drain` and all other methods
-        complete them.
+        complete them. They drain after each step if workers hold several stages.
         """
         samples = samples_of(x)
         self._check_target(y)
         self._largest = max(self._largest, samples)
+        if self._never_drains and self._largest < self._microbatches:
+            raise InputError(
+                f"step: found a batch of {samples} samples, fewer than its {self._microbatches} microbatches,"
+                f" which this schedule needs to stay full; give larger batches or fewer microbatches"
+            )
         microbatches = microbatch_count(samples, self._largest, self._microbatches)
         with _same_random_state():
             share = self._engine.step((x, y), samples, microbatches)
@@ -181,7 +190,7 @@ class Pipeline:
             except DataError as failure:
                 raise InputError(f"step: {str(failure).removeprefix('data.kind: ')}") from None
 
-    def evaluate(self, x: Any, microbatches: int | None = None) -> Any:
+    def evaluate(self, x: Tensor | Inputs, microbatches: int | None = None) -> Any:
         """The outputs of the model in evaluation mode for the batch `x`, on all workers.
 
         The batch passes through in microbatches, whose outputs are joined along the first axis; scalars are

@@ -121,11 +121,13 @@ class PipelineStages:
             work = self._source(cut, batch)
             self._executor.run(one_batch(self._layout, self._rank, self._local(microbatches)), work)
             share = self._take_losses(work, samples)
-        elif microbatches < self._layout.microbatches:
-            # The updates of a smaller batch are other than those that follow.
+        elif microbatches < self._layout.microbatches or self._layout.shared:
+            # The rounds of a smaller batch do not fit to others. A worker with several stages may have ops
+            # of the next step before those that give the loss of this one.
             self.drain()
-            share = self._feed(cut, batch, samples)
-            self.drain()
+            work = self._source(cut, batch)
+            self._executor.run(stream(self._layout, self._rank, work), work)
+            share = self._take_losses(work, samples)
         else:
             share = self._feed(cut, batch, samples)
         self._executor.timings.clear()
@@ -186,13 +188,14 @@ class PipelineStages:
 
     def drain(self) -> None:
         """Complete what is in flight under an asynchronous schedule."""
-        interval, self._open = self._open, None
+        interval = self._open
         if interval is not None:
             now = self._rates()
             ops = stream(self._layout, self._rank, interval.work)
             self._executor.advance(itertools.islice(ops, interval.done, None), interval.work)
             self._executor.finish(interval.work)
             self._write_rates(now)
+            self._open = None
 
     def _rates(self) -> list[dict[str, Any]]:
         return [{k: group[k] for k in _RATES if k in group} for group in self.optimizer.param_groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
+from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.layout import PipelineLayout, arrange, check_depths
 from plait.pipeline.verify.verify_stages import stages_from_cuts
 from plait.planner import (
@@ -40,10 +41,14 @@ def find_layout(
     world: World,
     schedule: str | None,
     microbatches: int | None,
+    samples: int,
     trace_model: Callable[[], TracedModel],
     profile_model: Callable[[], Profile],
 ) -> PipelineLayout:
-    """The layout that `plan` describes, on the workers of `world`, which call it together."""
+    """The layout that `plan` describes, on the workers of `world`, which call it together.
+
+    By default a batch of `samples` has no more microbatches than samples.
+    """
     wanted = None if schedule is None else find_schedule(schedule)
     if microbatches is not None and microbatches < 1:
         raise InputError(f"microbatches: found {microbatches}, expected at least 1")
@@ -61,7 +66,7 @@ def find_layout(
             f"plan: found {shown(plan)}, expected a plan (plait.plan makes one), a number of stages, the "
             f"names of the first layers of all stages but the first, or 'auto'"
         )
-    layout = with_microbatches(layout, microbatches)
+    layout = with_microbatches(layout, microbatches, samples)
     check_depths(layout)
     return layout
 
@@ -101,18 +106,32 @@ def _spread(stages: Sequence[Sequence[str]], workers: int, schedule: Schedule) -
     return PipelineLayout(tuple(tuple(ids) for ids in stages), (Layout(placed),), schedule, 0)
 
 
-def _balanced(count: int, world: World, profile_model: Callable[[], Profile]) -> Sequence[Sequence[str]]:
+def _balanced(count: int, world: World, profile_model: Callable[[], Profile]) -> Stages:
     """Stages that take about the same time, as rank 0 has measured the layers."""
 
-    def plan() -> Plan:
+    def cut() -> list[list[str]]:
         profile = profile_model()
         layers = len(profile.graph.nodes)
         if not 1 <= count <= layers:
             raise InputError(f"plan: found {count} stages, expected 1 to {layers}, the layers of the model")
         # Cut where stages are equal, whatever passes between them.
-        return make_plan(profile, machines(count, 1e15), Settings(straight=True))
+        plan = make_plan(profile, machines(count, 1e15), Settings(straight=True))
+        seconds = {node.id: node.forward_s + node.backward_s for node in profile.graph.nodes}
+        return _split_further([list(stage.layers) for stage in plan.stages], seconds, count)
 
-    return tuple(stage.layers for stage in _of_first(world, plan).stages)
+    return tuple(tuple(ids) for ids in _of_first(world, cut))
+
+
+def _split_further(stages: list[list[str]], seconds: Mapping[str, float], count: int) -> list[list[str]]:
+    """Divide the slowest stages until there are `count`; further cuts may make no plan faster."""
+    while len(stages) < count:
+        slowest = max((ids for ids in stages if len(ids) > 1), key=lambda ids: sum(seconds[i] for i in ids))
+        half = sum(seconds[id] for id in slowest) / 2
+        cuts = range(1, len(slowest))
+        at = min(cuts, key=lambda cut: abs(sum(seconds[id] for id in slowest[:cut]) - half))
+        place = stages.index(slowest)
+        stages[place : place + 1] = [slowest[:at], slowest[at:]]
+    return stages
 
 
 def _measured(
@@ -124,7 +143,7 @@ def _measured(
     ranks = [rank for rank, host in enumerate(hosts) if hosts[:rank].count(host) < 2]
     links = measure_links(world.rendezvous, ranks, device=world.device)
 
-    def plan() -> Plan:
+    def plan() -> Any:
         graph = profile_model().loaded_graph()
         slots = [hosts.count(host) for host in dict.fromkeys(hosts)]
         two_levels = len(slots) > 1 and len(set(slots)) == 1 and slots[0] > 1
@@ -133,33 +152,35 @@ def _measured(
         asked = Settings(schedule, microbatches or _PER_WORKER * workers)
         best = fastest_plan(graph, cluster, asked)
         # Every worker must have a stage.
-        return best if best.devices_used == workers else data_parallel_plan(graph, cluster, asked)
+        whole = best.devices_used == workers
+        return encode(best if whole else data_parallel_plan(graph, cluster, asked))
 
-    return _of_plan(_of_first(world, plan), workers, None)
+    layout = _of_plan(decode(Plan, _of_first(world, plan)), workers, None)
+    return replace(layout, microbatches=0)
 
 
-def _of_first(world: World, make: Callable[[], Plan]) -> Plan:
-    """The plan that rank 0 makes, on all workers."""
+def _of_first(world: World, make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on all workers; it must be plain JSON."""
     outcome: dict[str, Any] = {}
     if world.is_first:
         try:
-            outcome["plan"] = encode(make())
+            outcome["value"] = make()
         except InputError as failure:
             outcome["failure"] = str(failure)
     outcome = broadcast_value(outcome, 0)
     if "failure" in outcome:
         raise InputError(outcome["failure"])
-    return decode(Plan, outcome["plan"])
+    return outcome["value"]
 
 
-def with_microbatches(layout: PipelineLayout, microbatches: int | None) -> PipelineLayout:
+def with_microbatches(layout: PipelineLayout, microbatches: int | None, samples: int) -> PipelineLayout:
     """The layout with `microbatches`, or with a number that suits it.
 
     Under an asynchronous schedule each step ends with an update of every stage, so that the next step can
     follow while microbatches are in flight. Under stash the smallest number is the default: an update then
     takes a whole batch, as in a plain loop.
     """
-    usual = 1 if layout.schedule is Schedule.STASH else _PER_WORKER * len(layout.workers)
+    usual = 1 if layout.schedule is Schedule.STASH else min(samples, _PER_WORKER * len(layout.workers))
     wanted = microbatches or layout.microbatches or usual
     layout = replace(layout, microbatches=wanted)
     if layout.schedule.synchronous:
