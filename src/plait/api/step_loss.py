@@ -12,7 +12,7 @@ from plait.core.errors import InputError
 class StepLoss:
     """The mean loss of a batch, equal on all workers; reading it waits for the last stage.
 
-    `float(loss)`, `loss.item()` and f-strings read it. A loss that nobody reads costs no wait, as a tensor on
+    `float(loss)`, `loss.item()` and f-strings read it. A loss that is not read costs no wait, as a tensor on
     a GPU.
     """
 
