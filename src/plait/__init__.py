@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from plait.api.data_loader import DataLoader
     from plait.api.data_parallel import DataParallel
     from plait.api.launching import launch
+    from plait.api.pipeline import Pipeline
+    from plait.api.step_loss import StepLoss
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
@@ -41,10 +43,12 @@ __all__ = [
     "GradientNoiseScale",
     "GradientVariance",
     "Job",
+    "Pipeline",
     "Plan",
     "Profile",
     "RunResult",
     "Shared",
+    "StepLoss",
     "StepTimer",
     "SweepResult",
     "Throughput",
@@ -77,10 +81,12 @@ _HOMES: dict[str, tuple[str, str]] = {
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
     "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
+    "Pipeline": ("plait.api.pipeline", "Pipeline"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
     "RunResult": ("plait.schema.results", "RunResult"),
     "Shared": ("plait.fusion", "Shared"),
+    "StepLoss": ("plait.api.step_loss", "StepLoss"),
     "StepTimer": ("plait.adapt.monitors.step_times", "StepTimer"),
     "SweepResult": ("plait.schema.results", "SweepResult"),
     "Throughput": ("plait.adapt.monitors.step_times", "Throughput"),

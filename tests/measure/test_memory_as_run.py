@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.measure.plan_warnings import describe_memory
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
 from plait.pipeline.weight_stash import WeightVersions
 from plait.planner import machines, with_runtime_memory
@@ -75,11 +75,11 @@ class Kept:
 def counted(rank: int, cases: dict[str, Case]) -> dict[str, tuple[int, int]]:
     """For each case the most that autograd keeps on this rank, and the most copies of the weights."""
     found = {}
-    run, update = Pipeline.run, WeightVersions.update
+    run, update = PipelineExecutor.run, WeightVersions.update
     for name, case in cases.items():
         kept, copies = Kept(), [1]
 
-        def watched(self: Pipeline, ops: Any, work: Any, kept: Kept = kept) -> None:
+        def watched(self: PipelineExecutor, ops: Any, work: Any, kept: Kept = kept) -> None:
             buffers = [b for module in self.modules.values() for b in module.buffers()]
             kept.apart = {b.untyped_storage().data_ptr() for b in buffers}
             with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.tensor):
@@ -89,7 +89,7 @@ def counted(rank: int, cases: dict[str, Case]) -> dict[str, tuple[int, int]]:
             update(self, step, needed)
             copies.append(self.buffers)
 
-        with patch.object(Pipeline, "run", watched), patch.object(WeightVersions, "update", noted):
+        with patch.object(PipelineExecutor, "run", watched), patch.object(WeightVersions, "update", noted):
             train_in_pipeline(rank, case)
         found[name] = kept.most, max(copies)
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.comm.channels import connect
 from plait.core.splits import split
 from plait.data.seeding import mix
-from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.executor import PipelineExecutor, PipelineParts
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
@@ -261,7 +261,7 @@ def train_in_pipeline(rank: int, case: Case) -> tuple[Weights, list[float]]:
         case.clip_norm,
         cores=case.cores,
     )
-    pipeline = Pipeline(rank, pipeline_layout, traced, channels, parts)
+    pipeline = PipelineExecutor(rank, pipeline_layout, traced, channels, parts)
     if case.schedule.synchronous:
         for step in range(case.steps):
             work = CaseWork(case, pipeline_layout, rank, step * case.microbatches, case.microbatches)

@@ -19,7 +19,7 @@ from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
 from plait.launch.run_dir import RunDir
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import (
@@ -239,7 +239,7 @@ def choose_in_a_world(
         assert measure(engine, batch) > 0
         return times[rank]
 
-    def time_update(pipeline: Pipeline, *arguments: Any) -> float:
+    def time_update(pipeline: PipelineExecutor, *arguments: Any) -> float:
         assert measure_update(pipeline, *arguments) > 0
         # Only the times of a pipeline's first worker count.
         return times[rank] if rank < len(times) else 9.0

@@ -11,6 +11,7 @@ from torch import nn
 
 from plait.core.errors import JobError
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, unsaved_state
+from plait.pipeline.verify.optimizer_traits import Traits
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import LrScheduleSettings, ModelSettings, OptimizerSettings
@@ -19,7 +20,7 @@ from plait.training.checks.plan_settings import check_pipeline
 from plait.training.engines.pipeline_setup import check_optimizer, trace_components
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
-from plait.training.optimizers.traits import Traits, find_traits
+from plait.training.optimizers.traits import traits_of
 from support.plans import in_stages, straight_layout
 from support.silent_cases import HERE
 from support.training import digits_job, largest_difference, refused_rank, train_here
@@ -106,7 +107,7 @@ def test_what_an_optimizer_goes_by_is_found_by_trying_it_out(
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Conv2d(2, 3, 3), nn.Linear(4, 4))
     state = torch.get_rng_state()
-    assert find_traits(settings, dict(model.named_parameters())) == traits
+    assert traits_of(settings, dict(model.named_parameters())) == traits
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -34,7 +34,7 @@ from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.launch.worker_process import Worker
 from plait.measure.profile_job import ProfileRequest, profile_together
-from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.executor import PipelineExecutor, PipelineParts
 from plait.pipeline.layout import arrange
 from plait.planner import (
     Plan,
@@ -210,7 +210,7 @@ def use_libraries(device: torch.device) -> None:
     (square @ square).sum().backward()
 
 
-def _own_bytes(pipeline: Pipeline) -> int:
+def _own_bytes(pipeline: PipelineExecutor) -> int:
     """The worker's weights and buffers, each once."""
     tensors = {t for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -219,7 +219,7 @@ def _own_bytes(pipeline: Pipeline) -> int:
 class _Resident:
     """What the process has resident at most from now on (Linux), with the weights it has already."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: PipelineExecutor) -> None:
         gc.collect()
         self._before = _resident("VmRSS") - _own_bytes(pipeline)
         # The kernel counts the peak anew from here.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from plait.core.events import EventLog
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.op_timings import operations_event
 from plait.planner.schedules.in_flight import Schedule
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number
@@ -59,7 +59,7 @@ def record(worker: Worker, model: str, count: int) -> Row:
     }
 
 
-def _record_s(pipeline: Pipeline) -> float:
+def _record_s(pipeline: PipelineExecutor) -> float:
     """Seconds to note the operations of the run again and to write them to a file."""
     timings = list(pipeline.timings)
     with tempfile.TemporaryDirectory() as folder:

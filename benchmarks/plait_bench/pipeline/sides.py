@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.executor import PipelineExecutor, PipelineParts
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
@@ -105,7 +105,7 @@ class OurPipeline:
     ) -> None:
         rendezvous, self._layout = parts.rendezvous, layout
         self.channels = connect(rendezvous, layout.workers, window=window, device=parts.device)
-        self.pipeline = Pipeline(rendezvous.rank, layout, traced, self.channels, parts)
+        self.pipeline = PipelineExecutor(rendezvous.rank, layout, traced, self.channels, parts)
 
     def take(self, xs: Sequence[Tensor], ys: Sequence[Tensor], each: int, total: int) -> None:
         """`total` microbatches in batches of `each`; asynchronous schedules do not drain in between."""

@@ -34,6 +34,27 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def has_modes(optimizer: object) -> bool:
+    """Whether an optimizer has other weights for evaluation than for training, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def set_mode(optimizer: Any, training: bool) -> None:
+    """Put an optimizer that has modes into one of them."""
+    if has_modes(optimizer):
+        optimizer.train() if training else optimizer.eval()
+
+
+@contextlib.contextmanager
+def evaluated_weights(optimizer: object) -> Iterator[None]:
+    """Switch an optimizer with modes, such as a schedule-free one, to the weights for evaluation."""
+    set_mode(optimizer, training=False)
+    try:
+        yield
+    finally:
+        set_mode(optimizer, training=True)
+
+
 def forward(model: torch.nn.Module, inputs: Any) -> Any:
     """The model's output; several inputs are a tuple or list, named ones a dict."""
     arguments = as_arguments(inputs)

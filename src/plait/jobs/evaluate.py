@@ -12,7 +12,7 @@ from plait.core.artefact import read_json
 from plait.core.codec import decode
 from plait.core.errors import CheckpointError, InputError
 from plait.core.names import check_arguments
-from plait.data.call_model import evaluation_mode
+from plait.data.call_model import evaluation_mode, has_modes
 from plait.data.requirements import check_same_data
 from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
@@ -21,7 +21,6 @@ from plait.training import checkpoint as checkpoints
 from plait.training.components import Components
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
-from plait.training.optimizers.build import has_modes
 
 log = logging.getLogger(__name__)
 

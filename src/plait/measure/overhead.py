@@ -14,7 +14,7 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.executor import Pipeline, PipelineParts
+from plait.pipeline.executor import PipelineExecutor, PipelineParts
 from plait.pipeline.layout import PipelineLayout, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.planner.schedules.in_flight import Schedule
@@ -40,7 +40,7 @@ def measure_overhead(rendezvous: Rendezvous) -> float:
         options = PipelineParts(
             F.mse_loss, _optimizer, torch.device("cpu"), contextlib.nullcontext, rendezvous
         )
-        pipeline = Pipeline(rank, pipeline_layout, traced, channels, options)
+        pipeline = PipelineExecutor(rank, pipeline_layout, traced, channels, options)
 
         def run(count: int) -> None:
             source = work(rank, count)

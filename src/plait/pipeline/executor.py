@@ -127,7 +127,7 @@ class _LocalStage:
     landing: InFlight | None = None
 
 
-class Pipeline:
+class PipelineExecutor:
     """This worker's part of a pipeline; all workers of the process group make one together.
 
     The traced model may be forgotten afterwards, and with it the stages of others.
@@ -255,11 +255,23 @@ class Pipeline:
         if self.pipeline_layout.schedule.synchronous:
             self._run_batch(ops, work)
         else:
-            for op in ops:
-                self._carry_out(op, work)
+            self.advance(ops, work)
+        self.finish(work)
+
+    def advance(self, ops: Iterable[Op], work: Work) -> None:
+        """Carry out `ops` of an asynchronous schedule; microbatches may be in flight afterwards."""
+        for op in ops:
+            self._carry_out(op, work)
+
+    def finish(self, work: Work) -> None:
+        """Put the newest weights into the modules, after all backwards of an interval."""
         for held in self._held.values():
             assert not held.flights, f"microbatches {sorted(held.flights)} never came back"
         self._updates.finish(work)
+
+    def restart(self) -> None:
+        """Continue with the weights that are now in the modules; nothing is in flight."""
+        self._updates.restart()
 
     def _run_batch(self, ops: Iterable[Op], work: Work) -> None:
         """Carry out `ops`, and the updates among them together at the end."""
@@ -301,11 +313,12 @@ class Pipeline:
                 self.optimizer.state[parameter] = {
                     k: with_same_strides(parameter, v) for k, v in state.items()
                 }
-        names = self._names
+        names = self.names
         load_rest(self.optimizer, names, optimizer_state(optimizer, names))
 
     @property
-    def _names(self) -> dict[Tensor, str]:
+    def names(self) -> dict[Tensor, str]:
+        """The name of each parameter of this worker."""
         return {parameter: name for name, parameter in self.parameters.items()}
 
     def counted_parameters(self) -> dict[int, list[Parameter]]:
@@ -347,7 +360,7 @@ class Pipeline:
                 held = {self._aliases.get(name, name): v for name, v in model_state(module).items()}
                 others = self._stages_of.keys() - self._first_held
                 model |= {name: value.cpu() for name, value in held.items() if name not in others}
-        found = optimizer_state(self.optimizer, self._names)
+        found = optimizer_state(self.optimizer, self.names)
         return model, {p: v.cpu() for p, v in found.items() if p.rpartition("/")[0] in self._first_held}
 
     def take_losses(self) -> Tensor:
@@ -573,7 +586,7 @@ class Pipeline:
                 modes.enter_context(evaluation_mode(module))
             self._evaluate(microbatches, work, measure)
         # Models that do more in evaluation mode may have put weights into other memory.
-        self._updates.restart()
+        self.restart()
 
     def _evaluate(self, microbatches: int, work: Work, measure: Callable[[Any, Any, int], None]) -> None:
         for microbatch in range(microbatches):

@@ -131,6 +131,23 @@ def with_choices(pipeline_layout: PipelineLayout, choices: PipelineOptions) -> P
     )
 
 
+def check_depths(pipeline_layout: PipelineLayout) -> None:
+    """Raise PlanError for depths that deadlock.
+
+    It is enough to check the largest number of microbatches between two drains: with fewer, the order is the
+    same with some left out. For asynchronous schedules, which may never drain, a few rounds of the
+    microbatches in flight are checked.
+    """
+    layout, schedule = pipeline_layout.layout, pipeline_layout.schedule
+    many, batch = max(1, pipeline_layout.local(pipeline_layout.microbatches, 0)), 1
+    if not schedule.synchronous:
+        many = 4 * len(layout.workers) + 3 * pipeline_layout.most_in_flight()
+    if schedule is Schedule.TWO_BUFFERED:
+        batch = pipeline_layout.batch_of_two_buffers
+        many += 3 * batch
+    operations(schedule, layout, many, pipeline_layout.depths, batch)
+
+
 def one_batch(pipeline_layout: PipelineLayout, worker: int, microbatches: int) -> tuple[Op, ...]:
     """A worker's operations for one batch under a synchronous schedule; all end with an update."""
     layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(worker)]

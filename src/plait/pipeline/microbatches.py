@@ -106,17 +106,29 @@ class MicrobatchSource:
         self._rank = rank
         self._pipeline = pipeline_layout.pipeline_of(rank)
         self._layout = pipeline_layout.layouts[self._pipeline]
-        self._microbatches = microbatches
         self._seed = seed
         self._set_lr = set_lr
         self._stop_before = stop_before
         self._weights_losses = weights_losses
+        self._fetch = fetch
         self._begun = microbatches[0].step
         self._samples = Counter[int]()
+        self._microbatches: list[Microbatch] = []
+        self.total = 0
+        self._contents: Iterator[Any] = iter(())
+        self.add(microbatches)
+
+    def add(self, microbatches: Sequence[Microbatch]) -> None:
+        """Continue the interval with the microbatches of further steps.
+
+        The contents of all earlier ones have been read, and the earlier steps ended with a round of every
+        stage.
+        """
+        self._microbatches += microbatches
         for microbatch in microbatches:
             self._samples[microbatch.step] += len(microbatch.samples)
-        self.total = len(microbatches)
-        self._contents = fetch(loaded_by(pipeline_layout, rank, microbatches))
+        self.total += len(microbatches)
+        self._contents = self._fetch(loaded_by(self._pipeline_layout, self._rank, microbatches))
 
     def microbatch(self, index: int, pipeline: int | None = None) -> Microbatch:
         """Microbatch `index` of a pipeline, by default of this worker's pipeline."""

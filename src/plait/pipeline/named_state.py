@@ -55,6 +55,12 @@ def model_state(model: torch.nn.Module) -> Tensors:
     return state
 
 
+def whole_state(model: torch.nn.Module, gathered: Mapping[str, Tensor], tied: Mapping[str, str]) -> Tensors:
+    """The state of `model` with the tensors that were `gathered` of all stages; `tied` are `tied_aliases`."""
+    whole = {**model_state(model), **gathered}
+    return whole | {name: whole[first] for name, first in tied.items()}
+
+
 def has_extra_state(model: torch.nn.Module) -> bool:
     """Whether a module has state besides parameters and buffers."""
     plain = torch.nn.Module.get_extra_state
@@ -211,7 +217,8 @@ def load_optimizer_state(
     """Load what `optimizer_state` returned."""
     whole = optimizer.state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {names[parameter]: number for number, parameter in enumerate(parameters)}
+    # The optimizer of a stage without parameters has a dummy without a name.
+    numbers = {names[each]: number for number, each in enumerate(parameters) if each in names}
     whole["state"] = {}
     for name, kind, key, value in _read(state):
         if name not in numbers:

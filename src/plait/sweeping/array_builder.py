@@ -57,7 +57,7 @@ from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from plait.pipeline.executor import Pipeline
+    from plait.pipeline.executor import PipelineExecutor
     from plait.sweeping.engines.array_stages import FusedStages
     from plait.sweeping.engines.verified_stages import StagesOfTrials
     from plait.training.engines.pipeline import OnStageStep, PipelineEngine, StageAudit
@@ -74,7 +74,9 @@ log = logging.getLogger(__name__)
 class ArrayAudit(ShareAudit, Protocol):
     """Repeats some steps of trials without their array, and compares."""
 
-    def begin_in_stages(self, stages: FusedStages, pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+    def begin_in_stages(
+        self, stages: FusedStages, pipeline: PipelineExecutor
+    ) -> tuple[int, StageAudit | None]:
         """The most steps until an audit, or (1, the audit of the next step); see `BeginAudit`."""
 
 
@@ -281,7 +283,7 @@ class ArrayBuilder:
 
         return self._decentralized(trials, stages, make_member)
 
-    def _monitor(self, engine: PipelineEngine, pipeline: Pipeline) -> StageMonitor | None:
+    def _monitor(self, engine: PipelineEngine, pipeline: PipelineExecutor) -> StageMonitor | None:
         """What measures the gradient noise of an array in stages, if the job needs it."""
         from plait.training.monitoring.stage_monitor import StageMonitor  # slow to import
 

@@ -38,7 +38,7 @@ from plait.training.trial import Trial
 from plait.training.worker_group import ALONE
 
 if TYPE_CHECKING:
-    from plait.pipeline.executor import Pipeline
+    from plait.pipeline.executor import PipelineExecutor
     from plait.sweeping.engines.array_stages import FusedStages
     from plait.training.engines.pipeline import StageAudit
 
@@ -124,7 +124,9 @@ class TrialAudits:
         in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
         return newcomers[: most_at_once(array)] or in_turn[:1]
 
-    def begin_in_stages(self, stages: FusedStages, pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+    def begin_in_stages(
+        self, stages: FusedStages, pipeline: PipelineExecutor
+    ) -> tuple[int, StageAudit | None]:
         """The most steps until an audit, or (1, that of the next step); of one trial at a step."""
         from plait.sweeping.engines.audited_stages import AuditedStageTrial  # slow to import
 

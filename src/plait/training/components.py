@@ -45,7 +45,7 @@ from plait.training.fused.rounds import Round, TrialMicrobatch
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
-from plait.training.optimizers.traits import check_gradients_left, find_traits
+from plait.training.optimizers.traits import check_summed
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
@@ -123,7 +123,7 @@ class Components:
 
     def check_summed(self, settings: OptimizerSettings) -> None:
         """Refuse an optimizer that treats summed gradients of several workers differently from local ones."""
-        check_gradients_left(settings.kind, find_traits(settings, dict(self.model.named_parameters())))
+        check_summed(settings, dict(self.model.named_parameters()))
 
     def load(self, state: Checkpoint | EngineState) -> None:
         """Load the tensors of a checkpoint on a worker that holds the whole model."""

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from plait.core.errors import JobError
 from plait.core.shown import shown
-from plait.data.call_model import evaluation_mode, forward
+from plait.data.call_model import evaluated_weights, evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.schema.settings import TrainSettings
 from plait.training.checks.collectives import RefusedCollectives
-from plait.training.optimizers.build import set_mode
 from plait.workloads.losses import Loss
 from plait.workloads.metrics import Metric
 
@@ -43,16 +42,6 @@ class EvaluatedComponents(Protocol):
     def dtype(self) -> torch.dtype | None: ...
     @property
     def autocast(self) -> Callable[[], AbstractContextManager[Any]]: ...
-
-
-@contextlib.contextmanager
-def evaluated_weights(optimizer: object) -> Iterator[None]:
-    """Switch an optimizer with modes, such as a schedule-free one, to the weights for evaluation."""
-    set_mode(optimizer, training=False)
-    try:
-        yield
-    finally:
-        set_mode(optimizer, training=True)
 
 
 def evaluate_parts(components: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:

@@ -141,7 +141,7 @@ def verify_stages(
         raise InputError(f"verify_stages: found {len(batches)} batches, expected two, as (inputs, target)")
     first, second = (as_arguments(inputs) for inputs, _ in batches)
     traced = trace(model, first, others=[second], evaluation=False)
-    stages = [s.layers for s in cuts.stages] if isinstance(cuts, Plan) else _stages_from_cuts(traced, cuts)
+    stages = [s.layers for s in cuts.stages] if isinstance(cuts, Plan) else stages_from_cuts(traced, cuts)
 
     def retrace(whole: frozenset[str]) -> TracedModel:
         return trace(model, first, others=[second], whole=whole)
@@ -149,13 +149,13 @@ def verify_stages(
     return prepare_stages(traced, stages, retrace, Example(batches, loss))
 
 
-def _stages_from_cuts(traced: TracedModel, cuts: Sequence[str]) -> Stages:
+def stages_from_cuts(traced: TracedModel, cuts: Sequence[str]) -> Stages:
     """The stages that begin with the layers `cuts`, in any order; the first begins with the model."""
     order = [layer.id for layer in traced.layers]
     traced.select(cuts)  # raises for unknown names
     begins = [0, *sorted(order.index(id) for id in cuts), len(order)]
     if len(set(begins)) != len(begins):
-        raise InputError(f"verify_stages: found the first layer {order[0]!r} or one twice among cuts {cuts}")
+        raise InputError(f"found the first layer {order[0]!r} or one twice among cuts {list(cuts)}")
     return tuple(tuple(order[begin:end]) for begin, end in itertools.pairwise(begins))
 
 

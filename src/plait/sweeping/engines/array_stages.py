@@ -27,7 +27,7 @@ from plait.fusion.verify import FusionReport
 from plait.launch.worker_process import Worker
 from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
 from plait.pipeline.cutting.edges import find_routes
-from plait.pipeline.executor import Pipeline, PipelineParts, StageKind
+from plait.pipeline.executor import PipelineExecutor, PipelineParts, StageKind
 from plait.pipeline.gradient_sync import MembersOf, find_holders
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, microbatch_count
@@ -94,7 +94,7 @@ class ArrayStages(TrialStages):
         """The part of the layout in which this worker sums gradients."""
         return next(each for each in self.replicas if self._workers.rank in each.workers)
 
-    def open(self) -> Pipeline:
+    def open(self) -> PipelineExecutor:
         traced, components = self._traced, self.components
         assert isinstance(components, Components)
         _, pipeline = open_pipeline(
@@ -209,7 +209,7 @@ class FusedStages(ArrayStages):
         state = model_state(entry.components.model) if self._workers.is_first else {}
         return {name: value.clone() for name, value in state.items() if name not in used}
 
-    def open(self) -> Pipeline:
+    def open(self) -> PipelineExecutor:
         components, layout = self.components, self._own
         first = components.of_trial(0)
         own, stages = layout.pipeline_of(self._workers.rank), self._fused_stages()
@@ -233,7 +233,7 @@ class FusedStages(ArrayStages):
             everyone=self._workers.sums,
             members_of=self.members_of,
         )
-        pipeline = Pipeline(self._workers.rank, layout, self._traced, self.channels, parts)
+        pipeline = PipelineExecutor(self._workers.rank, layout, self._traced, self.channels, parts)
         counted = [p for name, p in pipeline.parameters.items() if self._is_first_holder(name)]
         components.optimizer.counted, components.optimizer.sum_squares = counted, self._sum_squares
         pipeline.carries_random_state = self.draws_as_whole
@@ -290,7 +290,7 @@ class FusedStages(ArrayStages):
             losses = self.components.losses_of(output, target, self._step.counts)
         return self.components.weighted(losses, self._step.weights)
 
-    def local_state(self, slot: int, pipeline: Pipeline) -> State:
+    def local_state(self, slot: int, pipeline: PipelineExecutor) -> State:
         local = self.components.state(slot)
         model = {self._aliases.get(name, name): value for name, value in local.model.items()}
         model = {name: value for name, value in model.items() if self._is_first_holder(name)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.data.loader import Batch
 from plait.data.seeding import mix
-from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
+from plait.pipeline.executor import PipelineExecutor, pack_tree, unpack_tree
 from plait.pipeline.microbatches import microbatch_count
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.audited_step import AuditedTrial
@@ -37,7 +37,7 @@ class AuditedStageTrial:
     def __init__(
         self,
         stages: FusedStages,
-        pipeline: Pipeline,
+        pipeline: PipelineExecutor,
         group: WorkerGroup,
         slot: int,
         trial: Trial,

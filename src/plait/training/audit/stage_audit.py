@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline, pack_tree, unpack_tree
+from plait.pipeline.executor import PipelineExecutor, pack_tree, unpack_tree
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, tensors_of
 from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
@@ -58,7 +58,7 @@ class AuditedStages:
         worker: Worker,
         trial: Trial,
         components: Components,
-        pipeline: Pipeline,
+        pipeline: PipelineExecutor,
         stages: Mapping[str, tuple[int, ...]],
         record: AuditRecord,
     ) -> None:

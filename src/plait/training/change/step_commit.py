@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 
 
 class StepCommit:
@@ -16,7 +16,7 @@ class StepCommit:
     it, all undo the step and repeat it.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: PipelineExecutor) -> None:
         self._pipeline = pipeline
         self._buffers = [b for module in pipeline.modules.values() for b in module.buffers()]
         self._kept: list[torch.Tensor] = []

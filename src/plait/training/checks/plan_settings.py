@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from plait.core.errors import JobError, PlanError
-from plait.pipeline.layout import PipelineLayout, arrange, with_choices
+from plait.pipeline.layout import PipelineLayout, arrange, check_depths, with_choices
 from plait.planner.schedules.in_flight import Schedule
-from plait.planner.schedules.orders import operations
 from plait.schema.settings import TrainSettings
 from plait.training.engines.replica_layout import check_replicas
 
@@ -57,25 +56,8 @@ def check_plan(settings: TrainSettings, workers: int | None) -> PipelineLayout:
             f"expected stash"
         )
     pipeline_layout = with_choices(arrange(plan), settings.pipeline)
-    _check_depths(pipeline_layout)
-    return pipeline_layout
-
-
-def _check_depths(pipeline_layout: PipelineLayout) -> None:
-    """Refuse depths that deadlock.
-
-    It is enough to check the largest number of microbatches between two drains: with fewer, the order is the
-    same with some left out. For asynchronous schedules, which may never drain, a few rounds of the
-    microbatches in flight are checked.
-    """
-    layout, schedule = pipeline_layout.layout, pipeline_layout.schedule
-    many, batch = max(1, pipeline_layout.local(pipeline_layout.microbatches, 0)), 1
-    if not schedule.synchronous:
-        many = 4 * len(layout.workers) + 3 * pipeline_layout.most_in_flight()
-    if schedule is Schedule.TWO_BUFFERED:
-        batch = pipeline_layout.batch_of_two_buffers
-        many += 3 * batch
     try:
-        operations(schedule, layout, many, pipeline_layout.depths, batch)
+        check_depths(pipeline_layout)
     except PlanError as failure:
         raise JobError(f"parallel.depths: {failure}") from None
+    return pipeline_layout

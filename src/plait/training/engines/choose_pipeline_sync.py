@@ -12,7 +12,7 @@ from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
 from plait.data.loader import Batch
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
@@ -52,7 +52,9 @@ def choose_sync_of_pipelines(
     return choose([[times[in_order(each)[0]] for each in group] for group in groups], "pipelines")
 
 
-def time_update(pipeline: Pipeline, batch: Batch, usual: int, seed: int, components: Components) -> float:
+def time_update(
+    pipeline: PipelineExecutor, batch: Batch, usual: int, seed: int, components: Components
+) -> float:
     """Seconds until this worker has done its part of an update; the pipeline's workers call it together.
 
     A batch of the pipeline usually has `usual` samples.

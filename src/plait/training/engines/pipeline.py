@@ -19,11 +19,12 @@ from torch import Tensor
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
+from plait.data.call_model import evaluated_weights
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.data.seeding import mix, seed_all
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
@@ -34,7 +35,7 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, requests_of
-from plait.training.evaluate import evaluated_weights, in_order, means
+from plait.training.evaluate import in_order, means
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.stages.loss_sums import DeferredStepReduce
 from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
@@ -54,10 +55,10 @@ class StageAudit(Protocol):
 
 
 # Called before an interval: the most steps that it may have, and the audit if its only step is audited.
-BeginAudit = Callable[[Pipeline], tuple[int, StageAudit | None]]
+BeginAudit = Callable[[PipelineExecutor], tuple[int, StageAudit | None]]
 
 
-def not_audited(pipeline: Pipeline) -> tuple[int, StageAudit | None]:
+def not_audited(pipeline: PipelineExecutor) -> tuple[int, StageAudit | None]:
     """No limit and no audit."""
     return UNKNOWN_STEPS, None
 
@@ -83,7 +84,7 @@ class PipelineEngine:
         on_operations: Callable[[Event], None] = lambda event: None,
         on_opened: Callable[[float], None] = lambda seconds: None,
         begin_audit: BeginAudit = not_audited,
-        make_monitor: Callable[[Pipeline], StageMonitor | None] = lambda pipeline: None,
+        make_monitor: Callable[[PipelineExecutor], StageMonitor | None] = lambda pipeline: None,
         group: WorkerGroup | None = None,
     ) -> None:
         self._worker = worker
@@ -97,7 +98,7 @@ class PipelineEngine:
         # Set in a sweep; in a run the group is that of its members.
         self._fixed_group = group
         self._group = group or ALONE
-        self._pipeline: Pipeline | None = None
+        self._pipeline: PipelineExecutor | None = None
         self._monitor: StageMonitor | None = None
         # In the current interval: the steps that were begun, how many are done, and the last known losses.
         self._begun: list[StepBatch] = []
@@ -327,7 +328,7 @@ class PipelineEngine:
             self.stages.close(pipeline)
 
     @property
-    def _pipe(self) -> Pipeline:
+    def _pipe(self) -> PipelineExecutor:
         assert self._pipeline is not None
         return self._pipeline
 
@@ -341,7 +342,7 @@ class PipelineEngine:
 def evaluation_sums(
     layout: PipelineLayout,
     components: AnyComponents,
-    pipeline: Pipeline,
+    pipeline: PipelineExecutor,
     trials: Sequence[Trial],
     slots: Sequence[int],
 ) -> Tensor:

@@ -15,7 +15,7 @@ from plait.comm.channels import Channels
 from plait.core.events import Event
 from plait.data import loader
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
@@ -59,13 +59,13 @@ class StagesSideBySide(MemberState, Protocol):
 
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]: ...
 
-    def local_state(self, slot: int, pipeline: Pipeline) -> State: ...
+    def local_state(self, slot: int, pipeline: PipelineExecutor) -> State: ...
 
     def gather(self, slot: int, local: State, group: WorkerGroup) -> EngineState | None: ...
 
     def leave_to(self, staying: Sequence[int]) -> None: ...
 
-    def close(self, pipeline: Pipeline) -> None: ...
+    def close(self, pipeline: PipelineExecutor) -> None: ...
 
 
 def join_pipelines(
@@ -107,7 +107,7 @@ class PipelineMember:
         worker: Worker,
         init: MemberInit,
         stages: StagesSideBySide,
-        pipeline: Pipeline,
+        pipeline: PipelineExecutor,
         on_event: Callable[[Event], None] = lambda event: None,
         monitor: ShareMonitor | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from plait.adapt.monitors.gradient_noise import GradientMoments
 from plait.comm.channels import Channels
 from plait.comm.lockstep import Lockstep
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
@@ -55,7 +55,7 @@ class PipelineReplica:
         settings: TrainSettings,
         components: AnyComponents,
         replicas: Sequence[PipelineLayout],
-        pipeline: Pipeline,
+        pipeline: PipelineExecutor,
         channels: Channels,
         prefix: str = PREFIX,
         step: int = 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from plait.comm.channels import Channels, connect
 from plait.comm.clock import clock_offset
-from plait.comm.collectives import broadcast_value
 from plait.core.errors import DataError, InputError, JobError
 from plait.core.files import write_atomic
 from plait.core.run_events import Verified
@@ -21,25 +21,24 @@ from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
 from plait.pipeline import executor as pipelines
-from plait.pipeline.cutting.check_model import StageError, check_state
-from plait.pipeline.cutting.cut import written_buffers_of_replicas
 from plait.pipeline.cutting.trace_job import check_target
-from plait.pipeline.gradient_sync import find_stages
+from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.loss_scale import LossScale
-from plait.pipeline.named_state import model_state, unsaved_state
+from plait.pipeline.named_state import unsaved_state, whole_state
 from plait.pipeline.verify.in_process import Choices
-from plait.pipeline.verify.verify_stages import Example, VerifiedStages, prepare_stages
+from plait.pipeline.verify.optimizer_traits import objection_in_stages
+from plait.pipeline.verify.prepare import free_other_stages, prepare_layout, prepare_together
+from plait.pipeline.verify.verify_stages import Example, VerifiedStages
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
 from plait.profiler.traced_model import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training.checkpoint import EngineState
-from plait.training.checks.replicas import describe_rows, own_buffers
 from plait.training.components import Components, build_model
 from plait.training.engines.straggler_injection import StragglerInjector
 from plait.training.optimizers.build import build_optimizer
-from plait.training.optimizers.traits import check_gradients_left, find_traits
+from plait.training.optimizers.traits import traits_of
 from plait.training.run_record import RunRecorder
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification import same_random_numbers
@@ -81,24 +80,14 @@ def prepare_pipeline(
     settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout, verify: bool
 ) -> tuple[VerifiedStages, PipelineLayout]:
     """The model traced in whole modules where the layout allows it; its stages are verified if `verify`."""
-    traced = trace_components(settings, components, evaluation=False)
-    _check_layers(settings, traced, pipeline_layout)
-    example = example_of(settings, components, pipeline_layout) if verify else None
-    verified = prepare_stages(
-        traced,
-        pipeline_layout.stages,
-        lambda whole: trace_components(settings, components, whole),
-        example,
+    verified = prepare_layout(
+        partial(trace_components, settings, components),
+        pipeline_layout,
+        example_of(settings, components, pipeline_layout) if verify else None,
+        settings.model.factory,
+        partial(_check_values, settings, components),
     )
-    pipeline_layout = replace(pipeline_layout, stages=verified.stages)
-    check_state(verified.traced, pipeline_layout)
-    if example is not None:
-        _check_values(settings, components, verified.traced)
-        names = written_buffers_of_replicas(verified.traced, pipeline_layout)
-        local = [name for name in own_buffers(components.model) if name in names]
-        if local and (message := describe_rows(components.model, example.batches[0][0], local)):
-            raise StageError(message)
-    return verified, pipeline_layout
+    return verified, replace(pipeline_layout, stages=verified.stages)
 
 
 def _check_values(settings: TrainSettings, components: Components, traced: TracedModel) -> None:
@@ -129,7 +118,7 @@ def example_of(settings: TrainSettings, components: Components, pipeline_layout:
     return Example(batches, components.loss, choices, fresh)
 
 
-def prepare_together(
+def prepare_job(
     worker: Worker,
     settings: TrainSettings,
     components: Components,
@@ -141,51 +130,45 @@ def prepare_together(
     A run that resumes under the same plan is not verified again, unless the job says `every_run`; the
     verified stages are saved in its folder.
     """
-    outcome = _prepare_here(worker, settings, components, pipeline_layout, folder)
-    local = outcome.pop("checked")
-    if worker.world_size > 1:
-        outcome = broadcast_value(outcome, 0)
-    if outcome["failure"] is not None:
-        raise JobError(outcome["failure"])
-    stages = tuple(tuple(ids) for ids in outcome["stages"])
-    if local is None or local.fine != stages:
-        local, _ = prepare_pipeline(
-            settings, components, replace(pipeline_layout, stages=stages), verify=False
-        )
-    verified = replace(local, notes=tuple(outcome["notes"]), seconds=outcome["seconds"])
+
+    def prepare_again(stages: Stages | None) -> VerifiedStages:
+        layout = pipeline_layout if stages is None else replace(pipeline_layout, stages=stages)
+        return prepare_pipeline(settings, components, layout, verify=False)[0]
+
+    def prepare_first() -> VerifiedStages:
+        try:
+            return _prepare_first(settings, components, pipeline_layout, folder)
+        except (JobError, DataError):  # which name the key
+            raise
+        except InputError as failure:
+            raise JobError(f"parallel.plan: {failure}") from None
+
+    try:
+        verified = prepare_together(worker.rank, worker.world_size, prepare_first, prepare_again)
+    except InputError as failure:
+        raise JobError(str(failure)) from None
     return verified, replace(pipeline_layout, stages=verified.stages)
 
 
 _NOT_WHOLE = "the stages are not verified: no worker has memory for the whole model"
 
 
-def _prepare_here(
-    worker: Worker,
-    settings: TrainSettings,
-    components: Components,
-    pipeline_layout: PipelineLayout,
-    folder: RunDir | None,
-) -> dict[str, Any]:
-    """The outcome on this worker; all workers use that of rank 0, which verifies and has the run's folder."""
-    outcome: dict[str, Any] = {"stages": pipeline_layout.stages, "notes": (), "seconds": 0.0, "failure": None}
-    verify = settings.verify.start != "off" and worker.rank == 0
+def _prepare_first(
+    settings: TrainSettings, components: Components, pipeline_layout: PipelineLayout, folder: RunDir | None
+) -> VerifiedStages:
+    """The stages on rank 0, which verifies and has the run's folder."""
+    verify = settings.verify.start != "off"
     if verify and components.local_tensors is not None:
-        verify, outcome["notes"] = False, (_NOT_WHOLE,)
+        verified, _ = prepare_pipeline(settings, components, pipeline_layout, verify=False)
+        return replace(verified, notes=(_NOT_WHOLE, *verified.notes))
     if verify and settings.verify.start == "first":
         known = _known_stages(folder, settings, pipeline_layout)
         if known is not None:
             verify, pipeline_layout = False, replace(pipeline_layout, stages=known)
-    try:
-        verified, _ = prepare_pipeline(settings, components, pipeline_layout, verify)
-    except (JobError, DataError) as failure:  # which name the key
-        return outcome | {"failure": str(failure), "checked": None}
-    except InputError as failure:
-        return outcome | {"failure": f"parallel.plan: {failure}", "checked": None}
+    verified, _ = prepare_pipeline(settings, components, pipeline_layout, verify)
     if verify and folder is not None:
         _keep_stages(folder, settings, pipeline_layout, verified.fine)
-    notes = (*outcome["notes"], *verified.notes)
-    outcome |= {"stages": verified.fine, "notes": notes, "seconds": verified.seconds}
-    return outcome | {"checked": verified}
+    return verified
 
 
 def _fingerprint(settings: TrainSettings, pipeline_layout: PipelineLayout) -> Any:
@@ -229,43 +212,13 @@ def link(worker: Worker, pipeline_layout: PipelineLayout, device: torch.device) 
     return connect(worker.rendezvous, pipeline_layout.workers, window=pipeline_layout.window(), device=device)
 
 
-def _check_layers(settings: TrainSettings, traced: TracedModel, pipeline_layout: PipelineLayout) -> None:
-    layers = [layer for ids in pipeline_layout.stages for layer in ids]
-    unknown = [layer for layer in layers if layer not in traced.layer_by_id]
-    missing = [layer.id for layer in traced.layers if layer.id not in set(layers)]
-    if unknown or missing:
-        what = f"has layer {unknown[0]!r}" if unknown else f"lacks layer {missing[0]!r}"
-        raise JobError(
-            f"parallel.plan: the plan is for another model than {settings.model.factory}: it {what}; make "
-            f"one for this job with plait profile and plait plan"
-        )
-
-
 def check_optimizer(
     settings: TrainSettings, components: Components, traced: TracedModel, pipeline_layout: PipelineLayout
 ) -> None:
     """Refuse a custom optimizer whose updates in stages would differ from those on one worker."""
-    kind = settings.optimizer.kind
-    traits = find_traits(settings.optimizer, dict(components.model.named_parameters()))
-    check_gradients_left(kind, traits)
-    if traits.couples and len(pipeline_layout.stages) > 1:
-        raise JobError(
-            f"optimizer.kind: {kind} computes an update from all parameters together (a norm over all, say), "
-            f"and a stage has only some; use plan: data-parallel, or, for a limit on the norm, clip_norm, "
-            f"which is that of all stages under the schedules that drain"
-        )
-    if traits.draws and len(pipeline_layout.stages) > 1:
-        raise JobError(
-            f"optimizer.kind: {kind} draws random numbers for one parameter after the other; a stage, which "
-            f"has only some, would draw others than one worker does; use plan: data-parallel"
-        )
-    tied = any(len(stages) > 1 for stages in find_stages(traced, pipeline_layout).values())
-    if traits.counts and not pipeline_layout.schedule.synchronous and (pipeline_layout.shared or tied):
-        raise JobError(
-            f"optimizer.kind: {kind} counts its updates (in its groups or attributes), and under schedule "
-            f"{pipeline_layout.schedule.value} a worker with several stages, or with tied weights, updates "
-            f"several times a batch; use schedule flush"
-        )
+    traits = traits_of(settings.optimizer, dict(components.model.named_parameters()))
+    if why := objection_in_stages(settings.optimizer.kind, traits, traced, pipeline_layout):
+        raise JobError(f"optimizer.kind: {why}")
 
 
 def open_pipeline(
@@ -276,7 +229,7 @@ def open_pipeline(
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
     group: WorkerGroup = ALONE,
-) -> tuple[Channels, pipelines.Pipeline]:
+) -> tuple[Channels, pipelines.PipelineExecutor]:
     """This worker's part of a pipeline, with the state of `components`; all workers call it together.
 
     The workers may be in several pipelines. They are those of `group` if it has links, else the world.
@@ -285,7 +238,7 @@ def open_pipeline(
     check_optimizer(settings, components, traced, pipeline_layout)
     links = group.links
     channels = link(worker, pipeline_layout, components.device) if links is None else links.channels
-    pipeline = pipelines.Pipeline(
+    pipeline = pipelines.PipelineExecutor(
         worker.rank,
         pipeline_layout,
         traced,
@@ -307,19 +260,9 @@ def open_pipeline(
     if links is None:
         pipeline.clock_offset_s = clock_offset(worker.rank, hosts)
     pipeline.take_optimizer_state(components.optimizer)
-    held = {name for layer in traced.layers for name in (*layer.parameters, *layer.buffers)}
-    _free_other_stages(components, pipeline, held)
-    return channels, pipeline
-
-
-def _free_other_stages(components: Components, pipeline: pipelines.Pipeline, everywhere: set[str]) -> None:
-    """Free the memory of tensors that only other workers hold; their names stay."""
-    kept = {id(t) for m in pipeline.modules.values() for t in (*m.parameters(), *m.buffers())}
-    named = [*components.model.named_parameters(), *components.model.named_buffers()]
-    for name, tensor in named:
-        if id(tensor) not in kept and name in everywhere:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    free_other_stages(components.model, pipeline, traced)
     components.optimizer.state.clear()
+    return channels, pipeline
 
 
 def gathered(
@@ -329,8 +272,7 @@ def gathered(
     model, optimizer = map(group.gather, local)
     if not group.is_first:
         return None
-    whole = {**model_state(components.model), **model}
-    whole |= {name: whole[first] for name, first in tied.items()}
+    whole = whole_state(components.model, model, tied)
     unsaved = tuple(unsaved_state(components.optimizer))
     return EngineState(whole, optimizer, unsaved=unsaved, loss_scale=components.scaler.state_dict())
 

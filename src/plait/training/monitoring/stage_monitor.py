@@ -12,7 +12,7 @@ from dataclasses import replace
 from plait.adapt.monitors.gradient_noise import GradientAverages, GradientMoments
 from plait.adapt.monitors.step_times import WorkerTimes
 from plait.core.run_events import Signals
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.replan import seconds_of_devices
 from plait.planner.schedules.operations import Op
@@ -44,7 +44,7 @@ class StageMonitor:
         self,
         worker: tuple[int, int],
         trials: Sequence[Trial],
-        pipeline: Pipeline,
+        pipeline: PipelineExecutor,
         averages: Sequence[GradientAverages],
         warn: Callable[[str], None],
         on_signals: Callable[[Signals], None] = lambda signals: None,

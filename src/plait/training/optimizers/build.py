@@ -13,6 +13,7 @@ import torch
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, parameters_of, resolve
 from plait.core.shown import shown
+from plait.data.call_model import set_mode
 from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
 from plait.training.optimizers.torch_kernels import use_fused_kernels
@@ -145,14 +146,3 @@ def build_optimizer(
     if not plain:
         use_fused_kernels(optimizer)
     return optimizer
-
-
-def has_modes(optimizer: object) -> bool:
-    """Whether an optimizer has other weights for evaluation than for training, as schedule-free ones do."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
-
-
-def set_mode(optimizer: Any, training: bool) -> None:
-    """Put an optimizer that has modes into one of them."""
-    if has_modes(optimizer):
-        optimizer.train() if training else optimizer.eval()

@@ -17,7 +17,7 @@ from plait.core.run_events import LayersMoved
 from plait.data.sampler import GlobalBatch, Position
 from plait.launch.run_dir import RunDir
 from plait.launch.worker_process import Worker
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by
 from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_aliases
@@ -43,7 +43,7 @@ from plait.training.engines.pipeline_setup import (
     State,
     gathered,
     open_pipeline,
-    prepare_together,
+    prepare_job,
     report_verification,
 )
 from plait.training.run_record import RunRecorder
@@ -128,7 +128,7 @@ class ModelStages(TrialStages):
             self._stored = state.stored
             checkpoints.check_names(self.components.model, self._stored.model)
 
-    def open(self) -> Pipeline:
+    def open(self) -> PipelineExecutor:
         """Cut the model, with its present state, into stages."""
         pipeline = self._open(self._distribute(), self.layout)
         if self._worker.memberships.can_change and self._can_lose_replicas():
@@ -153,9 +153,7 @@ class ModelStages(TrialStages):
             merge_into(self.components, self._held)
         self.layout = self._arrange()
         components = self.components
-        verified, prepared = prepare_together(
-            worker, self._settings, components, self._summed(), self._folder
-        )
+        verified, prepared = prepare_job(worker, self._settings, components, self._summed(), self._folder)
         self.layout = replace(self.layout, stages=prepared.stages)
         report_verification(self._recorder, verified)
         self.names = stages_by_name(verified.traced, self.layout)
@@ -171,7 +169,7 @@ class ModelStages(TrialStages):
         self._local_names = {name for name, ranks in needed.items() if worker.rank in ranks}
         return verified.traced
 
-    def _open(self, traced: TracedModel, layout: PipelineLayout) -> Pipeline:
+    def _open(self, traced: TracedModel, layout: PipelineLayout) -> PipelineExecutor:
         """This worker's part of the pipelines of `layout`."""
         worker, components = self._worker, self.components
         self.channels, pipeline = open_pipeline(
@@ -215,7 +213,7 @@ class ModelStages(TrialStages):
         self._recorder.record(LayersMoved(self._trials[0].step, tuple(sorted(moved))))
         self._handed_over = set()
 
-    def close(self, pipeline: Pipeline) -> None:
+    def close(self, pipeline: PipelineExecutor) -> None:
         self._close(pipeline.close)
 
     def _close(self, close_pipeline: Callable[[], None]) -> None:

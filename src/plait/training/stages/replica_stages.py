@@ -11,7 +11,7 @@ from plait.comm.collectives import all_gather_values
 from plait.comm.groups import new_group_of_members
 from plait.data import loader
 from plait.data.loader import Batch
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, microbatch_count
@@ -42,7 +42,7 @@ class ReplicaStages(ModelStages):
     def _summed(self) -> PipelineLayout:
         return replica_layouts(self.layout)[0]
 
-    def open_replica(self) -> Pipeline | None:
+    def open_replica(self) -> PipelineExecutor | None:
         """This worker's part of its pipeline; None if it is in none. All workers call it together."""
         traced, rank = self._distribute(), self._worker.rank
         self.replicas = replica_layouts(self.layout)

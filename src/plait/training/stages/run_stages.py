@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from plait.data.sampler import Position
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.training.audit.schedule import USUAL_COST, next_audited
 from plait.training.audit.stage_audit import AuditedStages
 from plait.training.components import Components
@@ -63,7 +63,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
             run.trial.signals.forget()
         run.opened_s = seconds
 
-    def begin_audit(pipeline: Pipeline) -> tuple[int, AuditedStages | None]:
+    def begin_audit(pipeline: PipelineExecutor) -> tuple[int, AuditedStages | None]:
         """Steps until the next audit, or (1, the audit) if the next step is audited."""
         # On a CPU the first worker can use the cores of the workers that wait.
         cost = USUAL_COST if run.components.device.type == "cpu" else float(worker.world_size)
@@ -75,7 +75,7 @@ def pipeline_engine(run: Run) -> PipelineEngine:
             return 1, None
         return 1, AuditedStages(worker, run.trial, run.components, pipeline, stages.names, run.audits)
 
-    def make_monitor(pipeline: Pipeline) -> StageMonitor | None:
+    def make_monitor(pipeline: PipelineExecutor) -> StageMonitor | None:
         if not is_monitored(run.settings):
             return None
         workers, trial = (worker.rank, worker.world_size), run.trial

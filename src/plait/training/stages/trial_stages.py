@@ -10,7 +10,7 @@ from typing import Any
 from plait.adapt.changes import PlanChange
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.schema.settings import TrainSettings
@@ -52,10 +52,10 @@ class TrialStages(ABC):
     components: AnyComponents
 
     @abstractmethod
-    def open(self) -> Pipeline:
+    def open(self) -> PipelineExecutor:
         """Build the stages with the present state of the components."""
 
-    def close(self, pipeline: Pipeline) -> None:
+    def close(self, pipeline: PipelineExecutor) -> None:
         """Close the pipeline; the state of its stages is kept."""
         pipeline.close()
 
@@ -67,11 +67,11 @@ class TrialStages(ABC):
     def contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:
         """Inputs and targets of microbatches of `steps` that enter through this worker, on its device."""
 
-    def state(self, slot: int, pipeline: Pipeline, group: WorkerGroup) -> EngineState | None:
+    def state(self, slot: int, pipeline: PipelineExecutor, group: WorkerGroup) -> EngineState | None:
         """The state of the trial in `slot`, on the first worker."""
         return self.gather(slot, self.local_state(slot, pipeline), group)
 
-    def local_state(self, slot: int, pipeline: Pipeline) -> State:
+    def local_state(self, slot: int, pipeline: PipelineExecutor) -> State:
         """The part of a trial's state of which this worker is the first holder."""
         return pipeline.state()
 
