@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.adapt.monitors.gradient_noise import GradientNorms, estimate
 from plait.adapt.monitors.squared_norms import gradients, trial_squared_norms
-from plait.pipeline.executor import Pipeline
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.microbatches import MicrobatchSource
 from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 
@@ -22,7 +22,7 @@ from plait.planner.schedules.operations import Backward, BackwardWeight, Op
 class StageNorms:
     """Measures the batches of a pipeline of `trials` trials, under a schedule that drains."""
 
-    def __init__(self, pipeline: Pipeline, trials: int) -> None:
+    def __init__(self, pipeline: PipelineExecutor, trials: int) -> None:
         self._pipeline = pipeline
         self._counted = pipeline.counted_parameters()
         pipeline.on_backward, pipeline.on_gradients = self._after_backward, self._before_update
