@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plait.core.codec import encode
-from plait.core.errors import PlaitError
+from plait.core.errors import InputError, PlaitError
 from plait.core.events import Event, read
 from plait.core.run_events import CheckpointSaved, Evaluated, RunEnded, RunStarted, Step
 from plait.jobs.train import train
@@ -64,20 +64,24 @@ def check(
 ) -> CheckReport:
     """Take `steps` steps of `job` on its workers and evaluate once; what was measured, and what is expected.
 
-    Nothing is left of it. What a run would refuse, and what fails in it, is raised as by `train`.
+    Nothing is left of it, but for the logs of one that fails. What a run would refuse, and what fails in it,
+    is raised as by `train`.
     """
     job, display = as_job(job), display or Silent()
     folder = new_run(Path(job.run_dir), f"{job.name}-check")
+    is_kept = False
     try:
         result = train(_shortened(job, steps), run_folder=str(folder.path), display=display)
-        events = _events(folder)
-        return _report(job, events, result.audited_steps, result.warnings)
-    except PlaitError:
-        display.printed(f"in order so far: {', '.join(_passed(_events(folder)))}")
+        return _report(job, _events(folder), result.audited_steps, result.warnings)
+    except PlaitError as failure:
+        is_kept = not isinstance(failure, InputError)  # its message names the log
+        if passed := _passed(_events(folder)):
+            display.printed(f"in order so far: {', '.join(passed)}")
         raise
     finally:
-        shutil.rmtree(folder.path, ignore_errors=True)
-        folder.remove_made()
+        if not is_kept:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            folder.remove_made()
 
 
 def _shortened(job: Job, steps: int) -> Job:
@@ -105,9 +109,9 @@ def _of(events: Sequence[Event], kind: type[EventKind]) -> list[EventKind]:
 
 def _passed(events: Sequence[Event]) -> list[str]:
     """What is known to work, after a trial that failed."""
-    passed = ["the job file"]
+    passed = list[str]()
     if _of(events, RunStarted):
-        passed += ["the model", "the data, the same on all workers", "the loss", "the first test batches"]
+        passed += ["the model", "the data", "the loss", "the first test batches"]
     if taken := _of(events, Step):
         passed.append(f"{len(taken)} steps")
     return passed
