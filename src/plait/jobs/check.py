@@ -5,6 +5,7 @@ A run looks at its code, data, loss and metric itself before the first step; thi
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plait.core.codec import encode
-from plait.core.errors import InputError, PlaitError
+from plait.core.errors import PlaitError
 from plait.core.events import Event, read
 from plait.core.run_events import CheckpointSaved, Evaluated, RunEnded, RunStarted, Step
 from plait.jobs.train import train
@@ -72,9 +73,11 @@ def check(
     is_kept = False
     try:
         result = train(_shortened(job, steps), run_folder=str(folder.path), display=display)
+        if result.reason == "stopped":
+            raise KeyboardInterrupt  # as before the first step
         return _report(job, _events(folder), result.audited_steps, result.warnings)
     except PlaitError as failure:
-        is_kept = not isinstance(failure, InputError)  # its message names the log
+        is_kept = failure.exit_status == PlaitError.exit_status  # its message names the log
         if passed := _passed(_events(folder)):
             display.printed(f"in order so far: {', '.join(passed)}")
         raise
@@ -117,6 +120,12 @@ def _passed(events: Sequence[Event]) -> list[str]:
     return passed
 
 
+def _occasions(steps: int, every: int, other: int) -> int:
+    """How often something is done that is due every `every` steps, every `other` steps, and at the end."""
+    ends_between = steps % every != 0 and steps % other != 0
+    return steps // every + steps // other - steps // math.lcm(every, other) + ends_between
+
+
 def _report(
     job: Job, events: Sequence[Event], audited_steps: int | None, warnings: tuple[str, ...]
 ) -> CheckReport:
@@ -134,10 +143,10 @@ def _report(
         run_steps = job.epochs * steps_per_epoch(started.samples, job.data.batch_size, keeps)
     run_s = None
     if run_steps is not None:
-        # A checkpoint is written before every evaluation, too, and both at the end.
-        times = run_steps // (job.evaluate.every_steps or run_steps + 1) + 1 if evaluations else 1
-        saved = times + run_steps // (job.checkpoint.every_steps or run_steps + 1)
-        run_s = run_steps * step_s + times * (evaluation_s or 0.0) + saved * checkpoint_s
+        # A checkpoint is written before every evaluation, too.
+        every = job.evaluate.every_steps or run_steps
+        run_s = run_steps * step_s + _occasions(run_steps, every, every) * (evaluation_s or 0.0)
+        run_s += _occasions(run_steps, every, job.checkpoint.every_steps or run_steps) * checkpoint_s
     return CheckReport(
         name=job.name,
         model=started.model,
