@@ -83,15 +83,18 @@ class JoinedWorkers:
         raise PlaitError("the launcher that started these workers decides how many there are")
 
 
-def follow(world: World) -> None:
-    """Do what rank 0 starts with `JoinedWorkers`, in all other processes; InputError if it refuses."""
+def follow(world: World) -> Any:
+    """Do what rank 0 starts with `JoinedWorkers`, in all other processes; returns what the entry returns.
+
+    InputError if rank 0 refuses.
+    """
     order = broadcast_value(None, 0)
     if "failure" in order:
         raise RefusedElsewhereError(order["failure"])
     _check_everywhere(world, order["check"], order["settings"])
     _agree(world, None)
     _states_of(world)
-    _train(world, order["entry"], order["settings"], Silent())
+    return _train(world, order["entry"], order["settings"], Silent())
 
 
 class RefusedElsewhereError(InputError):

@@ -17,7 +17,10 @@ from typing import Any, NoReturn
 import typer
 
 from plait.cli.bench import BenchCommand, bench
+from plait.cli.check import check
 from plait.cli.demo import demo
+from plait.cli.manifest import manifest
+from plait.cli.new import new
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, resize, status, stop
@@ -54,7 +57,7 @@ def _expanded(value: Any) -> Any:
     return Path(expand_path(str(value))) if isinstance(value, Path) else value
 
 
-for verb in (demo, profile, plan, train, sweep, evaluate, status, stop, resize, bench):
+for verb in (demo, new, check, profile, plan, train, sweep, evaluate, status, stop, resize, manifest, bench):
     app.command(cls=BenchCommand if verb is bench else None)(with_paths(verb))
 
 

@@ -85,12 +85,16 @@ class CheckpointRefused(Event):
 
 
 class RunEnded(Event):
-    """The run ended: `reason` is finished, stopped, early-stop or diverged."""
+    """The run ended: `reason` is finished, stopped, early-stop or diverged.
+
+    `memory_bytes` is the most that the worker which wrote this held, of its GPU if it has one.
+    """
 
     step: int
     reason: str
     seconds: float
     samples_per_s: float
+    memory_bytes: int = 0
 
 
 class Operations(Event):

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from plait.api.joined_workers import JoinedWorkers, follow, refuse
 from plait.api.world import World, init
-from plait.core.errors import InputError
+from plait.core.codec import decode
 from plait.jobs.train import train_on
 from plait.launch.display import Display, Silent
 from plait.launch.messages import Launch
 from plait.schema.job import Job, Overrides, read_job
+from plait.schema.job_checks import check_joined
 from plait.schema.results import RunResult
 
 # Where the processes of one torchrun keep the folder of their run, for those that it restarts.
@@ -27,16 +28,15 @@ def train_joined(
     resume: bool = False,
     run_folder: str | None = None,
     display: Display | None = None,
-) -> RunResult | None:
-    """Run a job file with this process as one worker; returns the result on rank 0, None on the others.
+) -> RunResult:
+    """Run a job file with this process as one worker; returns the result, with all its figures on rank 0.
 
     All processes call it. Their number replaces `parallel.workers`. Processes that torchrun has restarted
     continue their run from its newest checkpoint.
     """
     world = init()
     if not world.is_first:
-        follow(world)
-        return None
+        return decode(RunResult, follow(world), "result")
     has_started = False
 
     def start(launch: Launch, shown: Display) -> JoinedWorkers:
@@ -58,19 +58,8 @@ def train_joined(
 
 def _job_for(world: World, path: str | Path, overrides: Overrides) -> Job:
     """The job, with the processes of `world` as its workers; InputError if they cannot run it."""
-    workers = [("parallel.workers", world.world_size), ("cluster.hosts", [])]
-    job = read_job(path, [*overrides, *workers])
-    if job.parallel.elastic:
-        raise InputError(
-            f"parallel.elastic: found true, but {world.launcher} decides which workers there are; start "
-            "the job with plait train, or leave it out (after torchrun --max-restarts it goes on from its "
-            "checkpoints)"
-        )
-    if job.parallel.plan == "auto":
-        raise InputError(
-            f"parallel.plan: found 'auto', which measures on workers that Plait itself starts, not on those "
-            f"of {world.launcher}; make a plan first (plait profile, plait plan) and name its file"
-        )
+    job = read_job(path, [*overrides, ("parallel.workers", world.world_size), ("cluster.hosts", [])])
+    check_joined(job, world.launcher)
     return job
 
 

@@ -54,6 +54,20 @@ def check_combinations(job: Job) -> None:
         raise JobError("early_stop: needs evaluations; add evaluate.every_steps")
 
 
+def check_joined(job: Job, launcher: str) -> None:
+    """Raise JobError if the job cannot run on workers that `launcher` starts."""
+    if job.parallel.elastic:
+        raise JobError(
+            f"parallel.elastic: found true, but {launcher} decides which workers there are; start the job "
+            "with plait train, or leave it out (a restarted job goes on from its checkpoints)"
+        )
+    if job.parallel.plan == "auto":
+        raise JobError(
+            f"parallel.plan: found 'auto', which measures on workers that Plait itself starts, not on those "
+            f"of {launcher}; make a plan first (plait profile, plait plan) and name its file"
+        )
+
+
 def _check_plan(job: Job) -> None:
     parallel = job.parallel
     names = ["data-parallel", "model-parallel", "auto"]

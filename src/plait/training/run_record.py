@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -206,7 +207,7 @@ class RunRecorder:
         """Close the record; returns the result of the run, without its folder."""
         seconds = self._clock() - self._started
         rate = self._all_samples / self._training_s if self._training_s else 0.0
-        self.record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1)))
+        self.record(run_events.RunEnded(step, reason, round(seconds, 3), round(rate, 1), self._peak_memory()))
         self._close()
         return RunResult(
             reason=reason,
@@ -224,6 +225,12 @@ class RunRecorder:
             audited_steps=audited and audited[0],
             largest_difference=audited and audited[1],
         )
+
+    def _peak_memory(self) -> int:
+        """The most bytes that this worker held on its device."""
+        if self._device.startswith("cuda"):
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def take_over(self) -> None:
         """Write the record from now on, in the events file of this worker: the previous writer is gone."""
