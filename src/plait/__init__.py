@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
+    from plait.jobs.open_run import Run, open_run
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
     from plait.pipeline.verify.verify_stages import verify_stages
@@ -39,6 +40,7 @@ __all__ = [
     "Job",
     "Plan",
     "Profile",
+    "Run",
     "RunResult",
     "Shared",
     "StepTimer",
@@ -53,6 +55,7 @@ __all__ = [
     "launch",
     "machines",
     "make_job",
+    "open_run",
     "plan",
     "profile",
     "read_job",
@@ -73,6 +76,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Job": ("plait.schema.job", "Job"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
+    "Run": ("plait.jobs.open_run", "Run"),
     "RunResult": ("plait.schema.results", "RunResult"),
     "Shared": ("plait.fusion", "Shared"),
     "StepTimer": ("plait.adapt.monitors.step_times", "StepTimer"),
@@ -86,6 +90,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "launch": ("plait.api.launching", "launch"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),
+    "open_run": ("plait.jobs.open_run", "open_run"),
     "plan": ("plait.planner", "make_plan"),
     "profile": ("plait.profiler.profile", "profile_model"),
     "read_job": ("plait.schema.job", "read_job"),

@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(asked: argparse.Namespace) -> int:
-    from plait.cli.show import RunDisplay
     from plait.cli.train import show_result, show_warnings
     from plait.jobs.joined import train_joined
+    from plait.report.terminal import RunDisplay
 
     chosen = [("parallel.plan", asked.plan)] if asked.plan is not None else []
     with RunDisplay(asked.quiet or asked.json) as display:
