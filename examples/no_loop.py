@@ -16,7 +16,8 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.layers(images / 16)
+        logits: torch.Tensor = self.layers(images / 16)
+        return logits
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,6 @@ result = plait.train(
     optimizer=functools.partial(torch.optim.AdamW, lr=0.01),
     epochs=3,
     workers=2,
-    progress=True,
 )
 run = plait.open_run(result.run)
 losses = [value for _, value in run.history("loss")]

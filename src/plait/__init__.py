@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
-    from plait.jobs.open_run import Run, open_run
+    from plait.jobs.open_run import OpenedRun, open_run
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
     from plait.pipeline.verify.verify_stages import verify_stages
@@ -38,9 +38,9 @@ __all__ = [
     "GradientNoiseScale",
     "GradientVariance",
     "Job",
+    "OpenedRun",
     "Plan",
     "Profile",
-    "Run",
     "RunResult",
     "Shared",
     "StepTimer",
@@ -74,9 +74,9 @@ _HOMES: dict[str, tuple[str, str]] = {
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
     "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
+    "OpenedRun": ("plait.jobs.open_run", "OpenedRun"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
-    "Run": ("plait.jobs.open_run", "Run"),
     "RunResult": ("plait.schema.results", "RunResult"),
     "Shared": ("plait.fusion", "Shared"),
     "StepTimer": ("plait.adapt.monitors.step_times", "StepTimer"),

@@ -17,7 +17,7 @@ from plait.api.objects import KeptObjects, keep
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
-from plait.jobs.train import train_on
+from plait.jobs.train_on import train_on
 from plait.launch.display import Display
 from plait.launch.supervisor import Supervisor
 from plait.schema.hosts import LOCAL

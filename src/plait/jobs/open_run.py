@@ -30,7 +30,7 @@ _OF_STEPS = ("loss", "lr", "epoch")
 _TEST = "test_"
 
 
-def open_run(run: str | Path, run_dir: str | Path = "runs", *, trust: bool = False) -> Run:
+def open_run(run: str | Path, run_dir: str | Path = "runs", *, trust: bool = False) -> OpenedRun:
     """The run that `run` names: a folder, a name below `run_dir`, or a job's name, which is its latest run.
 
     What another user's run names, such as its model, is code of theirs; it is refused unless `trust` is set.
@@ -40,10 +40,10 @@ def open_run(run: str | Path, run_dir: str | Path = "runs", *, trust: bool = Fal
         folder.check_owner("pass trust=True")
     if folder.record.exists() and (kind := folder.read_record().kind) is not RunKind.TRAIN:
         raise InputError(f"{folder.path}: holds {kind.label}, expected a training run")
-    return Run(folder)
+    return OpenedRun(folder)
 
 
-class Run:
+class OpenedRun:
     """A run of a job, finished or not, as its folder has it; made by `open_run`."""
 
     def __init__(self, folder: RunDir) -> None:
