@@ -20,10 +20,6 @@ class Net(nn.Module):
         return logits
 
 
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, target, label_smoothing=0.1)
-
-
 digits = load_digits()
 images = TensorDataset(torch.tensor(digits.data, dtype=torch.float32), torch.tensor(digits.target))
 train_set, test_set = random_split(images, [0.8, 0.2], torch.Generator().manual_seed(0))
@@ -31,7 +27,7 @@ train_set, test_set = random_split(images, [0.8, 0.2], torch.Generator().manual_
 result = plait.train(
     model=Net,
     data=(train_set, test_set),
-    loss=loss,
+    loss=nn.CrossEntropyLoss(label_smoothing=0.1),
     optimizer=functools.partial(torch.optim.AdamW, lr=0.01),
     epochs=3,
     workers=2,

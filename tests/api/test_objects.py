@@ -195,6 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a loss with weights": ({"loss": nn.Linear(2, 2)}, "would not be trained"),
     "a lock": ({"loss": lambda output, target, held=LOCK: output}, "cannot be pickled"),
     "other hosts": ({"cluster": {"hosts": ["w0:2"]}}, "kept on this machine"),
+    "a model first": ({"job": small_net}, "by its keyword"),
     "a job too": ({"job": "job.yaml"}, "besides a job"),
 }
 

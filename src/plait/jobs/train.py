@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import InputError
+from plait.core.shown import shown
 from plait.jobs.train_on import train_on
 from plait.launch.display import Display, Silent
 from plait.launch.run import check_alone
@@ -73,14 +74,23 @@ def train(
             from plait.report.terminal import RunDisplay
 
             display = stack.enter_context(RunDisplay())
-        shown = display or Silent()
+        display = display or Silent()
         if job is None:
             from plait.jobs.from_objects import train_objects
 
-            return train_objects(given, resume, run_folder, shown)
+            return train_objects(given, resume, run_folder, display)
+        _check_is_job(job)
         if extra := [key for key, value in given.items() if value is not None]:
             raise InputError(
                 f"{extra[0]}: found it besides a job, which has its own; change the job instead: "
                 f"plait.read_job(path, [({extra[0]!r}, value)])"
             )
-        return train_on(as_job(job), resume, run_folder, shown, Supervisor)
+        return train_on(as_job(job), resume, run_folder, display, Supervisor)
+
+
+def _check_is_job(job: object) -> None:
+    if not isinstance(job, (Job, str, Path, Mapping)):
+        raise InputError(
+            f"job: found {shown(job)}, expected a job, its file or its content; pass a model by its keyword: "
+            f"plait.train(model=..., data=...)"
+        )
