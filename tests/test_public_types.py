@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import plait
 from plait.core.codec import decode
@@ -112,7 +114,9 @@ def test_a_result_cannot_be_changed():
 
 
 def test_runs_and_sweeps_are_declared_to_return_their_results():
-    assert typing.get_type_hints(plait.train)["return"] is plait.RunResult
+    # Imported by a checker only: a job is started without torch.
+    names = {"Module": nn.Module, "Optimizer": torch.optim.Optimizer, "Tensor": torch.Tensor}
+    assert typing.get_type_hints(plait.train, localns=names)["return"] is plait.RunResult
     assert typing.get_type_hints(plait.sweep)["return"] is plait.SweepResult
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
+    from plait.jobs.open_run import OpenedRun, open_run
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
     from plait.pipeline.verify.verify_stages import verify_stages
@@ -43,6 +44,7 @@ __all__ = [
     "GradientNoiseScale",
     "GradientVariance",
     "Job",
+    "OpenedRun",
     "Pipeline",
     "Plan",
     "Profile",
@@ -61,6 +63,7 @@ __all__ = [
     "launch",
     "machines",
     "make_job",
+    "open_run",
     "plan",
     "profile",
     "read_job",
@@ -81,6 +84,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
     "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
+    "OpenedRun": ("plait.jobs.open_run", "OpenedRun"),
     "Pipeline": ("plait.api.pipeline", "Pipeline"),
     "Plan": ("plait.planner", "Plan"),
     "Profile": ("plait.profiler.profile", "Profile"),
@@ -98,6 +102,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "launch": ("plait.api.launching", "launch"),
     "machines": ("plait.planner", "machines"),
     "make_job": ("plait.schema.job", "make_job"),
+    "open_run": ("plait.jobs.open_run", "open_run"),
     "plan": ("plait.planner", "make_plan"),
     "profile": ("plait.profiler.profile", "profile_model"),
     "read_job": ("plait.schema.job", "read_job"),

@@ -72,7 +72,7 @@ def test_a_verb_without_standard_streams_does_its_work_and_writes_into_no_other_
 ):
     """A file that is opened next would get the number of the stream that is missing."""
     script = (
-        "import sys, plait.cli; from rich.table import Table; from plait.cli.show import print_table\n"
+        "import sys, plait.cli; from rich.table import Table; from plait.report.terminal import print_table\n"
         "def app():\n"
         "    with open(sys.argv[1], 'w') as file:\n"
         "        print_table(Table('column')); print('words', flush=True); print('words', file=sys.stderr)\n"

@@ -80,7 +80,7 @@ def test_a_run_shows_the_plan_that_was_made_for_it(tmp_path: Path, monkeypatch: 
         return data_parallel_plan(graph, machines(1, 1e9), Settings(microbatches=3)), graph
 
     monkeypatch.setattr(auto_plan, "measure_and_plan", make)
-    monkeypatch.setattr("plait.jobs.train.launch", lambda *_, **__: {"reason": "stopped"})
+    monkeypatch.setattr("plait.jobs.train_on.launch", lambda *_, **__: {"reason": "stopped"})
     Path(tmp_path / "job.yaml").write_text(json.dumps({**JOB, "run_dir": str(tmp_path)}))
     recorded = CliRunner().invoke(app, ["train", str(tmp_path / "job.yaml"), "--plan", "auto"]).stderr
     assert "1 stage on 1 device, schedule stash, 3 microbatches a step: 1.5 s predicted" in recorded
@@ -102,7 +102,7 @@ def test_workers_that_a_plan_has_no_use_for_are_left_out_and_the_run_goes_on_und
         return RunResult("finished", 1, 1, None, {}, None, 0.0, 0.0, 2, "cpu", warnings=("of a worker",))
 
     monkeypatch.setattr(auto_plan, "measure_and_plan", lambda *_: (made.pop(), chain([0.25])))
-    monkeypatch.setattr("plait.jobs.train.launch", launch)
+    monkeypatch.setattr("plait.jobs.train_on.launch", launch)
     job = {**JOB, "run_dir": str(tmp_path), "parallel": {"workers": 4, "plan": "auto"}}
     recorded = RecordingDisplay()
     found = train(job, display=recorded)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from plait.cli.show import describe
 from plait.core import events as core_events
 from plait.core import run_events as events
 from plait.core.errors import DataError, JobError
@@ -26,6 +25,7 @@ from plait.data.streams import StreamOrder, stream_batches
 from plait.launch.run_dir import RunDir
 from plait.measure.profile_job import profile_job
 from plait.planner.schedules.in_flight import Schedule
+from plait.report.terminal import describe
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

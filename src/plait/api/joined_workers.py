@@ -7,15 +7,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from plait.api.world import World
+from plait.api.world import World, world_of_one
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, PlaitError
-from plait.core.logs import forward_warnings
+from plait.core.logs import forwarding_warnings
 from plait.core.names import resolve
 from plait.launch.display import Display, Silent, WorkerState
 from plait.launch.membership import fixed_memberships
@@ -65,15 +66,15 @@ class JoinedWorkers:
         launch = self._launch
         _send(self._world, {"entry": launch.entry, "check": launch.check, "settings": launch.settings})
         _check_everywhere(self._world, launch.check, launch.settings)
-        forward_warnings(self._warn)
-        failure: PlaitError | None = None
-        try:
-            prepare()
-        except PlaitError as error:  # the others wait
-            failure = error
-        _agree(self._world, failure)
-        self._display.started(_states_of(self._world))
-        return {0: _train(self._world, launch.entry, launch.settings, self._display)}
+        with forwarding_warnings(self._warn):
+            failure: PlaitError | None = None
+            try:
+                prepare()
+            except PlaitError as error:  # the others wait
+                failure = error
+            _agree(self._world, failure)
+            self._display.started(_states_of(self._world))
+            return {0: _train(self._world, launch.entry, launch.settings, self._display)}
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
@@ -81,6 +82,13 @@ class JoinedWorkers:
 
     def request_control(self, request: Any) -> Any:
         raise PlaitError("the launcher that started these workers decides how many there are")
+
+
+def start_in_process(launch: Launch, display: Display) -> JoinedWorkers:
+    """This process as the only worker of `launch`, so that a debugger works and errors are the user's own."""
+    settings = {**launch.settings, "in_process": True}
+    world = world_of_one(settings["settings"]["device"], launch.placement.timeout_s)
+    return JoinedWorkers(world, replace(launch, settings=settings), display)
 
 
 def follow(world: World) -> Any:

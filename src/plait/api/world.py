@@ -88,6 +88,11 @@ def init(device: str | torch.device = "auto", timeout_s: float = TIMEOUT_S) -> W
     return _world
 
 
+def world_of_one(device: str | torch.device, timeout_s: float = TIMEOUT_S) -> World:
+    """This process alone, apart from the world that `init` returns."""
+    return _make_world(Environment("python", 0, 1), dist.HashStore(), device, timeout_s)
+
+
 def _from_torch(device: str | torch.device, timeout_s: float) -> World:
     """The world of a process group that the script has created."""
     store = dist.PrefixStore("plait", distributed_c10d._get_default_store())

@@ -40,8 +40,8 @@ def check(
 
     Example: plait check examples/digits.yaml -np 2
     """
-    from plait.cli.show import RunDisplay
     from plait.jobs.check import check as check_job
+    from plait.report.terminal import RunDisplay
     from plait.schema.job import read_job
 
     with os_errors_as_messages():
@@ -59,7 +59,7 @@ def check(
 def _show(report: CheckReport) -> None:
     from rich.table import Table
 
-    from plait.cli.show import print_table
+    from plait.report.terminal import print_table
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("model", f"{report.model}, {count_of(report.parameters, 'parameter')}")

@@ -43,7 +43,7 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
     if json_:
         print(json.dumps({"run": str(folder.path), **content}))
         return
-    from plait.cli.show import describe
+    from plait.report.terminal import describe
 
     age = show_seconds(max(0.0, time.time() - content["updated"]))
     lines = [f"{folder.path}: {content['state']}, last update {age} ago"]
@@ -194,7 +194,7 @@ def evaluate(
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
         if not trust:
-            _check_owner(folder)
+            folder.check_owner("say --trust")
         modules = folder.read_record().modules if folder.record.exists() else ()
     if best and every:
         raise InputError("--best and --all: found both, expected at most one of them")
@@ -204,7 +204,7 @@ def evaluate(
 
         options = dict(parse_override(text, "--score") for text in score)
     show_logs()
-    with searching(os.getcwd(), *modules):
+    with searching(os.getcwd(), *modules, str(folder.path.absolute())):
         from plait.jobs.evaluate import measure_kept, measure_run
 
         rows = measure_kept(folder, options) if every else [measure_run(folder, best, options)]
@@ -214,14 +214,3 @@ def evaluate(
         return
     for row in rows:
         print(f"{folder.path} at step {row['step']}: {show_metrics(row['metrics'])}")
-
-
-def _check_owner(folder: RunDir) -> None:
-    """Raise InputError for a run of another user, whose code would be executed."""
-    for file in (folder.settings, folder.record):
-        owner = file.stat().st_uid if file.exists() else 0
-        if owner not in (0, os.geteuid()):
-            raise InputError(
-                f"{file}: belongs to another user ({owner}), and to evaluate a run executes the code that it "
-                f"names, such as its model's; look at {folder.settings} first, then say --trust"
-            )

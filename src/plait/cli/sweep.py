@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.show import ProgressDisplay, describe, print_table
 from plait.cli.train import (
     STOPPED,
     HostsOption,
@@ -32,6 +31,7 @@ from plait.core.errors import InputError
 from plait.core.shown import show_numbers, shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launch.run_dir import RunDir, RunKind
+from plait.report.terminal import ProgressDisplay, describe, print_table
 from plait.schema.placement import ElasticRules, WorkerLimits
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 from plait.schema.settings import SEARCHES, SearchSettings

@@ -58,8 +58,8 @@ def train(
 
     Example: plait train examples/digits.yaml -np 2 --set optimizer.lr=0.05
     """
-    from plait.cli.show import RunDisplay
     from plait.jobs.train import train as train_job
+    from plait.report.terminal import RunDisplay
     from plait.schema.job import read_job
 
     chosen = [("parallel.plan", plan)] if plan is not None else []
@@ -143,7 +143,7 @@ def show_warnings(warnings: Sequence[str], quiet: bool) -> None:
 
 def show_result(result: RunResult) -> None:
     """Print the result table and the next command."""
-    from plait.cli.show import print_table, result_table
+    from plait.report.terminal import print_table, result_table
 
     folder = RunDir(Path(result.run))
     print_table(result_table(result))

@@ -31,15 +31,22 @@ def forward_warnings(forward: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
+def forwarding_warnings(forward: Callable[[str], None]) -> Iterator[None]:
+    """Call `forward` with each different warning of Plait's loggers within the block."""
+    handler, logger = WarningHandler(forward), logging.getLogger("plait")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
 def kept_warnings() -> Iterator[list[str]]:
     """Collect the different warnings of Plait's loggers within the block in a list."""
     warnings: list[str] = []
-    handler, logger = WarningHandler(warnings.append), logging.getLogger("plait")
-    logger.addHandler(handler)
-    try:
+    with forwarding_warnings(warnings.append):
         yield warnings
-    finally:
-        logger.removeHandler(handler)
 
 
 def show_logs() -> None:

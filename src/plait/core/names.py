@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.aliases import ALIASES
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PlaitError
 from plait.core.shown import listed, shortened, shown
 from plait.core.units import count_of
 
@@ -98,6 +98,8 @@ def resolve(path: str, key: str, error: type[InputError] = InputError) -> Any:
                 f"{key}: found {shown(path)}, but {shortened(module_name)} has no {shown(part)}{suggestion}"
                 f"{_hidden(module_name)}"
             ) from None
+        except PlaitError as failure:
+            raise error(f"{key}: {failure}") from failure
         except Exception as failure:  # a module may define __getattr__
             raise error(f"{key}: {shown(path)} cannot be read: {in_words(failure)}") from failure
     return target

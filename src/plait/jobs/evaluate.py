@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Components
+from plait.training.components import Components, as_source
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
+from plait.workloads.metrics import Metric
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +34,34 @@ def measure_run(
 
     The data set's own `scores`, called with `options`, are among the metrics.
     """
-    settings = _read_settings(folder)
-    state = _best(folder) if best else _newest(folder)
+    settings = read_settings(folder)
+    state = read_state(folder, best)
     return _measure(_build(folder, settings, options or {}), settings, state, options or {})
+
+
+def measure_on(
+    folder: RunDir, best: bool, dataset: Any, metrics: Sequence[tuple[str, Metric]] | None
+) -> dict[str, float]:
+    """Loss and metrics of a run's checkpoint on `dataset`; None stands for its test split, or its metric."""
+    settings = read_settings(folder)
+    state = read_state(folder, best)
+    components = build_components(settings, choose_device(settings.device, 0))
+    if dataset is not None:
+        components = replace(components, test_set=as_source(dataset, settings))
+    if components.test_set is None:
+        raise InputError(f"{folder.path}: its data has no test split; pass a data set to evaluate on")
+    check_same_data(state.progress, components.test_set.dataset, settings.data)
+    load_state(components, state)
+    found = dict[str, float]()
+    chosen: list[tuple[str, Metric] | None] = [components.metric] if metrics is None else [*metrics]
+    for metric in chosen or [None]:
+        found |= evaluate_parts(replace(components, metric=metric), settings)
+    return found
+
+
+def read_state(folder: RunDir, best: bool) -> checkpoints.Checkpoint:
+    """The newest checkpoint of the run, or its best."""
+    return _best(folder) if best else _newest(folder)
 
 
 def measure_kept(folder: RunDir, options: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -42,7 +69,7 @@ def measure_kept(folder: RunDir, options: Mapping[str, Any] | None = None) -> li
 
     Checkpoints are by parameter name, so it makes no difference on how many workers or stages one was made.
     """
-    settings = _read_settings(folder)
+    settings = read_settings(folder)
     states = _kept(folder)
     components = _build(folder, settings, options or {})
     return [_measure(components, settings, state, options or {}) for state in states]
@@ -56,9 +83,7 @@ def _measure(
 ) -> dict[str, Any]:
     assert components.test_set is not None
     check_same_data(state.progress, components.test_set.dataset, settings.data)
-    checkpoints.load_model_state(components.model, state.model)
-    if has_modes(components.optimizer):
-        named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
+    load_state(components, state)
     metrics = evaluate_parts(components, settings)
     scores = getattr(components.test_set.dataset, "scores", None)
     if scores is not None:
@@ -67,7 +92,15 @@ def _measure(
     return {"step": state.step, "metrics": metrics}
 
 
-def _read_settings(folder: RunDir) -> TrainSettings:
+def load_state(components: Components, state: checkpoints.Checkpoint) -> None:
+    """Load a checkpoint for an evaluation; the optimizer's part if that changes the weights for one."""
+    checkpoints.load_model_state(components.model, state.model)
+    if has_modes(components.optimizer):
+        named_state.load_optimizer_state(components.optimizer, components.names, state.optimizer)
+
+
+def read_settings(folder: RunDir) -> TrainSettings:
+    """The settings of the run."""
     if not folder.settings.exists():
         raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
     settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings)).as_run()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from plait.api.joined_workers import JoinedWorkers, follow, refuse
 from plait.api.world import World, init
 from plait.core.codec import decode
-from plait.jobs.train import train_on
+from plait.jobs.train_on import train_on
 from plait.launch.display import Display, Silent
 from plait.launch.messages import Launch
 from plait.schema.job import Job, Overrides, read_job

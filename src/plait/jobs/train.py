@@ -1,64 +1,96 @@
-"""Runs from a job: its plan made where it asks for one, then trained on its workers."""
+"""`plait.train`: a run from a job, or from the objects of a script."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from plait.core.logs import kept_warnings
-from plait.core.names import searching
+from plait.core.errors import InputError
+from plait.core.shown import shown
+from plait.jobs.train_on import train_on
 from plait.launch.display import Display, Silent
-from plait.launch.run import StartWorkers, check_alone, launch
-from plait.launch.run_dir import RunKind, choose_folder, new_run
+from plait.launch.run import check_alone
 from plait.launch.supervisor import Supervisor
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
-from plait.schema.sync_options import lease_of
-from plait.schema.topology_spec import check_topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 
 def train(
-    job: Job | str | Path | Mapping[str, Any],
+    job: Job | str | Path | Mapping[str, Any] | None = None,
     *,
+    model: type[Module] | Callable[..., Module] | Module | str | None = None,
+    data: object = None,
+    loss: Callable[..., Tensor] | str | None = None,
+    optimizer: Mapping[str, Any] | Callable[..., Optimizer] | str | None = None,
+    metric: Callable[..., Any] | str | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    workers: int | None = None,
+    name: str | None = None,
+    progress: bool = False,
     resume: bool = False,
     run_folder: str | None = None,
     display: Display | None = None,
+    **keys: Any,
 ) -> RunResult:
-    """Run `job`, or the one in a file, on its workers to its end; what it came to.
+    """Run a job on its workers to its end; what it came to.
 
-    The same as `plait train`: the folder is new, `run_folder`, or on resume that of the job's latest run.
-    Modules that the job names are looked for where this process finds them, in the current folder and in that
-    of the job file.
+    With `job`, a job or the path of its file, it is the same as `plait train`: the folder is new,
+    `run_folder`, or on resume that of the job's latest run. Modules that the job names are looked for where
+    this process finds them, in the current folder and in that of the job file.
+
+    Otherwise the job is made of the arguments. `model` is a class, a function, or a module, of which each
+    worker trains a copy. `data` is a data set, or one to train with and one to test with; a tuple of tensors
+    is a data set, too. `loss` takes the output and the target and returns the mean over the batch;
+    `optimizer` is a dict, such as `{"kind": "adamw", "lr": 0.01}`, or `functools.partial(torch.optim.AdamW,
+    lr=0.01)`; `metric` returns a sum and a count. `batch_size` is that of all workers, 32 unless given.
+    `keys` are those of a job file. Code of a script or a notebook is kept by value in the run folder. One
+    worker is this process itself.
     """
     check_alone()
-    return train_on(as_job(job), resume, run_folder, display or Silent(), Supervisor)
+    given = {
+        "model": model,
+        "data": data,
+        "loss": loss,
+        "optimizer": optimizer,
+        "metric": metric,
+        "epochs": epochs,
+        "steps": steps,
+        "batch_size": batch_size,
+        "workers": workers,
+        "name": name,
+        **keys,
+    }
+    with contextlib.ExitStack() as stack:
+        if progress and display is None:
+            from plait.report.terminal import RunDisplay
+
+            display = stack.enter_context(RunDisplay())
+        display = display or Silent()
+        if job is None:
+            from plait.jobs.from_objects import train_objects
+
+            return train_objects(given, resume, run_folder, display)
+        _check_is_job(job)
+        if extra := [key for key, value in given.items() if value is not None]:
+            raise InputError(
+                f"{extra[0]}: found it besides a job, which has its own; change the job instead: "
+                f"plait.read_job(path, [({extra[0]!r}, value)])"
+            )
+        return train_on(as_job(job), resume, run_folder, display, Supervisor)
 
 
-def train_on(
-    job: Job, resume: bool, run_folder: str | None, display: Display, start: StartWorkers
-) -> RunResult:
-    """Run `job` on workers that `start` provides."""
-    settings, placement = job.settings(), job.placement
-    check_topology(settings.topology, placement.workers)
-    run_dir, messages = Path(job.run_dir), list[str]()
-    with searching(os.getcwd(), job.folder):
-        folder = choose_folder(run_dir, job.name, resume, run_folder, RunKind.TRAIN)
-        if job.parallel.plan != "data-parallel":
-            from plait.measure.auto_plan import plan_job, settings_before
-            from plait.planner import describe_plan
-
-            before = settings_before(folder.settings) if folder is not None and resume else None
-            with kept_warnings() as noticed:
-                settings, placement, plan, warnings = plan_job(job, settings, placement, before)
-            messages = [*noticed, *warnings]
-            for line in [describe_plan(plan)] * (job.parallel.plan == "auto") + messages:
-                display.printed(line)
-        if job.parallel.elastic or placement.workers > 1:
-            lease_s = lease_of(settings.sync.kind, settings.sync.options)
-            placement = replace(placement, lease_s=lease_s)
-        folder = folder or new_run(run_dir, job.name)
-        result = launch(settings, placement, folder, display, resume=resume, job_text=job.text(), start=start)
-    return replace(result, warnings=(*messages, *result.warnings))
+def _check_is_job(job: object) -> None:
+    if not isinstance(job, (Job, str, Path, Mapping)):
+        raise InputError(
+            f"job: found {shown(job)}, expected a job, its file or its content; pass a model by its keyword: "
+            f"plait.train(model=..., data=...)"
+        )

@@ -72,13 +72,15 @@ class Launch:
 class RunRequest:
     """The arguments of a run's processes in addition to its settings, whose type depends on the kind of run.
 
-    `run` is the id of the run, and `workers` the number of its workers; None if that may change.
+    `run` is the id of the run, and `workers` the number of its workers; None if that may change. With
+    `in_process` the only worker is the user's own process, whose logging and torch stay as they are.
     """
 
     folder: Path
     resume: bool
     run: str | None = None
     workers: int | None = None
+    in_process: bool = False
 
 
 # From the supervisor to an agent, and from there to its workers.

@@ -7,8 +7,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from plait.core.codec import decode, encode
@@ -128,11 +129,12 @@ def launch(
     resume: bool = False,
     job_text: str = "",
     start: StartWorkers = Supervisor,
+    objects: Mapping[str, bytes] = MappingProxyType({}),
 ) -> RunResult:
     """Run `settings` to the end on the workers of `placement` and return the result.
 
     The folder is locked during the run, and unchanged if the settings are refused. `job_text` is written to
-    it.
+    it, and so are `objects`, which are what its files must hold before workers start.
     """
     content = encode(settings)
     files = {folder.settings: json.dumps(content, indent=1)}
@@ -148,7 +150,7 @@ def launch(
         display.printed(f"warning: {message}")
         return {**earlier, "warnings": [*earlier["warnings"], message]}
 
-    run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text, start)
+    run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text, start, objects)
     result = run.supervise("plait.training.worker", content, placement, tracing_modules(settings), finish)
     return replace(decode(RunResult, result, "result"), run=str(folder.path))
 
@@ -191,7 +193,7 @@ class LaunchedRun:
     """One launch in its run folder: writes the files of the run, and removes them if it is refused.
 
     `files` are the texts of the settings files. A new run writes them before any worker starts, a resumed one
-    once the workers train: until then they may refuse.
+    once the workers train: until then they may refuse. `objects` are files that workers need to decide.
     """
 
     kind: RunKind
@@ -201,11 +203,13 @@ class LaunchedRun:
     files: Mapping[Path, str]
     job_text: str
     start: StartWorkers = Supervisor
+    objects: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._record = self.folder.claim(self.kind, self.resume)
         self._status = StatusFile(self.folder, self.display, self._write_files)
         self._before = self.folder.status.read_bytes() if self.folder.status.exists() else None
+        self._added = [path for name in self.objects if not (path := self.folder.path / name).exists()]
 
     def supervise(
         self,
@@ -234,6 +238,8 @@ class LaunchedRun:
         # Killed workers may leave some, in an earlier run or in this one.
         folder.remove_unfinished()
         try:
+            for name, content in self.objects.items():
+                write_atomic(folder.path / name, content, private=True)
             workers = self.start(task, self._status)
             try:
                 with _controlled(workers, task.placement, folder):
@@ -281,6 +287,8 @@ class LaunchedRun:
         if self.resume:
             if self._before is not None:
                 write_atomic(self.folder.status, self._before)
+            for path in self._added:
+                path.unlink(missing_ok=True)
         else:
             self.folder.remove_untrained()
 

@@ -46,7 +46,7 @@ FILES = (
     ".control",
     ".lock",
 )
-FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials", "failures")
+FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials", "failures", "objects")
 MOST_ATTEMPTS = 20
 # Checkpoints that are being written.
 UNFINISHED = ".step-*"
@@ -109,6 +109,16 @@ class RunDir:
     def read_record(self) -> RunRecord:
         """The run's record; InputError if it cannot be read."""
         return load(RunRecord, self.record, KIND, VERSION)
+
+    def check_owner(self, advice: str) -> None:
+        """Raise InputError for a run of another user, whose code would be executed."""
+        for file in (self.settings, self.record, *self.path.glob("objects/*.pkl")):
+            owner = file.stat().st_uid if file.exists() else 0
+            if owner not in (0, os.geteuid()):
+                raise InputError(
+                    f"{file}: belongs to another user ({owner}), and to evaluate a run executes the code "
+                    f"that it names, such as its model's; look at {self.settings} first, then {advice}"
+                )
 
     def check_free(self) -> None:
         """Raise InputError if a new run in this folder would overwrite something."""
@@ -227,7 +237,7 @@ class RunDir:
         """
         if self.is_trained():
             return
-        within = ("logs/*.out", "logs/*.err", "events/rank*.jsonl", "tensorboard/events.*")
+        within = ("logs/*.out", "logs/*.err", "events/rank*.jsonl", "tensorboard/events.*", "objects/*.pkl")
         for pattern in (*FILES, self.record.name, *within):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)

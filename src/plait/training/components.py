@@ -375,8 +375,11 @@ def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
     data.check(settings.data.kind, settings.data.options)
     seed_factory(settings.seed)
     dataset = data.build(settings.data.kind, split, **settings.data.options)
-    if dataset is None:
-        return None
+    return None if dataset is None else as_source(dataset, settings)
+
+
+def as_source(dataset: Any, settings: TrainSettings) -> DataSource:
+    """`dataset` as a split of the job's data."""
     arrange = as_arguments if settings.loss == MODEL_LOSS else as_pair
     return DataSource(dataset, find_collate_fn(settings.data), arrange)
 

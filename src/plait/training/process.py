@@ -27,9 +27,10 @@ class TrainRequest(RunRequest):
 
 
 def begin_process(kind: type[R], order: Mapping[str, Any]) -> R:
-    """Prepare this process for training; returns `order` decoded as a request of that kind."""
-    show_logs()
-    use_eager_optimizers()
+    """Prepare this process for training, unless it is the user's; returns `order` as a request of `kind`."""
+    if not order.get("in_process", False):
+        show_logs()
+        use_eager_optimizers()
     return decode(kind, order, "order")
 
 

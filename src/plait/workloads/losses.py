@@ -31,6 +31,7 @@ def build_loss(kind: str, args: Mapping[str, Any] | None = None) -> Loss:
         made = _instance(loss, kind, args or {})
         _refuse_weights(made, kind)
         return OwnLoss(kind, cast("Loss", made))
+    _refuse_weights(loss, kind)
     check_arguments(loss, args or {}, "loss_args", JobError, positional=2)
     options = dict(args or {})
     if loss.__module__.startswith("plait."):

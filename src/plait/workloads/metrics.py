@@ -69,7 +69,7 @@ def find_metric(name: str, loss: str) -> tuple[str, Metric] | None:
     if name in NAMED:
         return name, NAMED[name]
     if ":" in name:
-        short_name = name.rpartition(":")[2]
+        short_name = name.rpartition(":")[2].rpartition(".")[2]
         if short_name == "loss":
             raise JobError(f"evaluate.metric: found {name!r}, but an evaluation has a loss; use another name")
         return short_name, resolve(name, "evaluate.metric", JobError)

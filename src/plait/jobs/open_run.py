@@ -1,0 +1,138 @@
+"""`open_run`: the model, the history and the result of a run, in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.core import events, run_events
+from plait.core.codec import decode
+from plait.core.errors import InputError
+from plait.core.names import did_you_mean, searching
+from plait.data.call_model import set_mode
+from plait.jobs import evaluate
+from plait.launch.run_dir import RunDir, RunKind, find_run
+from plait.schema.results import RunResult
+from plait.training.components import build_without_data
+from plait.verification import unchanged_random_numbers
+from plait.workloads.metrics import Metric, find_metric
+
+# What the steps of a run have in their record, by name.
+_OF_STEPS = ("loss", "lr", "epoch")
+_TEST = "test_"
+
+
+def open_run(run: str | Path, run_dir: str | Path = "runs", *, trust: bool = False) -> OpenedRun:
+    """The run that `run` names: a folder, a name below `run_dir`, or a job's name, which is its latest run.
+
+    What another user's run names, such as its model, is code of theirs; it is refused unless `trust` is set.
+    """
+    folder = find_run(str(run), Path(run_dir))
+    if not trust:
+        folder.check_owner("pass trust=True")
+    if folder.record.exists() and (kind := folder.read_record().kind) is not RunKind.TRAIN:
+        raise InputError(f"{folder.path}: holds {kind.label}, expected a training run")
+    return OpenedRun(folder)
+
+
+class OpenedRun:
+    """A run of a job, finished or not, as its folder has it; made by `open_run`."""
+
+    def __init__(self, folder: RunDir) -> None:
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return f"plait.open_run({str(self.folder)!r})"
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self._folder.path
+
+    @property
+    def result(self) -> RunResult:
+        """What the run came to; InputError while it has not ended."""
+        if not self._folder.result.exists():
+            raise InputError(f"{self.folder}: it has no result yet; see: plait status {self.folder}")
+        content = json.loads(self._folder.result.read_text())
+        return replace(decode(RunResult, content, str(self._folder.result)), run=str(self.folder))
+
+    def history(self, name: str = "loss") -> list[tuple[int, float | None]]:
+        """The values of `name` with their steps, in order.
+
+        `loss`, `lr` and `epoch` are those of training; the metrics of the evaluations are `test_loss`,
+        `test_accuracy` and so on. A value that is not a number is None.
+        """
+        curves = self._curves()
+        if name not in curves:
+            raise InputError(f"history: {self.folder} has no {name!r}{did_you_mean(name, curves)}")
+        return sorted(curves[name].items())
+
+    def _curves(self) -> dict[str, dict[int, float | None]]:
+        path = self._folder.events()
+        if not path.exists():
+            raise InputError(f"{self.folder}: it has no events yet; see: plait status {self.folder}")
+        curves: dict[str, dict[int, float | None]] = {}
+        for recorded in events.read(path):
+            event, values = recorded.event, dict[str, float | None]()
+            if isinstance(event, run_events.RunStarted):  # steps after the checkpoint are taken again
+                curves = {
+                    name: {step: value for step, value in curve.items() if step <= event.step}
+                    for name, curve in curves.items()
+                }
+            elif isinstance(event, run_events.Step):
+                values = {name: getattr(event, name) for name in _OF_STEPS}
+                step = event.step
+            elif isinstance(event, run_events.Evaluated):
+                values = {_TEST + name: value for name, value in event.metrics.items()}
+                step = event.step
+            for name, value in values.items():
+                curves.setdefault(name, {})[step] = value
+        return curves
+
+    def model(self, best: bool = False) -> nn.Module:
+        """The trained model of the newest, or the best, checkpoint: on the CPU, in evaluation mode."""
+        with self._importing():
+            settings = evaluate.read_settings(self._folder)
+            state = evaluate.read_state(self._folder, best)
+            components = build_without_data(settings, torch.device("cpu"))
+            evaluate.load_state(components, state)
+            set_mode(components.optimizer, training=False)
+        return components.model.eval()
+
+    def evaluate(
+        self, dataset: Any = None, metrics: Sequence[str | Metric] | None = None, best: bool = False
+    ) -> dict[str, float]:
+        """Loss and metrics on `dataset`, or the run's test split, of the newest, or the best, checkpoint.
+
+        Each of `metrics` is a name, such as `accuracy`, or a function of (output, target) that returns a sum
+        and a count; without them it is the job's.
+        """
+        with self._importing():
+            chosen = None if metrics is None else [_metric_of(each) for each in metrics]
+            return evaluate.measure_on(self._folder, best, dataset, chosen)
+
+    @contextlib.contextmanager
+    def _importing(self) -> Iterator[None]:
+        """Find the modules and objects that the run names, and leave random numbers as they were."""
+        record = self._folder.record
+        modules = self._folder.read_record().modules if record.exists() else ()
+        with searching(os.getcwd(), *modules, str(self.folder.absolute())), unchanged_random_numbers():
+            yield
+
+
+def _metric_of(metric: str | Callable[..., Any]) -> tuple[str, Metric]:
+    if not isinstance(metric, str):
+        return getattr(metric, "__name__", type(metric).__name__), metric
+    found = find_metric(metric, "cross-entropy")
+    if found is None:
+        raise InputError("metrics: found 'none'; pass an empty list for the loss alone")
+    return found
