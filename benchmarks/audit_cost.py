@@ -18,7 +18,7 @@ from typing import Any
 
 import plait
 from plait.core import events, run_events
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 
 WAYS: dict[str, dict[str, Any]] = {
     "data parallel": {"workers": 2, "threads": 1},

@@ -567,15 +567,15 @@ def _cut_link(act: Act) -> None:
 
 FAULT_ACTIONS: dict[str, Callable[[Act], None]] = {
     "kill-worker": _kill_worker,
-    "kill-agent": _kill_named("plait.launch.agent"),
-    "kill-server": _kill_named("plait.launch.fork_server"),
+    "kill-agent": _kill_named("plait.launcher.agent"),
+    "kill-server": _kill_named("plait.launcher.fork_server"),
     "kill-launcher": _kill_launcher,
     "kill-all": _kill_all,
     "kill-early": _kill_any,
     "stop-worker": _stop_worker,
     "full-disk": _fill_disk,
     "cut-link": _cut_link,
-    "pause-agents": _pause("plait.launch.agent"),
+    "pause-agents": _pause("plait.launcher.agent"),
     "pause-all": _pause(""),
 }
 

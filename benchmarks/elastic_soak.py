@@ -36,8 +36,8 @@ import psutil
 import yaml
 
 from plait.core.errors import PlaitError
-from plait.launch.control import ask_job
-from plait.launch.run_dir import RunDir
+from plait.launcher.control import ask_job
+from plait.launcher.run_dir import RunDir
 from plait.planner import Schedule, save_plan
 from plait.schema.job import read_job
 from plait.training.checkpoint import list_checkpoints, load

@@ -30,7 +30,7 @@ from plait.core.errors import CheckpointError, InputError
 from plait.graph import pipedream
 from plait.jobs.evaluate import measure_run
 from plait.jobs.sweep import make_sweep
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.measure.auto_plan import planned
 from plait.planner import Plan, Settings, fastest_plan, machines, render_plan, save_plan
 from plait.profiler.link_bandwidth import Link, Sum

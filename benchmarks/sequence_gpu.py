@@ -30,7 +30,7 @@ import torch.distributed as dist
 from plait.api.world import choose_device
 from plait.core.events import Recorded, read
 from plait.core.run_events import Step, TrialStep
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,

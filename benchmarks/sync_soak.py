@@ -33,7 +33,7 @@ from plait.comm.handshake import Address
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.core.errors import PeerError
-from plait.launch.worker_process import JobStore
+from plait.launcher.worker_process import JobStore
 from plait.sync.averaging.group_graph import components
 from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce

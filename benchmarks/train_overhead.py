@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.comm.rendezvous import Rendezvous
-from plait.launch.membership import fixed_memberships
-from plait.launch.run_dir import RunDir
+from plait.launcher.membership import fixed_memberships
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

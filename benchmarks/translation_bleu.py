@@ -20,7 +20,7 @@ import torch
 import plait
 from plait.core.names import searching
 from plait.jobs.evaluate import measure_run
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gnmt.yaml"
 LEAST_BLEU, MOST_CPU_S = 95.0, 120.0

@@ -21,7 +21,7 @@ ORDER = (
     "workloads",
     "data",
     "comm",
-    "launch",
+    "launcher",
     "verification",
     "graph",
     "profiler",

@@ -15,8 +15,8 @@ import plait
 SOURCE = Path(plait.__file__).parent
 # The packages whose prose was rewritten; add one here after doing the same for it.
 PACKAGES = (
-    "adapt", "api", "cli", "comm", "core", "data", "fusion", "graph", "jobs", "launch", "measure", "pipeline",
-    "planner", "profiler", "report", "schema", "sweeping", "sync", "training", "verification", "workloads",
+    "adapt", "api", "cli", "comm", "core", "data", "fusion", "graph", "jobs", "launcher", "measure",
+    "pipeline", "planner", "profiler", "report", "schema", "sweeping", "sync", "training", "verification", "workloads",
 )  # fmt: skip
 NOT_YET = {
     "pipeline/executor.py",
@@ -31,7 +31,7 @@ FORBIDDEN = (
     "so many", "somebody", "someone", "taken down", "under way", "what there is", "whoever", "whom",
 )  # fmt: skip
 # Packages whose variables and attributes say what they hold, and names that do not.
-NAMED_PACKAGES = ("cli", "core", "launch", "schema", "sync")
+NAMED_PACKAGES = ("cli", "core", "launcher", "schema", "sync")
 FORBIDDEN_NAMES = {"found", "own", "place", "said", "words"}
 PATTERN = re.compile(rf"\b({'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
 

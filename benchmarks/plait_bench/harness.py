@@ -26,15 +26,15 @@ from plait.core.errors import DataError
 from plait.core.events import Recorded, read
 from plait.core.files import write_output, write_picture
 from plait.core.names import resolve
-from plait.launch.display import Silent
-from plait.launch.messages import Launch
-from plait.launch.run_dir import RunDir
-from plait.launch.supervisor import Supervisor
+from plait.launcher.display import Silent
+from plait.launcher.messages import Launch
+from plait.launcher.run_dir import RunDir
+from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
 if TYPE_CHECKING:
-    from plait.launch.worker_process import Worker
+    from plait.launcher.worker_process import Worker
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]

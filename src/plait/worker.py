@@ -55,7 +55,7 @@ def _train(asked: argparse.Namespace) -> int:
     from plait.cli.train import STOPPED, show_result, show_warnings
     from plait.core.files import expand_path
     from plait.jobs.joined import train_joined
-    from plait.launch.run_dir import RunDir
+    from plait.launcher.run_dir import RunDir
     from plait.report.terminal import RunDisplay
 
     has_begun = asked.resume_or_start and RunDir(Path(expand_path(asked.run))).record.exists()

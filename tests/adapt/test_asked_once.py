@@ -12,7 +12,7 @@ from plait.adapt.changes import BatchSizeChange
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Changed, Signals
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import PolicySettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop

@@ -21,7 +21,7 @@ from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import Changed, Step
 from plait.data.sampler import Position, batches, epoch_order
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import (
     UNVERIFIED,

@@ -15,7 +15,7 @@ from plait.core import events
 from plait.core.run_events import Signals
 from plait.data.loader import to_device
 from plait.data.sampler import Position, batches, share
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     DataSettings,

@@ -9,7 +9,7 @@ import torch
 
 from plait.core import events
 from plait.core.run_events import Changed, Signals
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop

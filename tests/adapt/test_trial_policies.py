@@ -14,7 +14,7 @@ from plait.adapt.changes import BatchSizeChange, WorkersChange
 from plait.core import events
 from plait.core.errors import JobError, PlaitError
 from plait.core.run_events import ArrayVerified, Changed, Signals, TrialReached
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,

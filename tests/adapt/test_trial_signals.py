@@ -11,7 +11,7 @@ import torch
 
 from plait.core import events
 from plait.core.run_events import TrialSignals
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.settings import SweepSettings

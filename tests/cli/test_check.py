@@ -16,7 +16,7 @@ from plait.core.run_events import CheckpointSaved, Evaluated, Step
 from plait.core.yaml_text import dump_yaml
 from plait.jobs.check import check
 from plait.jobs.train import train
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.job import make_job
 
 pytestmark = pytest.mark.usefixtures("forked_commands")

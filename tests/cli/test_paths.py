@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.core.errors import DataError, InputError, JobError
 from plait.core.files import expand_path
-from plait.launch.run_dir import RunKind, choose_folder, find_run, new_run
+from plait.launcher.run_dir import RunKind, choose_folder, find_run, new_run
 from plait.schema.job import make_job, read_job
 from plait.workloads import data
 

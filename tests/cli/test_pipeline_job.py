@@ -14,8 +14,8 @@ from plait.cli import app
 from plait.core.codec import encode
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.jobs.train import train
-from plait.launch.display import Silent
-from plait.launch.run_dir import RunDir, RunKind
+from plait.launcher.display import Silent
+from plait.launcher.run_dir import RunDir, RunKind
 from plait.measure import auto_plan
 from plait.planner import Plan, Settings, data_parallel_plan, machines, make_plan, save_plan
 from plait.schema.hosts import LOCAL, Host

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.core.errors import PlaitError
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from support.control import endpoint
 
 

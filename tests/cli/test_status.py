@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.core.errors import InputError, PlaitError
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 
 GOOD: dict[str, Any] = {
     "state": "running",

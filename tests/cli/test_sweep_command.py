@@ -22,7 +22,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.evaluate import measure_run
 from plait.jobs.sweep import go_on, make_sweep, placement_of, sweep
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner import save_plan
 from plait.planner.schedules.in_flight import Schedule
 from plait.report.sweep import as_csv

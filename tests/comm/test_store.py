@@ -19,7 +19,7 @@ from plait.comm import store
 from plait.comm.handshake import Listener, connect, new_secret
 from plait.comm.store import PURPOSE, Op, StoreClient, StoreServer, _pack
 from plait.core.errors import LostPeer, PeerError
-from plait.launch.worker_process import JobStore
+from plait.launcher.worker_process import JobStore
 
 SECRET = new_secret()
 

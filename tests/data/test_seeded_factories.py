@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from plait.core.codec import encode
 from plait.jobs.evaluate import measure_run
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
 from plait.training import components
 from support.sweeping import sweep_here, sweep_of, trial_alone

@@ -22,7 +22,7 @@ from plait.core.errors import DataError, JobError
 from plait.data.batches import DataSource
 from plait.data.sampler import Position
 from plait.data.streams import StreamOrder, stream_batches
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.measure.profile_job import profile_job
 from plait.planner.schedules.in_flight import Schedule
 from plait.report.terminal import describe

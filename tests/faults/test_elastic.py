@@ -20,9 +20,9 @@ from elastic_soak import ElasticSoak
 from plait.core import events
 from plait.core.errors import PlaitError
 from plait.core.run_events import WorkersChanged
-from plait.launch.control import ask_job
-from plait.launch.display import Silent, WorkerState
-from plait.launch.run_dir import RunDir, find_run
+from plait.launcher.control import ask_job
+from plait.launcher.display import Silent, WorkerState
+from plait.launcher.run_dir import RunDir, find_run
 from plait.measure import auto_plan
 from plait.planner import Schedule, save_plan
 from plait.schema.job import make_job

@@ -19,9 +19,9 @@ import pytest
 import plait
 from plait.core.errors import InputError, PlaitError
 from plait.jobs.evaluate import measure_run
-from plait.launch.display import Silent
-from plait.launch.run import check_alone
-from plait.launch.run_dir import RunDir
+from plait.launcher.display import Silent
+from plait.launcher.run import check_alone
+from plait.launcher.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from support.capabilities import may
 

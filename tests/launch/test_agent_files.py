@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.launch.agent import choose_threads, remove_shared_files
+from plait.launcher.agent import choose_threads, remove_shared_files
 
 
 def test_only_files_of_the_given_processes_are_removed(tmp_path: Path):

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from plait.launch import fork_server
+from plait.launcher import fork_server
 
 PAGES_OF_TENSORS = 8 * (4 << 20) // resource.getpagesize()
 
 SCRIPT = """
 import resource, sys
 import torch
-from plait.launch.fork_server import keep_freed_memory
+from plait.launcher.fork_server import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from plait.core.errors import InputError
-from plait.launch import control
-from plait.launch.control import ask_job, serving
-from plait.launch.membership_decisions import StaleVersionError
-from plait.launch.run_dir import RunDir
+from plait.launcher import control
+from plait.launcher.control import ask_job, serving
+from plait.launcher.membership_decisions import StaleVersionError
+from plait.launcher.run_dir import RunDir
 from support.control import endpoint
 
 

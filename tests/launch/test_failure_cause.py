@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from plait.core.errors import DataError, LostPeer, PeerError
-from plait.launch.failure_cause import RankState, find_cause, is_conclusive
-from plait.launch.worker_process import describe_failure
+from plait.launcher.failure_cause import RankState, find_cause, is_conclusive
+from plait.launcher.worker_process import describe_failure
 
 
 def states(**signs: Any) -> list[RankState]:

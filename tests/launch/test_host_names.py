@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.core.errors import InputError
-from plait.launch.start_agent import agent_command
+from plait.launcher.start_agent import agent_command
 from plait.schema.hosts import Host, parse_hosts
 from plait.schema.placement import Placement
 
@@ -61,4 +61,4 @@ def test_an_interpreter_whose_path_has_spaces_is_found_on_every_host(shell: str,
     placement = Placement(python=str(tmp_path / "my python"), shell=shell.format(folder=tmp_path))
     command = agent_command(placement, Host("w0", 1))
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("-P -u -m plait.launch.agent\n", "")
+    assert (done.stdout, done.stderr) == ("-P -u -m plait.launcher.agent\n", "")

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from plait.core.errors import InputError, LaunchError
-from plait.launch.messages import COORDINATOR
-from plait.launch.supervisor import Interrupted, WorkerError
+from plait.launcher.messages import COORDINATOR
+from plait.launcher.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
 
@@ -128,7 +128,7 @@ def test_settings_that_are_refused_start_no_worker(tmp_path: Path):
 @pytest.mark.usefixtures("real_commands")
 def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
     def kill_agent(memory: Memory) -> None:
-        (agent,) = (p for p in psutil.Process().children() if "plait.launch.agent" in p.cmdline())
+        (agent,) = (p for p in psutil.Process().children() if "plait.launcher.agent" in p.cmdline())
         agent.kill()
 
     memory = Memory(kill_agent)

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from plait.core.errors import LaunchError
-from plait.launch import start_agent, supervisor
-from plait.launch.membership_decisions import ControlRequest
-from plait.launch.supervisor import Interrupted, WorkerError
+from plait.launcher import start_agent, supervisor
+from plait.launcher.membership_decisions import ControlRequest
+from plait.launcher.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules
 from support.hosts import Hosts

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from plait.launch.fork_server import import_all
+from plait.launcher.fork_server import import_all
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from plait.core.errors import InputError
-from plait.launch.membership import Membership, Memberships
-from plait.launch.membership_decisions import ControlRequest, NextSteps, Roster, StaleVersionError
+from plait.launcher.membership import Membership, Memberships
+from plait.launcher.membership_decisions import ControlRequest, NextSteps, Roster, StaleVersionError
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
 

@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.core.errors import InputError
-from plait.launch.run_dir import FILES, FOLDERS, RunDir, RunKind, find_run, latest_run, new_run
+from plait.launcher.run_dir import FILES, FOLDERS, RunDir, RunKind, find_run, latest_run, new_run
 from plait.sweeping.worker import check_shared
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.launch.display import Silent, WorkerState
-from plait.launch.run import StatusFile
-from plait.launch.run_dir import RunDir
+from plait.launcher.display import Silent, WorkerState
+from plait.launcher.run import StatusFile
+from plait.launcher.run_dir import RunDir
 
 
 class Seen(Silent):

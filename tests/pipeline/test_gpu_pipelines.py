@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from plait.jobs.train import train
-from plait.launch.display import Silent
+from plait.launcher.display import Silent
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.sync.allreduce.buckets import AllReduce

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings

@@ -16,7 +16,7 @@ import plait
 from plait.core.errors import InputError
 from plait.core.events import read
 from plait.core.run_events import Verified
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline import module_state
 from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.verify import verify_stages as verify

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from plait.data.seeding import mix, seed_all
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline.gradient_sync import GradientReducer
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.buckets import AllReduce

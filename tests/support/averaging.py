@@ -10,7 +10,7 @@ import torch
 
 from plait.comm.handshake import Address
 from plait.comm.store import StoreClient, StoreServer
-from plait.launch.worker_process import JobStore
+from plait.launcher.worker_process import JobStore
 from plait.sync.averaging.group_graph import Group, disconnected
 from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce

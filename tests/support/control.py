@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plait.core.errors import PlaitError
-from plait.launch.control import serving
-from plait.launch.membership_decisions import ControlRequest, Roster
-from plait.launch.run_dir import RunDir
+from plait.launcher.control import serving
+from plait.launcher.membership_decisions import ControlRequest, Roster
+from plait.launcher.run_dir import RunDir
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
 

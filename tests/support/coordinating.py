@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.core.errors import InputError, PlaitError
-from plait.launch.membership import Membership
-from plait.launch.run_dir import RunDir
+from plait.launcher.membership import Membership
+from plait.launcher.run_dir import RunDir
 from plait.sweeping.coordinator import Coordinator
 from plait.sweeping.settings import SweepSettings
 

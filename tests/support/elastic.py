@@ -20,10 +20,10 @@ from plait.adapt.changes import BatchSizeChange, ChangeRequest, WorkersChange
 from plait.comm.handshake import Address
 from plait.comm.store import StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
-from plait.launch.membership import Membership, Memberships
-from plait.launch.messages import BreakReport, JobMessage, WorkerRequest
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import LaunchedWorker, Worker
+from plait.launcher.membership import Membership, Memberships
+from plait.launcher.messages import BreakReport, JobMessage, WorkerRequest
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
 from plait.training import components, run_loop
 from plait.training.change.members import join_members

@@ -20,15 +20,15 @@ from torch import nn
 
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
-from plait.launch.membership import Membership, Memberships
-from plait.launch.messages import (
+from plait.launcher.membership import Membership, Memberships
+from plait.launcher.messages import (
     CoordinatorAnswer,
     CoordinatorQuestion,
     JobMessage,
     JoinReport,
     WorkerRequest,
 )
-from plait.launch.worker_process import LaunchedWorker
+from plait.launcher.worker_process import LaunchedWorker
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.settings import SweepSettings
 from support.averaging import open_store

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 
-from plait.launch.display import WorkerState
-from plait.launch.messages import Launch
-from plait.launch.supervisor import Supervisor
+from plait.launcher.display import WorkerState
+from plait.launcher.messages import Launch
+from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 from support.server import MARK, sessions_of
@@ -74,7 +74,7 @@ def launch_entry(
 def agents() -> list[psutil.Process]:
     """The agents that this process has started."""
     children = psutil.Process().children()
-    return [child for child in children if "plait.launch.agent" in " ".join(child.cmdline())]
+    return [child for child in children if "plait.launcher.agent" in " ".join(child.cmdline())]
 
 
 def pause_agents_then_stop(seconds: float, *, workers_too: Sequence[bool]) -> Callable[[Memory], None]:
@@ -104,7 +104,7 @@ def left_behind() -> list[str]:
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            agent = process in ours and "plait.launch.agent" in line
+            agent = process in ours and "plait.launcher.agent" in line
             worker = process.environ().get(MARK) == str(os.getpid()) or os.getsid(process.pid) in sessions
             if (agent or worker) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(line)

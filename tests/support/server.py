@@ -42,7 +42,7 @@ _SESSION = "session-"
 START_S = 100.0
 LOOK_S = 1.0
 _MAINS = {"plait": "plait.__main__"} | {
-    name: name for name in ("plait.launch.fork_server", "support.xdist_worker")
+    name: name for name in ("plait.launcher.fork_server", "support.xdist_worker")
 }
 _MOST_DESCRIPTORS = 8
 _CLONE_NEWNET = 0x40000000
@@ -216,7 +216,7 @@ class Server:
 
 def _become(server: int, order: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the process that `order` describes: never returns."""
-    from plait.launch.fork_server import die_with_parent
+    from plait.launcher.fork_server import die_with_parent
 
     status = 1
     try:
@@ -272,7 +272,7 @@ def _run_command(server: int, order: dict[str, Any]) -> int:
     if MARK in os.environ:  # the kernel shows the server's environment
         (Path(os.environ[HOME]) / f"{_SESSION}{os.getpid()}").write_text(os.environ[MARK])
     sys.argv = [order["module"], *order["arguments"]]
-    if order["module"] == "plait.launch.fork_server":
+    if order["module"] == "plait.launcher.fork_server":
         sys.argv[2] = str(server)  # whom it ends with
     try:
         importlib.import_module(_MAINS[order["module"]]).main()

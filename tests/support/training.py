@@ -16,9 +16,9 @@ from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import JobError
-from plait.launch.membership import fixed_memberships
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.membership import fixed_memberships
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.results import RunResult
 from plait.schema.settings import (
     UNVERIFIED,

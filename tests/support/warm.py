@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from plait.launch.fork_server import import_all
+from plait.launcher.fork_server import import_all
 from plait.workloads.data.digits import digits
 
 # With CUDA, tracing looks at the GPU, which a process that was forked then cannot use.

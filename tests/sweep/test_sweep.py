@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.jobs.evaluate import measure_run
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     DataSettings,
     EarlyStopSettings,

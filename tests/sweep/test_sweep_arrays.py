@@ -9,7 +9,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
     CheckpointSettings,

@@ -14,7 +14,7 @@ import pytest
 from plait.core import events, run_events
 from plait.core.logs import kept_warnings
 from plait.fusion.optim.optimizer import FusedOptimizer
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.schema.settings import (

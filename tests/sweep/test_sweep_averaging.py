@@ -14,7 +14,7 @@ import torch.distributed as dist
 from plait.comm.collectives import broadcast_value
 from plait.core import events, run_events
 from plait.core.errors import JobError
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     UNVERIFIED,

@@ -11,7 +11,7 @@ import pytest
 
 from plait.core import events
 from plait.core.run_events import ArrayChanged, TrialStep, WorkersChanged
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import UNVERIFIED, CheckpointSettings, EvaluateSettings, ModelSettings
 from plait.training.checkpoint import list_checkpoints, load
 from support.elastic_sweep import Change, run_elastic_sweep

@@ -12,7 +12,7 @@ from test_sweep_elastic import recorded, redone
 
 from plait.core.errors import PeerError
 from plait.core.run_events import WorkersChanged
-from plait.launch.membership import Membership, Memberships
+from plait.launcher.membership import Membership, Memberships
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     UNVERIFIED,

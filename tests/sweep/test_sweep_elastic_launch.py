@@ -14,9 +14,9 @@ import pytest
 import plait
 from plait.core.errors import InputError
 from plait.jobs.sweep import make_sweep, placement_of
-from plait.launch.control import ask_job
-from plait.launch.display import Silent, WorkerState
-from plait.launch.run_dir import find_run
+from plait.launcher.control import ask_job
+from plait.launcher.display import Silent, WorkerState
+from plait.launcher.run_dir import find_run
 from plait.schema.job import make_job
 from plait.schema.results import SweepResult
 from support.hosts import Hosts

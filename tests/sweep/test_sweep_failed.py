@@ -14,7 +14,7 @@ import torch
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.report.sweep import as_csv
 from plait.schema.results import SweepResult
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, VerifySettings

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from plait.core.codec import encode
-from plait.launch.membership import Membership
+from plait.launcher.membership import Membership
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.scheduler import HAND_OVER_S
 from plait.sweeping.settings import SweepSettings

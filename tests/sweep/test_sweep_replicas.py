@@ -15,7 +15,7 @@ from plait.core import events
 from plait.core.errors import InputError
 from plait.data.loader import Batch
 from plait.data.sampler import Position
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,

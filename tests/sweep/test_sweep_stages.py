@@ -15,7 +15,7 @@ from torch import nn
 from plait.core.errors import InputError, JobError, PlaitError
 from plait.fusion.errors import FusionError
 from plait.jobs.sweep import make_sweep
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline.layout import arrange
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.links.packing import Content, Message
-from plait.launch.membership import Membership, Memberships
+from plait.launcher.membership import Membership, Memberships
 from plait.sync.averaging.peers import Inbox, Peers, SharedClock, WaitTimer, find_lost
 
 

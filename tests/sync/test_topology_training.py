@@ -18,7 +18,7 @@ from plait.core.errors import InputError
 from plait.core.run_events import Changed
 from plait.jobs.sweep import make_sweep
 from plait.jobs.train import train
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.schema.settings import OptimizerSettings, TrainSettings

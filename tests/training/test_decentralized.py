@@ -18,7 +18,7 @@ from plait.core import run_events
 from plait.core.errors import JobError
 from plait.core.events import read
 from plait.jobs.train import train
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline.executor import PipelineExecutor
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job

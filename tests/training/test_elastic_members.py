@@ -13,8 +13,8 @@ import torch
 from plait.core import events
 from plait.core.errors import JobError
 from plait.core.run_events import WorkersChanged
-from plait.launch.membership import Memberships
-from plait.launch.run_dir import RunDir
+from plait.launcher.membership import Memberships
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
 from plait.schema.topology_spec import TopologySpec
 from plait.training import components

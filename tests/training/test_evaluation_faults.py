@@ -13,8 +13,8 @@ from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import PlaitError
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import describe_failure
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import describe_failure
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.core.errors import InputError, JobError
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

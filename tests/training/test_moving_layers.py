@@ -17,7 +17,7 @@ from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyCha
 from plait.core import events
 from plait.core.errors import PlaitError
 from plait.core.run_events import Changed, LayersMoved
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner import Schedule, machines, make_plan
 from plait.planner.partition.partitioner import Settings
 from plait.planner.replan import moved_bytes, plan_for, replan

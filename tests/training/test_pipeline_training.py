@@ -16,7 +16,7 @@ from plait.core.events import read
 from plait.core.run_events import Operations
 from plait.core.run_events import Step as StepEvent
 from plait.data.sampler import GlobalBatch, Position
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline.layout import stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource, cut_step
 from plait.planner.schedules.in_flight import Schedule

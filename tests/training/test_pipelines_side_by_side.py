@@ -14,7 +14,7 @@ from torch import nn
 from plait.core import run_events
 from plait.core.errors import JobError
 from plait.core.events import read
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     EvaluateSettings,

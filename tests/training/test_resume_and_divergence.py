@@ -14,7 +14,7 @@ import torch.distributed as dist
 from plait.core.errors import CheckpointError, JobError
 from plait.core.events import read
 from plait.core.run_events import Step
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import (
     CheckpointSettings,

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from plait.core.codec import encode
 from plait.core.errors import JobError
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import UNVERIFIED, DataSettings, EvaluateSettings, ModelSettings, TrainSettings
 from plait.training import components
 from plait.training.checks.first_evaluation import try_evaluation

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from plait.core.errors import InputError
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import SyncSettings
 from plait.training.audit.record import DifferenceError
 from support import plans

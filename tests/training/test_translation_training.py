@@ -17,7 +17,7 @@ from plait.core.codec import encode
 from plait.core.errors import DataError, InputError, JobError
 from plait.data.requirements import check_same_data
 from plait.jobs.evaluate import measure_kept, measure_run
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
     CheckpointSettings,

@@ -16,7 +16,7 @@ import pytest
 import plait
 from plait.core.codec import encode
 from plait.jobs.evaluate import measure_kept, measure_run
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import TrainSettings
 from support.sweeping import sweep_here, sweep_of, trial_alone

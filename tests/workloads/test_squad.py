@@ -17,7 +17,7 @@ from bert.word_pieces import SPECIAL
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.jobs.evaluate import measure_run
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings, OptimizerSettings
 from plait.workloads.data import build
 from support.training import digits_job, train_here

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from plait.core import events
 from plait.core.run_events import Changed, Evaluated, Step
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,

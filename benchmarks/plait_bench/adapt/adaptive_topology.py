@@ -21,8 +21,8 @@ from torch import nn
 
 from plait.core import events
 from plait.core.run_events import Changed, Signals, Step
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import (
     DataSettings,
     ModelSettings,

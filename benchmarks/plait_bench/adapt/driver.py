@@ -12,8 +12,8 @@ from typing import Any
 
 from plait.core.events import Recorded
 from plait.core.run_events import Step
-from plait.launch.display import Silent, WorkerState
-from plait.launch.run_dir import RunDir, find_run
+from plait.launcher.display import Silent, WorkerState
+from plait.launcher.run_dir import RunDir, find_run
 from plait_bench.harness import recorded
 
 # Something to do to a run and its workers.

@@ -17,9 +17,9 @@ from torch import nn
 
 from plait.core.events import Recorded
 from plait.core.run_events import Step, WorkersChanged
-from plait.launch.control import ask_job
-from plait.launch.display import WorkerState
-from plait.launch.run_dir import RunDir
+from plait.launcher.control import ask_job
+from plait.launcher.display import WorkerState
+from plait.launcher.run_dir import RunDir
 from plait_bench.adapt import pipelines
 from plait_bench.adapt.driver import Act, KillWorker, apart, job, trained
 from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, picture, run_parts

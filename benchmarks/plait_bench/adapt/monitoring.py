@@ -19,8 +19,8 @@ from plait.adapt.monitors.squared_norms import squared_norm
 from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.sampler import Position
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

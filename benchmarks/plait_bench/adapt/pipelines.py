@@ -12,8 +12,8 @@ from torch import nn
 
 from plait.core.events import Recorded
 from plait.core.run_events import Changed, Step, WorkersChanged
-from plait.launch.display import WorkerState
-from plait.launch.run_dir import RunDir
+from plait.launcher.display import WorkerState
+from plait.launcher.run_dir import RunDir
 from plait.measure.auto_plan import settings_before
 from plait.planner import save_plan
 from plait.planner.replan import plan_for

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
-from plait.launch.membership import fixed_memberships
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.membership import fixed_memberships
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import CheckpointSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop

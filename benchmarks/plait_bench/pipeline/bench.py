@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from plait.comm.rendezvous import Rendezvous
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.planner.schedules.in_flight import Schedule
 from plait_bench.harness import (
     Bench,

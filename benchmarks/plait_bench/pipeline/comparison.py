@@ -29,7 +29,7 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.measure.profile_job import ProfileRequest, profile_here
 from plait.pipeline.executor import PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, new_members, stage_replicas

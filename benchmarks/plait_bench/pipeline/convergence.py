@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from plait.launch.display import Silent
-from plait.launch.run import launch
-from plait.launch.run_dir import RunDir
+from plait.launcher.display import Silent
+from plait.launcher.run import launch
+from plait.launcher.run_dir import RunDir
 from plait.measure.auto_plan import planned
 from plait.planner import Schedule
 from plait.schema.placement import Placement

@@ -18,7 +18,7 @@ from torch import nn
 
 from plait.comm.collectives import all_gather_values
 from plait.core.codec import encode
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.op_timings import OpTiming
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Backward, Forward, Op, Update

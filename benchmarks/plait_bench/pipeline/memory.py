@@ -32,7 +32,7 @@ from torch import nn
 from plait.api.world import choose_device
 from plait.core.codec import decode, encode
 from plait.data.loader import to_device
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.measure.profile_job import ProfileRequest, profile_together
 from plait.pipeline.executor import PipelineExecutor, PipelineParts
 from plait.pipeline.layout import arrange

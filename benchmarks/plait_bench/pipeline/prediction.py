@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.run_events import Operations
-from plait.launch.display import Silent
-from plait.launch.run import launch
-from plait.launch.run_dir import RunDir
+from plait.launcher.display import Silent
+from plait.launcher.run import launch
+from plait.launcher.run_dir import RunDir
 from plait.measure.auto_plan import planned
 from plait.planner import Plan
 from plait.schema.settings import DataSettings, ModelSettings, OptimizerSettings, PlanRequest, TrainSettings

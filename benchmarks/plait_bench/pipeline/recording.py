@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from plait.core.events import EventLog
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.op_timings import operations_event
 from plait.planner.schedules.in_flight import Schedule

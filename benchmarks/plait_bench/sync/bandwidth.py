@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.core.names import resolve
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.schema.topology import NATIVE, TOPOLOGIES, Route, Topology, make_topology
 from plait.sync.allreduce.buckets import AllReduce, make_buckets
 from plait.sync.allreduce.reducers import Members, Native, Reducer, Spec, whole_world

@@ -18,8 +18,8 @@ from torch import nn
 
 from plait.core import run_events
 from plait.core.events import read
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import (
     DataSettings,
     EvaluateSettings,

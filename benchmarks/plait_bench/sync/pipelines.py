@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.collectives import all_gather_values
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.layout import PipelineLayout, one_batch
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.planner.schedules.in_flight import Schedule

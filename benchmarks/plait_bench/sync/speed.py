@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm.collectives import all_gather_values
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import SlowSettings
 from plait.schema.sync_options import LOCKSTEP, read_options
 from plait.schema.topology import make_topology

@@ -18,9 +18,9 @@ from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, PlaitError
 from plait.core.logs import forwarding_warnings
 from plait.core.names import resolve
-from plait.launch.display import Display, Silent, WorkerState
-from plait.launch.membership import fixed_memberships
-from plait.launch.messages import Launch
+from plait.launcher.display import Display, Silent, WorkerState
+from plait.launcher.membership import fixed_memberships
+from plait.launcher.messages import Launch
 
 
 class JoinedWorker:

@@ -19,7 +19,7 @@ import cloudpickle
 
 from plait.api.environment import STORE
 from plait.core.errors import InputError, LaunchError
-from plait.launch.fork_server import ForkServer, ServerGoneError
+from plait.launcher.fork_server import ForkServer, ServerGoneError
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")

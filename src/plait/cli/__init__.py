@@ -29,7 +29,7 @@ from plait.cli.train import train
 from plait.core.errors import PlaitError
 from plait.core.files import expand_path
 from plait.core.shown import printable
-from plait.launch.fork_server import remove_empty_cache
+from plait.launcher.fork_server import remove_empty_cache
 
 app = typer.Typer(
     name="plait",

@@ -54,7 +54,7 @@ def profile(
 
     Example: plait profile examples/digits.yaml --batch 16
     """
-    from plait.launch.run import check_alone
+    from plait.launcher.run import check_alone
     from plait.schema.job import read_job
 
     check_alone()

@@ -20,7 +20,7 @@ from plait.core.logs import show_logs
 from plait.core.names import searching
 from plait.core.shown import printable
 from plait.core.units import count_of, show_seconds
-from plait.launch.run_dir import RunDir, RunKind, find_run
+from plait.launcher.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import show_metrics
 
 RunArgument = Annotated[
@@ -119,7 +119,7 @@ def resize(
         raise InputError("WORKERS and -H: found both; -H already says how many workers each host holds")
     if workers is None and without:
         raise InputError("--without: expected the number of workers to go on with before it")
-    from plait.launch.control import ask_job
+    from plait.launcher.control import ask_job
 
     with os_errors_as_messages():
         folder = find_run(run, run_dir)

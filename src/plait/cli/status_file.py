@@ -12,7 +12,7 @@ import psutil
 from plait.core.artefact import read_json
 from plait.core.errors import ArtefactError
 from plait.core.shown import shortened, shown
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.schema.hosts import LOCAL
 
 # The beginning of the messages of failed runs; the path of a log or an agent's output follows.

@@ -30,14 +30,14 @@ from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.shown import show_numbers, shown
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.run_dir import RunDir, RunKind
+from plait.launcher.run_dir import RunDir, RunKind
 from plait.report.terminal import ProgressDisplay, describe, print_table
 from plait.schema.placement import ElasticRules, WorkerLimits
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 from plait.schema.settings import SEARCHES, SearchSettings
 
 if TYPE_CHECKING:
-    from plait.launch.display import WorkerState
+    from plait.launcher.display import WorkerState
 
 MAX_ROWS = 20
 

@@ -15,7 +15,7 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import JobError
 from plait.core.shown import shown
 from plait.core.yaml_text import YamlError, load_yaml
-from plait.launch.run_dir import RunDir, RunKind
+from plait.launcher.run_dir import RunDir, RunKind
 from plait.schema.results import RunResult
 
 STOPPED = 130

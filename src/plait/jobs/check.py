@@ -18,8 +18,8 @@ from plait.core.errors import PlaitError
 from plait.core.events import Event, read
 from plait.core.run_events import CheckpointSaved, Evaluated, RunEnded, RunStarted, Step
 from plait.jobs.train import train
-from plait.launch.display import Display, Silent
-from plait.launch.run_dir import RunDir, new_run
+from plait.launcher.display import Display, Silent
+from plait.launcher.run_dir import RunDir, new_run
 from plait.schema.job import Job, as_job
 
 EventKind = TypeVar("EventKind", bound=Event)

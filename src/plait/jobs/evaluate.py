@@ -15,7 +15,7 @@ from plait.core.errors import CheckpointError, InputError
 from plait.core.names import check_arguments
 from plait.data.call_model import evaluation_mode, has_modes
 from plait.data.requirements import check_same_data
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints

@@ -18,8 +18,8 @@ from plait.core.errors import JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.jobs.train_on import train_on
-from plait.launch.display import Display
-from plait.launch.supervisor import Supervisor
+from plait.launcher.display import Display
+from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL
 from plait.schema.job import Job, make_job
 from plait.schema.results import RunResult

@@ -11,8 +11,8 @@ from plait.api.joined_workers import JoinedWorkers, follow, refuse
 from plait.api.world import World, init
 from plait.core.codec import decode
 from plait.jobs.train_on import train_on
-from plait.launch.display import Display, Silent
-from plait.launch.messages import Launch
+from plait.launcher.display import Display, Silent
+from plait.launcher.messages import Launch
 from plait.schema.job import Job, Overrides, read_job
 from plait.schema.job_checks import check_joined
 from plait.schema.results import RunResult

@@ -19,7 +19,7 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean, searching
 from plait.data.call_model import set_mode
 from plait.jobs import evaluate
-from plait.launch.run_dir import RunDir, RunKind, find_run
+from plait.launcher.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import RunResult
 from plait.training.components import build_without_data
 from plait.verification import unchanged_random_numbers

@@ -13,9 +13,9 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
-from plait.launch.display import Display, Silent
-from plait.launch.run import LaunchedRun, check_alone, tracing_modules
-from plait.launch.run_dir import RunKind, choose_folder, new_run
+from plait.launcher.display import Display, Silent
+from plait.launcher.run import LaunchedRun, check_alone, tracing_modules
+from plait.launcher.run_dir import RunKind, choose_folder, new_run
 from plait.report.sweep import write_sweep
 from plait.schema.aliases import KEY_ALIASES, canonical_value
 from plait.schema.hosts import LOCAL, Host

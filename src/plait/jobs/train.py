@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.jobs.train_on import train_on
-from plait.launch.display import Display, Silent
-from plait.launch.run import check_alone
-from plait.launch.supervisor import Supervisor
+from plait.launcher.display import Display, Silent
+from plait.launcher.run import check_alone
+from plait.launcher.supervisor import Supervisor
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from plait.core.files import write_atomic
 from plait.core.logs import kept_warnings
 from plait.core.names import searching
-from plait.launch.display import Display
-from plait.launch.run import StartWorkers, launch
-from plait.launch.run_dir import RunKind, choose_folder, new_run
+from plait.launcher.display import Display
+from plait.launcher.run import StartWorkers, launch
+from plait.launcher.run_dir import RunKind, choose_folder, new_run
 from plait.schema.job import Job
 from plait.schema.results import RunResult
 from plait.schema.sync_options import lease_of

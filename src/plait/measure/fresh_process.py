@@ -21,7 +21,7 @@ from plait.core.errors import PlaitError
 from plait.core.names import resolve
 from plait.data import transport
 from plait.data.loader_processes import LoaderPool
-from plait.launch.fork_server import die_with_parent
+from plait.launcher.fork_server import die_with_parent
 
 # An upper bound for a measurement.
 DEADLINE_S = 900.0

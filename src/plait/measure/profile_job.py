@@ -21,11 +21,11 @@ from plait.core.errors import InputError
 from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.data.loader import Batch, to_device
 from plait.data.sampler import Position, share
-from plait.launch.display import Silent
-from plait.launch.messages import Launch
-from plait.launch.run import TRACING
-from plait.launch.supervisor import Supervisor
-from plait.launch.worker_process import Worker
+from plait.launcher.display import Silent
+from plait.launcher.messages import Launch
+from plait.launcher.run import TRACING
+from plait.launcher.supervisor import Supervisor
+from plait.launcher.worker_process import Worker
 from plait.measure.allreduce_cost import measure_sums
 from plait.measure.overhead import measure_overhead
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from plait.core.units import count_of, show_rate, show_seconds
-from plait.launch.display import Display, WorkerState
+from plait.launcher.display import Display, WorkerState
 from plait.schema.results import RunResult, show_metric, show_metrics
 
 PLAIN_LINE_S = 5.0

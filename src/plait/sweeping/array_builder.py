@@ -17,7 +17,7 @@ from plait.core.errors import JobError
 from plait.data.loader import BatchStream
 from plait.data.requirements import check_unchanged, streams_of
 from plait.fusion.verify import FusionReport, log_report
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width

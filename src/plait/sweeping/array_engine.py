@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.data.loader import Batch, BatchStream
 from plait.fusion.errors import FusionError
-from plait.launch.worker_process import as_loss
+from plait.launcher.worker_process import as_loss
 from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
 from plait.sweeping.engines.audited_step import AuditedTrial, most_at_once
 from plait.sweeping.fusable import (

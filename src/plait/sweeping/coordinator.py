@@ -21,9 +21,9 @@ from plait.core.codec import decode, encode, finite
 from plait.core.errors import InputError, JobError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
-from plait.launch.membership import Membership
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import CoordinatorProcess
+from plait.launcher.membership import Membership
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import CoordinatorProcess
 from plait.schema.results import SweepResult
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays

@@ -11,7 +11,7 @@ import torch
 from plait.comm.groups import new_group
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import build_topology
 from plait.sweeping.datasets import DataSets

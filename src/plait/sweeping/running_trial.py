@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.core.codec import encode
 from plait.core.files import write_atomic
-from plait.launch.run_dir import RunDir
+from plait.launcher.run_dir import RunDir
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
 from plait.training.components import present_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from plait.launch.messages import RunRequest
+from plait.launcher.messages import RunRequest
 from plait.schema.settings import SearchSettings, TrainSettings
 from plait.sweeping.search.space import Dimension
 

@@ -22,8 +22,8 @@ from plait.core.codec import encode, finite
 from plait.core.errors import JobError, PeerError
 from plait.core.files import write_atomic
 from plait.data.loader import BatchStream
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder

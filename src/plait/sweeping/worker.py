@@ -14,8 +14,8 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.core.run_events import SyncChosen
 from plait.fusion.errors import FusionError
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import SyncSettings
 from plait.schema.sync_options import AUTO

@@ -19,8 +19,8 @@ from plait.core.events import Event
 from plait.core.run_events import SyncChosen, last_sync
 from plait.data.loader import Batch
 from plait.data.requirements import check_unchanged
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import AUTO, KINDS
 from plait.sync.allreduce.autotune import TopologyChosen, remember

@@ -11,8 +11,8 @@ import torch
 from plait.api.world import choose_backend, choose_device
 from plait.core.codec import decode
 from plait.core.logs import show_logs
-from plait.launch.messages import RunRequest
-from plait.launch.worker_process import Worker
+from plait.launcher.messages import RunRequest
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.optimizers.eager import use_eager_optimizers
 

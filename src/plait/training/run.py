@@ -12,8 +12,8 @@ from plait.adapt.history import SignalHistory
 from plait.data.loader import Batch, BatchStream
 from plait.data.sampler import GlobalBatch
 from plait.data.streams import has_state
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
 from plait.training.batch_streams import open_stream, sample_order

@@ -14,7 +14,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
-from plait.launch.membership import Membership
+from plait.launcher.membership import Membership
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import TopologyChosen

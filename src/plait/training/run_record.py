@@ -16,8 +16,8 @@ import torch
 from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event, EventLog
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.training.components import Components

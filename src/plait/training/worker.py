@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.core.errors import PlaitError
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.training import checkpoint as checkpoints
 from plait.training.change.members import join_members
 from plait.training.checks.data_fingerprints import look_at_data

@@ -11,7 +11,7 @@ if _address:
     from stand_in import end_with, stand_in
 if _address and "-m" in _words:
     _at = _words.index("-m") + 1
-    if _words[_at] in ("plait", "plait.launch.fork_server"):
+    if _words[_at] in ("plait", "plait.launcher.fork_server"):
         end_with(stand_in(_address, _words[_at], _words[_at + 1 :]))
 elif _address and _words and os.path.basename(_words[0]) == "plait":  # the command that people type
     end_with(stand_in(_address, "plait", _words[1:]))

@@ -19,7 +19,7 @@ def stand_in(address: str, module: str, arguments: list[str]) -> int:
     import socket
 
     descriptors = [0, 1, 2]
-    if module == "plait.launch.fork_server":
+    if module == "plait.launcher.fork_server":
         descriptors.append(int(arguments[0]))  # its link to the agent
     network = [os.open(NETWORK, os.O_RDONLY)] if os.path.exists(NETWORK) else []
     requests = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

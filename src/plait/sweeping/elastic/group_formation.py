@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait.launch.membership import Membership
+from plait.launcher.membership import Membership
 
 
 class WorkerGroups:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from plait.core.codec import decode
 from plait.core.errors import PeerError
-from plait.launch.membership import Membership
-from plait.launch.worker_process import LaunchedWorker, Worker
+from plait.launcher.membership import Membership
+from plait.launcher.worker_process import LaunchedWorker, Worker
 from plait.sweeping.group_client import make_worker_group
 from plait.sweeping.settings import SweepSettings
 from plait.training.change.members import BACKEND, loss_of

@@ -24,7 +24,7 @@ from plait.core.errors import InputError, JobError
 from plait.data.loader import Batch, BatchStream
 from plait.fusion.module import FusedModule
 from plait.fusion.verify import FusionReport
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
 from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.executor import PipelineExecutor, PipelineParts, StageKind

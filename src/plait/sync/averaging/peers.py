@@ -12,7 +12,7 @@ import torch.distributed as dist
 from plait.comm.links.packing import Message
 from plait.comm.running_clock import RunningClock
 from plait.core.errors import LostPeer, PeerError
-from plait.launch.membership import Memberships
+from plait.launcher.membership import Memberships
 from plait.schema.placement import WorkerLimits
 from plait.sync.averaging.mailbox import Mailbox
 

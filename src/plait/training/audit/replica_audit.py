@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from plait.comm.collectives import all_gather_values
 from plait.data.loader import Batch
 from plait.data.seeding import mix
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.verify.row_buffers import describe_rows, own_buffers, rows_in
 from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor, pack_tree, unpack_tree
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, tensors_of
 from plait.training.audit.record import AuditRecord, findings

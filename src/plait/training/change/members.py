@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, cast
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
-from plait.launch.membership import Membership
-from plait.launch.worker_process import LaunchedWorker, Worker, as_loss
+from plait.launcher.membership import Membership
+from plait.launcher.worker_process import LaunchedWorker, Worker, as_loss
 from plait.schema.settings import TrainSettings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from plait.adapt.changes import ChangeRequest, PlanChange, Replan, SavedSource
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.units import show_bytes
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.planner import Plan, PlanError
 from plait.planner.replan import Replanned, plan_for, replan
 from plait.schema.plans.graph import Graph

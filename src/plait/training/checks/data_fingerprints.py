@@ -11,7 +11,7 @@ from plait.core.codec import decode, encode
 from plait.core.errors import DataError
 from plait.core.units import count_of
 from plait.data.fingerprint import Fingerprint, repeated_samples, take_fingerprints
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.training.components import DataPair
 
 SPLITS = ("train", "test")

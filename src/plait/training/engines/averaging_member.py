@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.adapt.monitors.squared_norms import trial_squared_norms
 from plait.data import loader
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.named_state import Tensors
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import WeightAveraging

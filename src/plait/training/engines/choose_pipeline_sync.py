@@ -11,7 +11,7 @@ import torch
 from plait.comm.collectives import all_gather_values
 from plait.core.run_events import SyncChosen
 from plait.data.loader import Batch
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import check_untied
 from plait.pipeline.layout import PipelineLayout, one_batch

@@ -22,7 +22,7 @@ from plait.core import run_events
 from plait.core.events import Event
 from plait.data.loader import Batch, DataSource, load
 from plait.data.sampler import GlobalBatch
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import LOCKSTEP, HetPipeOptions, Options, options_among
 from plait.sync.averaging.parameter_server import serving

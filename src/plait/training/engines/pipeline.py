@@ -23,7 +23,7 @@ from plait.data.call_model import evaluated_weights
 from plait.data.loader import Batch
 from plait.data.sampler import Position
 from plait.data.seeding import mix, seed_all
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource

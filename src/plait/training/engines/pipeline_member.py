@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.comm.channels import Channels
 from plait.core.events import Event
 from plait.data import loader
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout

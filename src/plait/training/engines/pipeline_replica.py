@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.adapt.monitors.gradient_noise import GradientMoments
 from plait.comm.channels import Channels
 from plait.comm.lockstep import Lockstep
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout, one_batch

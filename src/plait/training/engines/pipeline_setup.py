@@ -18,8 +18,8 @@ from plait.core.files import write_atomic
 from plait.core.run_events import Verified
 from plait.data import loader
 from plait.data.call_model import as_arguments, explaining_type_errors
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.pipeline import executor as pipelines
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
 from plait.data.loader import Batch, BatchStream, load
 from plait.data.sampler import GlobalBatch, Position
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.adapt.monitors.gradient_noise import GradientNorms
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.adapt.monitors.step_times import StepTimer, WorkerTimes
-from plait.launch.worker_process import Worker
+from plait.launcher.worker_process import Worker
 from plait.sync.allreduce.buckets import AllReduce
 from plait.training.components import Components
 from plait.training.monitoring.required_signals import wants_norms

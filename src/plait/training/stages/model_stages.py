@@ -15,8 +15,8 @@ from plait.comm.collectives import all_gather_values, gather_in_turn
 from plait.core.errors import JobError
 from plait.core.run_events import LayersMoved
 from plait.data.sampler import GlobalBatch, Position
-from plait.launch.run_dir import RunDir
-from plait.launch.worker_process import Worker
+from plait.launcher.run_dir import RunDir
+from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, cut_step, loaded_by

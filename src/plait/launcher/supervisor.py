@@ -21,11 +21,11 @@ from plait.comm.handshake import new_secret
 from plait.comm.running_clock import RunningClock
 from plait.core.errors import InputError, LaunchError, PlaitError
 from plait.core.names import user_folders
-from plait.launch import messages
-from plait.launch.display import Display, WorkerState
-from plait.launch.failure_cause import RankState, describe_status, find_cause, is_conclusive
-from plait.launch.membership_decisions import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
-from plait.launch.messages import (
+from plait.launcher import messages
+from plait.launcher.display import Display, WorkerState
+from plait.launcher.failure_cause import RankState, describe_status, find_cause, is_conclusive
+from plait.launcher.membership_decisions import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
+from plait.launcher.messages import (
     COORDINATOR,
     AgentOrder,
     CoordinatorAnswer,
@@ -34,7 +34,7 @@ from plait.launch.messages import (
     JobMessage,
     Launch,
 )
-from plait.launch.start_agent import AgentEnd, AgentProcess, Inbox, agent_command, shell_of
+from plait.launcher.start_agent import AgentEnd, AgentProcess, Inbox, agent_command, shell_of
 from plait.schema.hosts import LOCAL
 from plait.schema.placement import ElasticRules
 

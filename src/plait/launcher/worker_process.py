@@ -27,9 +27,9 @@ from plait.core.codec import decode
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
 from plait.core.logs import forward_warnings
 from plait.core.names import resolve
-from plait.launch import messages
-from plait.launch.membership import Membership, Memberships
-from plait.launch.messages import (
+from plait.launcher import messages
+from plait.launcher.membership import Membership, Memberships
+from plait.launcher.messages import (
     COORDINATOR,
     CoordinatorAnswer,
     CoordinatorQuestion,
@@ -39,7 +39,7 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
-from plait.launch.worker_output import LineBuffer
+from plait.launcher.worker_output import LineBuffer
 
 BEAT_S = 0.5
 # Heartbeats per lease.

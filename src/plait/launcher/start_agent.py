@@ -9,9 +9,9 @@ import shlex
 import subprocess
 import threading
 
-from plait.launch import messages
-from plait.launch.membership_decisions import ControlRequest
-from plait.launch.messages import JobMessage, from_line, to_line
+from plait.launcher import messages
+from plait.launcher.membership_decisions import ControlRequest
+from plait.launcher.messages import JobMessage, from_line, to_line
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
@@ -26,7 +26,10 @@ def shell_of(placement: Placement, host: Host) -> list[str]:
 
 def agent_command(placement: Placement, host: Host) -> list[str]:
     """The command that starts the agent of `host`, without the current folder on its Python path."""
-    shell, agent = shell_of(placement, host), [placement.interpreter, "-P", "-u", "-m", "plait.launch.agent"]
+    shell, agent = (
+        shell_of(placement, host),
+        [placement.interpreter, "-P", "-u", "-m", "plait.launcher.agent"],
+    )
     # ssh joins its arguments with spaces, and a shell on the remote host splits them.
     is_ssh = any(os.path.basename(word) == "ssh" for word in shell)
     return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]

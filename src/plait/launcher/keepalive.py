@@ -15,7 +15,7 @@ from collections.abc import Callable
 from plait.comm.handshake import Address, Listener, connect
 from plait.comm.store import StoreClient
 from plait.core.errors import PeerError
-from plait.launch.messages import AgentOrder
+from plait.launcher.messages import AgentOrder
 
 PURPOSE = "hosts"
 PROBE_S = 1

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, dataclass_transform
 
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, LostPeer
-from plait.launch.membership import Membership
+from plait.launcher.membership import Membership
 from plait.schema.hosts import Host
 from plait.schema.placement import Placement
 

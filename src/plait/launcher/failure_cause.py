@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plait.core.errors import LostPeer
-from plait.launch.messages import Failure
+from plait.launcher.messages import Failure
 
 
 @dataclass

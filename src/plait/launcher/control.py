@@ -33,8 +33,8 @@ from plait.core.codec import decode
 from plait.core.errors import InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.shown import shown
-from plait.launch.membership_decisions import ControlRequest, StaleVersionError
-from plait.launch.run_dir import RunDir
+from plait.launcher.membership_decisions import ControlRequest, StaleVersionError
+from plait.launcher.run_dir import RunDir
 from plait.schema.hosts import parse_hosts
 
 _log = logging.getLogger(__name__)

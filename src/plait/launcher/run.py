@@ -16,10 +16,10 @@ from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.units import count_of
-from plait.launch.display import Display, WorkerState
-from plait.launch.messages import Launch, RunRequest
-from plait.launch.run_dir import RunDir, RunKind
-from plait.launch.supervisor import Supervisor
+from plait.launcher.display import Display, WorkerState
+from plait.launcher.messages import Launch, RunRequest
+from plait.launcher.run_dir import RunDir, RunKind
+from plait.launcher.supervisor import Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
@@ -304,7 +304,7 @@ def _controlled(
     """Serve the control endpoint during an elastic job; does nothing for other jobs."""
     if placement.elastic is None:
         return contextlib.nullcontext()
-    from plait.launch.control import serving  # imports an HTTP server
+    from plait.launcher.control import serving  # imports an HTTP server
 
     return serving(folder, placement.elastic.control, workers.request_control)
 

@@ -28,11 +28,11 @@ from plait.comm.running_clock import RunningClock
 from plait.comm.store import StoreServer
 from plait.core.codec import encode
 from plait.core.errors import InputError
-from plait.launch import messages
-from plait.launch.failure_cause import describe_status
-from plait.launch.fork_server import ForkServer, ServerGoneError
-from plait.launch.keepalive import watch_hosts
-from plait.launch.messages import (
+from plait.launcher import messages
+from plait.launcher.failure_cause import describe_status
+from plait.launcher.fork_server import ForkServer, ServerGoneError
+from plait.launcher.keepalive import watch_hosts
+from plait.launcher.messages import (
     COORDINATOR,
     AgentOrder,
     CoordinatorAnswer,
@@ -42,7 +42,7 @@ from plait.launch.messages import (
     from_line,
     to_line,
 )
-from plait.launch.worker_output import LineBuffer, LogWriter, visible_text
+from plait.launcher.worker_output import LineBuffer, LogWriter, visible_text
 from plait.schema.hosts import address_of, interface_of
 
 BEAT_S = 5.0
@@ -289,7 +289,7 @@ class Agent:
                 # In a forked process, which has the modules imported.
                 check = messages.CheckRequest(self._launch.check, self._launch.settings)
                 self._start(
-                    self._worker_process(messages.CHECK, None), "plait.launch.worker_process:check", check
+                    self._worker_process(messages.CHECK, None), "plait.launcher.worker_process:check", check
                 )
             else:
                 self._get_ready()
@@ -422,7 +422,7 @@ class Agent:
             nic=self._placement.nic or interface_of(self._address),
             threads=self._threads,
         )
-        self._start(self._worker_process(rank, launch.logs), "plait.launch.worker_process:enter", request)
+        self._start(self._worker_process(rank, launch.logs), "plait.launcher.worker_process:enter", request)
 
     def _start(
         self, worker: _WorkerProcess, function: str, request: messages.CheckRequest | WorkerRequest

@@ -17,7 +17,7 @@ from typing import Any
 
 from plait.core.errors import InputError, PlaitError
 from plait.core.shown import shown
-from plait.launch.membership import Membership
+from plait.launcher.membership import Membership
 from plait.schema.hosts import Host
 from plait.schema.placement import ElasticRules
 
