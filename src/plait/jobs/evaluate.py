@@ -20,7 +20,7 @@ from plait.launch.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Components, find_collate_fn
+from plait.training.components import Components, build_without_data, find_collate_fn
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
 from plait.training.optimizers.build import has_modes
@@ -48,8 +48,11 @@ def measure_on(
     """Loss and metrics of a run's checkpoint on `dataset`; None stands for its test split, or its metric."""
     settings = read_settings(folder)
     state = read_state(folder, best)
-    components = build_components(settings, choose_device(settings.device, 0))
-    if dataset is not None:
+    device = choose_device(settings.device, 0)
+    if dataset is None:
+        components = build_components(settings, device)
+    else:
+        components = build_without_data(settings, device)
         source = DataSource(dataset, find_collate_fn(settings.data), model_loss=settings.loss == MODEL_LOSS)
         components = replace(components, test_set=source)
     if components.test_set is None:
