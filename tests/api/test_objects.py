@@ -142,14 +142,18 @@ def test_a_run_is_opened_with_its_history_its_models_and_other_data(tmp_path: Pa
     assert run.evaluate()["loss"] == pytest.approx(result.test["loss"], abs=1e-12)
     assert run.evaluate(best=True)["loss"] == pytest.approx((result.best or {})["loss"], abs=1e-12)
     other = digits("train")
+    images = torch.stack([image for image, _ in other]).double()
     with torch.no_grad():
-        output = run.model()(torch.stack([image for image, _ in other]).double())
+        output = run.model()(images)
     target = torch.tensor([int(label) for _, label in other])
     right = (output.argmax(-1) == target).double().mean().item()
     found = run.evaluate(other, metrics=["accuracy", lambda output, target: (len(target), len(target))])
     loss = nn.functional.cross_entropy(output, target).item()
     expected = {"loss": loss, "accuracy": right, "<lambda>": 1.0}
     assert found == pytest.approx(expected, abs=1e-9)
+    assert run.evaluate((images, target), metrics=[]) == pytest.approx({"loss": loss}, abs=1e-9)
+    with pytest.raises(InputError, match=r"loader\.dataset"):
+        run.evaluate(DataLoader(other))
     with pytest.raises(InputError, match="did you mean 'test_loss'"):
         run.history("testloss")
 

@@ -19,7 +19,7 @@ from plait.launcher.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.components import Components, as_source
+from plait.training.components import Components, as_source, build_without_data
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
 from plait.workloads.metrics import Metric
@@ -45,8 +45,11 @@ def measure_on(
     """Loss and metrics of a run's checkpoint on `dataset`; None stands for its test split, or its metric."""
     settings = read_settings(folder)
     state = read_state(folder, best)
-    components = build_components(settings, choose_device(settings.device, 0))
-    if dataset is not None:
+    device = choose_device(settings.device, 0)
+    if dataset is None:
+        components = build_components(settings, device)
+    else:
+        components = build_without_data(settings, device)
         components = replace(components, test_set=as_source(dataset, settings))
     if components.test_set is None:
         raise InputError(f"{folder.path}: its data has no test split; pass a data set to evaluate on")

@@ -176,10 +176,11 @@ def _data_code(data: Any, tree: dict[str, Any]) -> dict[str, object]:
         train, test = data, None
     if train is None:
         raise JobError(f"data: found None as the training set, expected {_SETS}")
-    return {"data": Splits(_as_set(train, "train"), _as_set(test, "test"))}
+    return {"data": Splits(as_set(train, "train"), as_set(test, "test"))}
 
 
-def _as_set(value: Any, split: str) -> Any:
+def as_set(value: Any, split: str) -> Any:
+    """`value` as a data set: tensors together are one; JobError for what is none."""
     if isinstance(value, DataLoader):
         raise JobError(
             f"data: found a DataLoader as the {split} set, expected the data set: pass loader.dataset, and "

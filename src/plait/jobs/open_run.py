@@ -19,6 +19,7 @@ from plait.core.errors import InputError
 from plait.core.names import did_you_mean, searching
 from plait.data.call_model import set_mode
 from plait.jobs import evaluate
+from plait.jobs.from_objects import as_set
 from plait.launcher.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import RunResult
 from plait.training.components import build_without_data
@@ -118,7 +119,7 @@ class OpenedRun:
         """
         with self._importing():
             chosen = None if metrics is None else [_metric_of(each) for each in metrics]
-            return evaluate.measure_on(self._folder, best, dataset, chosen)
+            return evaluate.measure_on(self._folder, best, as_set(dataset, "test"), chosen)
 
     @contextlib.contextmanager
     def _importing(self) -> Iterator[None]:
