@@ -276,13 +276,15 @@ def test_pods_that_are_ended_fail_and_their_replacements_go_on_to_the_same_end(t
 
 def test_files_of_the_job_travel_with_it_and_code_that_does_not_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("x = 1\n")
-    (tmp_path / "ring.yaml").write_text("graphs: []\n")
-    path = written(tmp_path, model="own:net")
+    (tmp_path / "two.json").write_text("{}\n")
+    path = written(tmp_path, model="own:net", parallel={"plan": str(tmp_path / "two.json")})
     plain = ["manifest", str(path), "--image", "plait:1"]
     assert f"--include {tmp_path / 'own.py'}" in CliRunner().invoke(app, plain).stderr
     done = CliRunner().invoke(app, [*plain, "--include", str(tmp_path / "own.py")])
     assert done.stderr == ""
-    assert next(yaml.safe_load_all(done.stdout))["data"]["own.py"] == "x = 1\n"
+    files = next(yaml.safe_load_all(done.stdout))["data"]
+    assert (files["own.py"], files["plan.json"]) == ("x = 1\n", "{}\n")
+    assert yaml.safe_load(files["job.yaml"])["parallel"]["plan"] == "/etc/plait/plan.json"
 
 
 @pytest.mark.parametrize(

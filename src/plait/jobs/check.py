@@ -5,6 +5,7 @@ A run looks at its code, data, loss and metric itself before the first step; thi
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import statistics
@@ -116,7 +117,7 @@ def _passed(events: Sequence[Event]) -> list[str]:
     if _of(events, RunStarted):
         passed += ["the model", "the data", "the loss", "the first test batches"]
     if taken := _of(events, Step):
-        passed.append(f"{len(taken)} steps")
+        passed.append(f"{taken[-1].step} steps")
     return passed
 
 
@@ -133,8 +134,11 @@ def _report(
 
     (started,), taken = _of(events, RunStarted), _of(events, Step)
     evaluations, ended = _of(events, Evaluated), _of(events, RunEnded)[-1]
+    # Where workers go on without each other, rank 0 records some of the steps, each with those before it.
+    counts = [after - before for before, after in itertools.pairwise([0, *(step.step for step in taken)])]
+    seconds = [step.seconds / max(count, 1) for step, count in zip(taken, counts)]
     # The first steps make buffers and the optimizer's state.
-    step_s = statistics.median(step.seconds for step in taken[len(taken) // 4 :])
+    step_s = statistics.median(seconds[len(seconds) // 4 :])
     evaluation_s = evaluations[-1].seconds if evaluations else None
     checkpoint_s = max(saved.seconds for saved in _of(events, CheckpointSaved))
     run_steps = job.steps
@@ -155,7 +159,7 @@ def _report(
         device=started.device,
         samples=started.samples,
         batch_size=started.batch_size,
-        steps=len(taken),
+        steps=taken[-1].step,
         run_steps=run_steps,
         losses=(taken[0].loss, taken[-1].loss),
         test=evaluations[-1].metrics if evaluations else {},
