@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from plait.api.data_parallel import DataParallel
     from plait.api.launching import launch
     from plait.api.pipeline import Pipeline
-    from plait.api.step_loss import StepLoss
+    from plait.api.stages.step_loss import StepLoss
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
@@ -90,7 +90,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Profile": ("plait.profiler.profile", "Profile"),
     "RunResult": ("plait.schema.results", "RunResult"),
     "Shared": ("plait.fusion", "Shared"),
-    "StepLoss": ("plait.api.step_loss", "StepLoss"),
+    "StepLoss": ("plait.api.stages.step_loss", "StepLoss"),
     "StepTimer": ("plait.adapt.monitors.step_times", "StepTimer"),
     "SweepResult": ("plait.schema.results", "SweepResult"),
     "Throughput": ("plait.adapt.monitors.step_times", "Throughput"),

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from plait.api.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
-from plait.api.prepare_stages import StagePreparation, samples_of, two_examples
 from plait.api.same_model import check_same_model, copy_of_first
-from plait.api.stage_layout import PlanLike, find_layout, find_schedule
-from plait.api.step_loss import StepLoss
-from plait.api.whole_model import WholeModel
+from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
+from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
+from plait.api.stages.stage_layout import PlanLike, find_layout, find_schedule
+from plait.api.stages.step_loss import StepLoss
+from plait.api.stages.whole_model import WholeModel
 from plait.api.world import World, init
 from plait.comm.collectives import broadcast_value
 from plait.core.errors import DataError, InputError

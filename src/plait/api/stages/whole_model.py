@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.api.pipeline_stages import StepOptions
+from plait.api.stages.pipeline_stages import StepOptions
 from plait.data import loader
 from plait.data.call_model import evaluated_weights, evaluation_mode, forward
 from plait.pipeline.named_state import Tensors, load_optimizer_state, optimizer_state
