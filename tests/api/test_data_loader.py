@@ -149,11 +149,12 @@ def test_set_epoch_of_a_loop_keeps_a_state_of_that_epoch():
     assert [rows(batch) for batch in loader] == whole[8:]
 
 
-def test_loading_leaves_the_generators_of_the_loop_as_they_are():
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loading_leaves_the_generators_of_the_loop_as_they_are(num_workers: int):
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     wanted = torch.rand(()), random.random(), numpy.random.rand()
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    assert len(list(make_loader("noisy"))) == 6
+    assert len(list(make_loader("noisy", num_workers=num_workers))) == 6
     assert (torch.rand(()), random.random(), numpy.random.rand()) == wanted
 
 
