@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import model_zoo as zoo
+from plait.core.errors import InputError
 from plait.fusion import FusedOptimizer, fuse
+from plait.pipeline.verify.verify_stages import verify_stages
 
 CASES = zoo.cases_by_name()
 
@@ -23,9 +25,16 @@ def _in_float64() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("name", ["graph network", "Fourier layer", "numbers returned"])
+@pytest.mark.parametrize("name", ["graph network", "Fourier layer", "numbers returned", "hook on itself"])
 def test_in_two_stages_the_model_is_what_it_is_alone(name: str) -> None:
     assert zoo.stages_verdict(CASES[f"everyday {name}"]) == zoo.Verdict("right", "")
+
+
+def test_a_copy_that_fails_by_itself_is_said_where_no_other_model_can_be_built() -> None:
+    case = CASES["everyday hook on itself"]
+    batches = [(zoo.as_double(batch), None) for batch in case.batches()]
+    with pytest.raises(InputError, match="a copy of the model fails by itself .*KeyError.*hooks"):
+        verify_stages(zoo.make_model(case, 0), batches, zoo.loss_of, ["b"])
 
 
 def test_fused_a_model_that_its_own_hook_reads_is_what_it_is_alone() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.core.errors import InputError, PlaitError
+from plait.core.names import in_words
 from plait.data.call_model import as_arguments, evaluation_mode, forward
 from plait.pipeline.cutting.check_model import StageError, describe_tensor, shared_tensors, used_tensors
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
@@ -202,10 +203,10 @@ def find_mismatch(traced: TracedModel, stages: Sequence[Sequence[str]], example:
 class _PlainModel(Reference):
     """A copy of the model, with its own copy of the loss."""
 
-    def __init__(self, traced: TracedModel, example: Example) -> None:
+    def __init__(self, traced: TracedModel, example: Example, model: nn.Module) -> None:
         self._example, self._loss = example, example.own_loss()
         phases = _TRAINING if traced.no_evaluation is not None else (*_TRAINING, *_EVALUATION)
-        super().__init__(copied(traced.model, example.fresh), phases, self._loss)
+        super().__init__(model, phases, self._loss)
 
     def forward(self, phase: Phase) -> tuple[Any, Tensor | None]:
         inputs, target = _copied_batch(self._example.batches[phase.batch])
@@ -222,8 +223,19 @@ class _Comparison:
 
     def __init__(self, traced: TracedModel, stages: Sequence[Sequence[str]], example: Example) -> None:
         self._traced, self._stages, self._example = traced, stages, example
-        self._reference = _PlainModel(traced, example)
-        self._expected = list(self._reference.run())
+        self._reference = _PlainModel(traced, example, copied(traced.model, example.fresh))
+        try:
+            self._expected = list(self._reference.run())
+        except (PlaitError, torch.OutOfMemoryError):
+            raise
+        except Exception as failure:
+            if example.fresh is None:
+                raise InputError(
+                    f"verify: a copy of the model fails by itself on these batches: {in_words(failure)} "
+                    "(hooks and functions kept in attributes may hold the model that was copied)"
+                ) from failure
+            self._reference = _PlainModel(traced, example, example.fresh())
+            self._expected = list(self._reference.run())
         # The phase that the stages are running.
         self._running = 0
 
