@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -259,3 +260,46 @@ def test_models_that_differ_are_refused_with_the_first_difference():
     assert "the order of its parameters differs" in order
     assert "rings" in topology
     assert "no parameter of the model requires a gradient" in frozen
+
+
+def change_afterwards(rank: int) -> list[str]:
+    """What each change of a model says that was wrapped before, and a copy that trains as the original."""
+
+    def replaced(net: nn.Sequential) -> None:
+        net[1] = nn.Linear(4, 1)
+
+    changes: list[Callable[[nn.Sequential], object]] = [
+        lambda net: net.double(),
+        lambda net: net[0].weight.requires_grad_(True),
+        replaced,
+        lambda net: net[0].bias.requires_grad_(False),
+    ]
+    found = []
+    for change in changes:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        net[0].weight.requires_grad_(False)
+        model = plait.DataParallel(net)
+        change(net)
+        try:
+            model(torch.ones(2, 4, dtype=net[0].weight.dtype)).sum().backward()
+            found.append("trains")
+        except InputError as failure:
+            found.append(str(failure))
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each.zero_grad()
+        each(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    assert copied.module is not model.module
+    grads = [[p.grad.tolist() for p in each.parameters() if p.grad is not None] for each in (model, copied)]
+    return [*found, *map(str, grads)]
+
+
+def test_a_model_that_is_changed_after_it_was_wrapped_is_refused_and_a_copy_trains_as_it_does():
+    first, second = run_ranks(2, change_afterwards)
+    assert first == second
+    assert "converted to torch.float64" in first[0]
+    assert "0.weight was added, replaced or unfrozen" in first[1]
+    assert "1.weight was added" in first[2]
+    assert first[3] == "trains"
+    assert first[4] == first[5] != "[]"

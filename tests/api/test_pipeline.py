@@ -204,6 +204,18 @@ def test_one_process_is_a_plain_loop() -> None:
     assert_equal(as_arrays(pipe.state_dict()), as_arrays(plain.state_dict()))
 
 
+class Scaled(nn.Module):
+    """Scales by a number that a loop may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = make_model(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.layers(x) * self.scale
+        return scaled
+
+
 def say_what_is_wrong(rank: int) -> list[str]:
     """The messages for what a newcomer gives by mistake."""
     (x, y), words = make_batches(1)[0], []
@@ -230,6 +242,14 @@ def say_what_is_wrong(rank: int) -> list[str]:
         attempt(lambda: pipe.load_state_dict({"0.weight": x}))
     with make_pipe(2, schedule="stash", microbatches=8) as pipe:
         attempt(lambda: pipe.step(x, y))
+    scaled = Scaled()
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with plait.Pipeline(scaled, 2, example_inputs=(x,), loss=F.cross_entropy, optimizer=optimizer) as pipe:
+        pipe.step(x, y)
+        scaled.layers[4].p = 0.1  # code of a layer that is in one stage runs as it is
+        pipe.step(x, y)
+        scaled.scale = 2.0
+        attempt(lambda: pipe.step(x, y))
     return words
 
 
@@ -248,6 +268,7 @@ EXPECTED = (
     "a batch without samples",
     "load_state_dict: '0.weight' has shape (6, 4), that of the model (8, 4)",
     "found a batch of 6 samples, fewer than its 8 microbatches",
+    "scale was 1.0 when the model was traced and is 2.0 now",
 )
 
 

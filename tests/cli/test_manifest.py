@@ -40,6 +40,11 @@ JOB: dict[str, Any] = {
     "cluster": {"environment": {"MODE": "yes", "RATE": "1e-3"}},
 }
 NAME = "my-job-1"
+HERE = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+}
 VERSIONS = {
     "ConfigMap": "v1",
     "PersistentVolumeClaim": "v1",
@@ -206,7 +211,7 @@ def start_pod(objects: dict[str, Any], index: int, folder: Path, port: int) -> s
     program = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     return subprocess.Popen(
         [*program[command[0]], *command[1:]],
-        env={**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **variables, **HERE},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.api.data_parallel import DataParallel
-from plait.api.same_model import check_same_model, copy_of_first
+from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
@@ -116,7 +116,8 @@ class _Running:
         model, optimizer, options = settings.model, settings.optimizer, settings.options
         check_same_model("Averaging", model, settings.world)
         _check_same([settings.sync, str(options), settings.seed, type(optimizer).__name__])
-        weights, buffers = [p for p in model.parameters() if p.requires_grad], list(model.buffers())
+        self._trained = TrainedParameters("Averaging", model)
+        weights, buffers = self._trained.parameters, list(model.buffers())
         copy_of_first([*model.parameters(), *buffers], settings.world)
         self._world, self._kind = settings.world, settings.sync
         rendezvous = self._world.rendezvous
@@ -145,6 +146,7 @@ class _Running:
         self._after_step(optimizer, args, named)
 
     def _after_step(self, optimizer: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._trained.check()
         self.averaging.after_update()
         self._steps += 1
         now = time.monotonic()

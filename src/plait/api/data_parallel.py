@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from plait.api.same_model import check_same_model, copy_of_first
+from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.core.errors import InputError
 from plait.schema.topology_spec import read_topology_spec
@@ -78,9 +80,7 @@ class DataParallel(nn.Module):
         self.world = init() if world is None else world
         self._samples = samples
         self._broadcasts = broadcast_buffers
-        self._parameters_list = [p for p in module.parameters() if p.requires_grad]
-        if not self._parameters_list:
-            raise InputError("DataParallel: no parameter of the model requires a gradient")
+        self._trained = TrainedParameters("DataParallel", module)
         # Listed once, as the search takes as long as small sums; modules may replace the tensors.
         self._buffer_names = [(each, name) for each in module.modules() for name in each._buffers]
         # The samples of this worker that the next sum is about; those of the last one until the next forward,
@@ -93,22 +93,43 @@ class DataParallel(nn.Module):
         self._in_backward = False
         self._norms: WorkerNorms | None = None
         self._sync: AllReduce | None = None
+        self._topology = topology
+        self._is_copy = False
+        self._start()
+
+    def _start(self) -> None:
+        """Connect the copies of the model; all workers call it together."""
+        self._is_copy = False
         if self.world.world_size > 1:
-            check_same_model("DataParallel", module, self.world)
-            copy_of_first([*module.parameters(), *module.buffers()], self.world)
-            self._sync = self._make_sync(topology)
+            check_same_model("DataParallel", self.module, self.world)
+            copy_of_first([*self.module.parameters(), *self.module.buffers()], self.world)
+            self._sync = self._make_sync(self._topology)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A copy of the model; workers that train it, too, are connected at its first forward."""
+        alone = replace(self.world, world_size=1)
+        module = copy.deepcopy(self.module, memo)
+        copied = DataParallel(module, self._topology, self._samples, self._broadcasts, alone)
+        copied.world, copied._is_copy = self.world, True
+        copied.training = self.training
+        memo[id(self)] = copied
+        return copied
 
     def _make_sync(self, topology: str) -> AllReduce:
         members = self.world.members
         sync = AllReduce(
-            self._parameters_list, members=members, copy_gradients=True, on_gradient=self._begin_backward
+            self._trained.parameters, members=members, copy_gradients=True, on_gradient=self._begin_backward
         )
-        spec, device = read_topology_spec(topology), self._parameters_list[0].device
+        spec, device = read_topology_spec(topology), self._trained.parameters[0].device
         sync.begin(keep_gradients=True)
         sync.switch(resolve_topology(spec, members, sync.gradient_bytes, device)[0])
         return sync
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            if self._is_copy:
+                self._start()
+            self._trained.check()
         if self._sync is not None and torch.is_grad_enabled():
             if self._broadcasts and self._is_summed and self.training:
                 buffers = [module._buffers[name] for module, name in self._buffer_names]
@@ -149,7 +170,7 @@ class DataParallel(nn.Module):
             return
         self._usual *= total
         if abs(total - 1) > _ROUNDING:
-            grads = [p.grad for p in self._parameters_list if p.grad is not None]
+            grads = [p.grad for p in self._trained.parameters if p.grad is not None]
             torch._foreach_div_(grads, total)
 
     def measure_parts(self) -> WorkerNorms:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from plait.api.same_model import check_same_model, copy_of_first
 from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
+from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
 from plait.api.stages.stage_layout import PlanLike, find_layout, find_schedule
 from plait.api.stages.step_loss import StepLoss
@@ -110,6 +111,8 @@ class Pipeline:
         self._microbatches = microbatches or 1
         self._largest = 0
         self._never_drains = False
+        # Of modules whose code is traced; none in one process.
+        self._attributes = PlainAttributes(nn.Module(), ())
         # The layers of each stage, named as in a profile; none in one process.
         self.stages: Stages = ()
         options = StepOptions(loss, partial(_make_optimizer, optimizer), autocast, clip_norm)
@@ -144,6 +147,7 @@ class Pipeline:
         seed = broadcast_value(torch.initial_seed() % (1 << 31), 0)
         options = replace(options, seed=int(seed))
         spec = read_topology_spec(topology)
+        self._attributes = PlainAttributes(model, (layer.id for layer in verified.traced.layers))
         self._engine = PipelineStages(self.world, model, verified.traced, layout, options, spec)
 
     @property
@@ -171,6 +175,7 @@ class Pipeline:
         complete them. They drain after each step if workers hold several stages.
         """
         samples = samples_of(x)
+        self._attributes.check()
         self._check_target(y)
         self._largest = max(self._largest, samples)
         if self._never_drains and self._largest < self._microbatches:

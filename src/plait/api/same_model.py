@@ -36,6 +36,42 @@ def check_same_model(owner: str, module: nn.Module, world: World) -> None:
     )
 
 
+class TrainedParameters:
+    """The parameters of `module` that require a gradient when `owner`, a class that trains it, is made.
+
+    What is added, replaced, unfrozen or converted later would be trained by each worker alone.
+    """
+
+    def __init__(self, owner: str, module: nn.Module) -> None:
+        self._owner, self._module = owner, module
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise InputError(f"{owner}: no parameter of the model requires a gradient")
+        self._kinds = {id(p): (p.dtype, p.device) for p in self.parameters}
+
+    def check(self) -> None:
+        """Refuse a model that has come to have other parameters; quick enough for every step."""
+        kinds, modules = self._kinds, [self._module]
+        while modules:
+            module = modules.pop()
+            for parameter in module._parameters.values():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if kinds.get(id(parameter)) != (parameter.dtype, parameter.device):
+                    raise InputError(self._describe(parameter))
+            modules += [each for each in module._modules.values() if each is not None]
+
+    def _describe(self, parameter: nn.Parameter) -> str:
+        name = next(name for name, each in self._module.named_parameters() if each is parameter)
+        what = f"{name} was added, replaced or unfrozen"
+        if id(parameter) in self._kinds:
+            what = f"{name} was converted to {parameter.dtype} on {parameter.device}"
+        return (
+            f"{self._owner}: {what} after the {self._owner} was made, and would be trained by each worker "
+            f"alone; change the model first, or make another {self._owner}"
+        )
+
+
 @torch.no_grad()
 def copy_of_first(tensors: Iterable[Tensor], world: World) -> None:
     """Copy the tensors of rank 0 to all workers."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from plait.pipeline.gradient_sync import find_stages
-from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.named_state import changes_itself, is_known
-from plait.profiler.traced_model import TracedModel
 from plait.verification import RandomState, same_random_numbers
+
+if TYPE_CHECKING:  # workers that trace no model do not import what traces
+    from plait.pipeline.layout import PipelineLayout
+    from plait.profiler.traced_model import TracedModel
 
 # Makes the optimizer of some parameters, given their names.
 BuildOptimizer = Callable[[Sequence[Parameter], Mapping[Tensor, str]], torch.optim.Optimizer]
@@ -84,6 +86,8 @@ def objection_in_stages(
             f"{kind} draws random numbers for one parameter after the other; a stage, which has only some, "
             f"would draw others than one worker does; use one stage (plan: data-parallel)"
         )
+    from plait.pipeline.gradient_sync import find_stages
+
     tied = any(len(stages) > 1 for stages in find_stages(traced, pipeline_layout).values())
     if traits.counts and not schedule.synchronous and (pipeline_layout.shared or tied):
         return (
