@@ -50,7 +50,7 @@ class TrainedParameters:
         self._kinds = {id(p): (p.dtype, p.device) for p in self.parameters}
 
     def check(self) -> None:
-        """Refuse a model that has come to have other parameters; quick enough for every step."""
+        """Refuse a model that has other parameters now; quick enough for every step."""
         kinds, modules = self._kinds, [self._module]
         while modules:
             module = modules.pop()
