@@ -361,7 +361,7 @@ def test_wrong_arguments_are_refused_in_words(
 
 
 def unlike_on_workers(rank: int) -> list[str]:
-    """Other models, other syncs, and a closure where gradients are averaged."""
+    """Other models and syncs, a closure where gradients are averaged, a parameter that is unfrozen."""
     messages = []
     for model, sync in [(nn.Linear(2, 1 + rank), "sma"), (net(), ("sma", "local-sgd")[rank])]:
         with pytest.raises(InputError) as raised, plait.Averaging(model, sgd(model), sync):
@@ -372,11 +372,19 @@ def unlike_on_workers(rank: int) -> list[str]:
     averaging = plait.Averaging(model, optimizer, "partial-reduce", average="gradients")
     with pytest.raises(InputError) as raised, averaging:
         optimizer.step(lambda: 0.0)
+    messages.append(str(raised.value))
+    frozen = next(model.parameters()).requires_grad_(False)
+    averaging = plait.Averaging(model, optimizer, "local-sgd", every=2)
+    averaging.__enter__()
+    frozen.requires_grad_(True)
+    with pytest.raises(InputError) as raised:
+        optimizer.step()
     return [*messages, str(raised.value)]
 
 
 def test_workers_that_differ_are_refused_on_all_of_them_with_the_difference():
-    model, sync, closure = run_ranks(2, unlike_on_workers)[0]
+    model, sync, closure, unfrozen = run_ranks(2, unlike_on_workers)[0]
     assert "weight is torch.float32 [1, 2] True on rank 0 and torch.float32 [2, 2] True on rank 1" in model
     assert "found local-sgd on rank 1 and sma on rank 0" in sync
     assert "average='weights'" in closure
+    assert "was added, replaced or unfrozen after the Averaging was made" in unfrozen

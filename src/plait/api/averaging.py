@@ -240,8 +240,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"Averaging: found a {type(model).__name__}, whose workers have equal weights after each step; "
             "give it the model itself, and leave the other out"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError("Averaging: no parameter of the model requires a gradient")
+    TrainedParameters("Averaging", model)  # there must be some
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

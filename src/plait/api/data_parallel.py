@@ -126,11 +126,10 @@ class DataParallel(nn.Module):
         return sync
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled():
-            if self._is_copy:
-                self._start()
-            self._trained.check()
+        if self._is_copy and torch.is_grad_enabled():
+            self._start()
         if self._sync is not None and torch.is_grad_enabled():
+            self._trained.check()
             if self._broadcasts and self._is_summed and self.training:
                 buffers = [module._buffers[name] for module, name in self._buffer_names]
                 copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from plait.core.names import resolve
 from plait.launcher.display import Display, Silent, WorkerState
 from plait.launcher.membership import fixed_memberships
 from plait.launcher.messages import Launch
+from plait.launcher.supervisor import handling_stop_signals
 
 
 class JoinedWorker:
@@ -151,27 +150,11 @@ def _states_of(world: World) -> tuple[WorkerState, ...]:
 
 def _train(world: World, entry: str, settings: Mapping[str, Any], display: Display) -> Any:
     worker = JoinedWorker(world, display)
-    with _stopping_at_signals(worker.ask_to_stop):
+
+    def stop(number: int) -> None:
+        if worker.stop_requested():  # a second signal ends the process
+            signal.default_int_handler(number, None)
+        worker.ask_to_stop()
+
+    with handling_stop_signals(stop):
         return resolve(entry, "entry")(worker, settings)
-
-
-@contextlib.contextmanager
-def _stopping_at_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at the first signal to end; a second one ends the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {}
-
-    def ask(number: int, _: object) -> None:
-        stop()
-        signal.signal(number, before[number])
-
-    for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(wanted) is not signal.SIG_IGN:
-            before[wanted] = signal.signal(wanted, ask)
-    try:
-        yield
-    finally:
-        for known, handler in before.items():
-            signal.signal(known, handler)

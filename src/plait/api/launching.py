@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import selectors
-import socket
-import struct
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,6 @@ from plait.core.errors import InputError, LaunchError
 from plait.launcher.fork_server import ForkServer, ServerGoneError
 
 T = TypeVar("T")
-_LENGTH = struct.Struct("<Q")
 # How long the others may go on after one has failed: they usually fail because of it.
 _AFTER_FAILURE_S = 1.0
 
@@ -42,10 +41,10 @@ def launch(
     threads = max(1, (os.cpu_count() or 1) // workers)
     with tempfile.TemporaryDirectory(prefix="plait-launch-") as folder:
         server = ForkServer(["plait.api.world"], [path for path in sys.path if path])
-        pipes: list[socket.socket] = []
+        pipes: list[Connection] = []
         try:
             for rank in range(workers):
-                here, there = socket.socketpair()
+                here, there = Pipe()
                 pipes.append(here)
                 with there:
                     variables = {
@@ -57,7 +56,7 @@ def launch(
                     }
                     request = {"variables": variables, "threads": threads}
                     server.fork(f"{__name__}:run_worker", request, [1, 2, there.fileno()])
-                here.sendall(_LENGTH.pack(len(content)) + content)
+                here.send_bytes(content)
             return _collect(server, pipes, timeout_s)
         finally:
             server.close()
@@ -71,31 +70,17 @@ def run_worker(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
     os.environ |= request["variables"]
     torch.set_num_threads(request["threads"])
-    with socket.socket(fileno=descriptors[0]) as pipe:
+    with Connection(descriptors[0]) as pipe:
         try:
-            fn, args, kwargs = pickle.loads(_receive(pipe))
+            fn, args, kwargs = pickle.loads(pipe.recv_bytes())
             answer = (True, fn(*args, **kwargs))
             content = cloudpickle.dumps(answer)
         except BaseException:
             content = pickle.dumps((False, traceback.format_exc()))
-        pipe.sendall(_LENGTH.pack(len(content)) + content)
+        pipe.send_bytes(content)
 
 
-def _receive(pipe: socket.socket) -> bytes:
-    """One message; EOFError if the other end closed before it was complete."""
-    content = bytearray()
-    length = _LENGTH.size
-    while len(content) < length:
-        data = pipe.recv(min(1 << 20, length - len(content)))
-        if not data:
-            raise EOFError
-        content += data
-        if len(content) == _LENGTH.size and length == _LENGTH.size:
-            length += _LENGTH.unpack(content)[0]
-    return bytes(content[_LENGTH.size :])
-
-
-def _collect(server: ForkServer, pipes: Sequence[socket.socket], timeout_s: float | None) -> list[Any]:
+def _collect(server: ForkServer, pipes: Sequence[Connection], timeout_s: float | None) -> list[Any]:
     """The answers of all processes; LaunchError with the first traceback if one fails."""
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -137,9 +122,9 @@ def _read_server(server: ForkServer) -> None:
         ) from None
 
 
-def _take(pipe: socket.socket, rank: int, answers: dict[int, Any], failures: dict[int, str]) -> None:
+def _take(pipe: Connection, rank: int, answers: dict[int, Any], failures: dict[int, str]) -> None:
     try:
-        fine, value = pickle.loads(_receive(pipe))
+        fine, value = pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionError):
         failures[rank] = "it ended without an answer (killed, or out of memory?)"
         return

@@ -161,11 +161,8 @@ def _make_world(found: Environment, store: dist.Store, wanted: str | torch.devic
 
 def _memory_marker() -> str:
     """Equal for two processes that can connect by local sockets and share memory."""
-    marks = ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"]
-    boot, network = (Path(mark) for mark in marks)
-    if not network.exists():
-        return "-"
-    return f"{boot.read_text().strip()}/{os.stat(network).st_ino}"
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    return f"{boot.read_text().strip()}/{network.stat().st_ino}" if network.exists() else "-"
 
 
 def name_hosts(marked: Sequence[str]) -> tuple[str, ...]:

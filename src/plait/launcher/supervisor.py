@@ -51,6 +51,28 @@ LAST_LINES = 20
 POLICY = "policy"
 
 
+@contextlib.contextmanager
+def handling_stop_signals(handle: Callable[[int], object]) -> Iterator[None]:
+    """Call `handle` with each SIGINT, SIGTERM or SIGHUP within the block, rather than end.
+
+    Does nothing outside the main thread. An ignored signal stays ignored, as under nohup.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [
+        number
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, lambda number, _: handle(number)) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Supervisor:
     """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one kills them.
 
@@ -92,7 +114,7 @@ class Supervisor:
         Raises if the job failed. All processes have ended when it returns. `prepare` is called once every
         host has accepted the job, before any worker starts. Workers that were lost have no result.
         """
-        with self._signals_mean_stop():
+        with handling_stop_signals(lambda _: self.request_stop()):
             try:
                 for index in range(len(self._placement.hosts)):
                     self._start_agent(index)
@@ -104,24 +126,6 @@ class Supervisor:
                 return self._await_results()
             finally:
                 self._end_agents()
-
-    @contextlib.contextmanager
-    def _signals_mean_stop(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        # An ignored signal stays ignored, as under nohup.
-        signals = [
-            s
-            for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(s) is not signal.SIG_IGN
-        ]
-        before = {s: signal.signal(s, lambda *_: self.request_stop()) for s in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def request_stop(self) -> None:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
