@@ -81,14 +81,25 @@ def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next()
     for worker in range(3):
         weights.push(worker, [torch.full((2,), 3.0)], last=True)
     for worker in (1, 2):
-        (found,) = weights.pull(worker, last=True) or ()
+        (found,) = weights.pull(worker) or ()
         assert found.tolist() == [3.0, 3.0]
     # The worst order: worker 1 is in the next segment before worker 0 has pulled.
     weights.push(1, [torch.full((2,), 30.0)], last=False)
-    (found,) = weights.pull(0, last=True) or ()
+    (found,) = weights.pull(0) or ()
     assert found.tolist() == [3.0, 3.0]
     # That push counts in the new segment: worker 1 waits for the others there.
-    assert weights.awaited(1, last=False) == [0, 2]
+    assert weights.awaited(1) == [0, 2]
+
+
+def test_who_pulls_late_gets_no_change_of_the_next_wave():
+    weights = ServedWeights([torch.zeros(2)], workers=2, staleness=0)
+    for worker in range(2):
+        weights.push(worker, [torch.full((2,), 2.0)], last=False)
+    assert [flat.tolist() for flat in weights.pull(1) or ()] == [[2.0, 2.0]]
+    # Worker 1 is a wave further before worker 0 has pulled.
+    weights.push(1, [torch.full((2,), 20.0)], last=False)
+    assert [flat.tolist() for flat in weights.pull(0) or ()] == [[2.0, 2.0]]
+    assert weights.pull(1) is None
 
 
 def test_a_server_waits_for_no_worker_that_is_gone():
