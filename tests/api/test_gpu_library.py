@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import plait
-from support.world import run_ranks
+from support.world import WorldError, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -74,11 +75,11 @@ def data_parallel(rank: int) -> Weights:
     return weights_of(model)
 
 
-def data_parallel_by_nccl(rank: int, store: str) -> Weights:
-    """The script's own process group is NCCL's alone."""
+def data_parallel_in_own_group(rank: int, store: str, backend: str) -> Weights:
+    """The script has made its process group itself."""
     be_a_host(rank)
     dist.destroy_process_group()
-    dist.init_process_group("nccl", f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=2)
     return data_parallel(rank)
 
 
@@ -121,9 +122,12 @@ def test_data_parallel_on_a_gpu_equals_one_process() -> None:
         assert largest(found, plainly()) < 1e-12
 
 
-def test_data_parallel_in_a_group_of_nccl_that_the_script_made(tmp_path: object) -> None:
-    for found in run_ranks(2, data_parallel_by_nccl, f"{tmp_path}/store", deadline_s=120.0):
+def test_data_parallel_in_a_process_group_that_the_script_made(tmp_path: Path) -> None:
+    both = "cpu:gloo,cuda:nccl"
+    for found in run_ranks(2, data_parallel_in_own_group, str(tmp_path / "both"), both, deadline_s=120.0):
         assert largest(found, plainly()) < 1e-12
+    with pytest.raises(WorldError, match="sends no tensors of the CPU, as Plait has to"):
+        run_ranks(2, data_parallel_in_own_group, str(tmp_path / "nccl"), "nccl", deadline_s=120.0)
 
 
 def test_averaging_on_a_gpu_after_every_step_equals_one_process() -> None:
