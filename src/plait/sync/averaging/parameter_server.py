@@ -108,12 +108,15 @@ class Server:
         self._thread = threading.Thread(target=self._serve, name="plait-server", daemon=True)
         self._thread.start()
 
-    def exchange(self, changes: Sequence[Tensor], last: bool, deadline_s: float) -> list[Tensor]:
-        """Push the changes of the server's own worker and pull; other workers use the mailbox."""
+    def push(self, changes: Sequence[Tensor], last: bool) -> None:
+        """Push the changes of the server's own worker; other workers use the mailbox."""
+        with self._changed:
+            self._weights.push(self._mailbox.rank, changes, last)
+
+    def pull(self, deadline_s: float) -> list[Tensor]:
+        """The weights for the server's own worker, which has pushed."""
         rank = self._mailbox.rank
         with self._changed:
-            self._weights.push(rank, changes, last)
-            self._changed.notify_all()
             end = time.monotonic() + deadline_s
             while (weights := self._weights.pull(rank)) is None:
                 if self._failure is not None:
@@ -262,15 +265,18 @@ class HetPipe(AllOrNone):
                 [flat - base for flat, base in zip(part.gather(), bases)]
                 for part, bases in zip(self._parts, self._bases)
             ]
+            # To all servers before any answer is waited for: others may need them for theirs.
             for server, mailbox, change in zip(self._servers, self._mailboxes, changes):
-                if server != self._rank:
+                if self._server is not None and server == self._rank:
+                    self._server.push(change, last)
+                else:
                     mailbox.send(server, Tag.PUSH, self._number, change, "last" if last else "")
-            parts = list(enumerate(changes))
+            parts = list(range(len(changes)))
             if self._rank in self._idle:
                 # It waits in its own part for those that train; others answer it at once then.
-                parts.sort(key=lambda each: self._servers[each[0]] != self._rank)
-            for part, change in parts:
-                self._take(part, self._pull(part, change, last))
+                parts.sort(key=lambda part: self._servers[part] != self._rank)
+            for part in parts:
+                self._take(part, self._pull(part))
         self._number += 1
         self._since = 0
         self._is_settled = last
@@ -278,11 +284,10 @@ class HetPipe(AllOrNone):
         self.stats.members += self._size
         self.stats.bytes_sent = sum(mailbox.bytes_sent for mailbox in self._mailboxes)
 
-    def _pull(self, part: int, change: Sequence[Tensor], last: bool) -> list[Tensor]:
+    def _pull(self, part: int) -> list[Tensor]:
         server, mailbox = self._servers[part], self._mailboxes[part]
-        if server == self._rank:
-            assert self._server is not None
-            return self._server.exchange(change, last, self._deadline_s)
+        if self._server is not None and server == self._rank:
+            return self._server.pull(self._deadline_s)
         end = time.monotonic() + self._deadline_s
         while (message := mailbox.take(server, Tag.PULL)) is None:
             if mailbox.is_gone(server):
