@@ -202,6 +202,8 @@ def test_one_process_is_a_plain_loop() -> None:
         plain.eval()
         assert torch.equal(pipe.evaluate(x), plain(x))
     assert_equal(as_arrays(pipe.state_dict()), as_arrays(plain.state_dict()))
+    with pytest.raises(InputError, match="microbatches: found 0, expected at least 1"):
+        make_pipe("auto", microbatches=0)
 
 
 class Scaled(nn.Module):
@@ -225,13 +227,15 @@ def say_what_is_wrong(rank: int) -> list[str]:
             call()
         words.append(str(raised.value))
 
-    model = make_model()
+    model, optimizer = make_model(), partial(torch.optim.SGD, lr=0.1)
     attempt(lambda: make_pipe(3))
     attempt(lambda: make_pipe(9))
     attempt(lambda: make_pipe("fast"))
     attempt(lambda: make_pipe(["4.x"]))
     attempt(lambda: make_pipe(2, schedule="1f1b"))
     attempt(lambda: make_pipe(2, microbatches=0))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    attempt(lambda: plait.Pipeline(model, 2, example_inputs=(x,), loss=F.cross_entropy, optimizer=optimizer))
     attempt(lambda: make_pipe(2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
     attempt(lambda: make_pipe(2, optimizer=lambda parameters: None))
     attempt(lambda: make_pipe(2, schedule="2bw", microbatches=1))
@@ -243,7 +247,6 @@ def say_what_is_wrong(rank: int) -> list[str]:
     with make_pipe(2, schedule="stash", microbatches=8) as pipe:
         attempt(lambda: pipe.step(x, y))
     scaled = Scaled()
-    optimizer = partial(torch.optim.SGD, lr=0.1)
     with plait.Pipeline(scaled, 2, example_inputs=(x,), loss=F.cross_entropy, optimizer=optimizer) as pipe:
         pipe.step(x, y)
         scaled.layers[4].p = 0.1  # code of a layer that is in one stage runs as it is
@@ -260,6 +263,7 @@ EXPECTED = (
     "4.x",
     "schedule: found '1f1b', expected one of stash, 2bw, flush, gpipe",
     "microbatches: found 0, expected at least 1",
+    "0.weight has a hook that is called when its gradient was accumulated",
     "functools.partial(torch.optim.AdamW, lr=1e-3)",
     "optimizer: it returned None",
     "expected a multiple of 2",

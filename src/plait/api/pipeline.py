@@ -106,7 +106,7 @@ class Pipeline:
         world: World | None = None,
     ) -> None:
         self.world = init() if world is None else world
-        _check_arguments(model, loss, optimizer)
+        _check_arguments(model, loss, optimizer, microbatches)
         self._expected = {name: _shape(value) for name, value in model.state_dict().items()}
         self._microbatches = microbatches or 1
         self._largest = 0
@@ -255,12 +255,21 @@ class Pipeline:
             self.close()
 
 
-def _check_arguments(model: object, loss: object, optimizer: object) -> None:
+def _check_arguments(model: object, loss: object, optimizer: object, microbatches: int | None) -> None:
     """Refuse what a newcomer gives by mistake."""
+    if microbatches is not None and microbatches < 1:
+        raise InputError(f"microbatches: found {microbatches}, expected at least 1")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found {shown(model)}, expected a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model: no parameter requires a gradient, so there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"model: {name} has a hook that is called when its gradient was accumulated "
+                "(register_post_accumulate_grad_hook), which would see that of each microbatch; remove it, "
+                "and let the pipeline update and clip: optimizer=, clip_norm="
+            )
     if not callable(loss):
         raise InputError(f"loss: found {shown(loss)}, expected a function of output and target")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
