@@ -341,6 +341,6 @@ def test_a_loop_that_cannot_be_right_is_told_why():
     assert first[:2] == second
     for words in second:
         assert "a hook of weight (register_post_accumulate_grad_hook) changes it during backward" in words
-    for words in first[2:]:
-        assert "not all workers took part in backward pass 3 of worker 0" in words
+    for words in first[2:]:  # the end of the other may be seen in forward, too
+        assert "pass 3 of worker 0" in words
         assert "it had fewer batches: all workers run the same number" in words
