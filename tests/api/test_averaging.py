@@ -335,10 +335,16 @@ def of_another(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "optimizer", "sync", "options", "message"),
     [
-        (net, sgd, "partial-reduse", {}, "did you mean 'partial-reduce'"),
+        (
+            net,
+            sgd,
+            "partial-reduse",
+            {},
+            "^Averaging: sync: found 'partial-reduse'; did you mean",
+        ),
         (net, sgd, "all-reduce", {}, "use plait.DataParallel"),
-        (net, sgd, "local-sgd", {"evry": 2}, "evry"),
-        (net, sgd, "local-sgd", {"every": 0}, "parallel.sync_options.every: found 0"),
+        (net, sgd, "local-sgd", {"evry": 2}, "^Averaging: unknown field 'evry'; did you mean 'every'"),
+        (net, sgd, "local-sgd", {"every": 0}, "^Averaging: every: found 0"),
         (net, sgd, "partial-reduce", {"minimum": 3}, "minimum: found 3"),
         (net, sgd, "ad-psgd", {"lease_s": 3.0}, "send no heartbeats"),
         (net, sgd, "hetpipe", {"dedicated": True}, "takes no steps"),

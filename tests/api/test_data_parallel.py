@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import plait
-from plait.core.errors import InputError
+from plait.core.errors import InputError, PeerError
 from support.world import run_ranks
 
 # The samples of the two workers in each step.
@@ -303,3 +303,44 @@ def test_a_model_that_is_changed_after_it_was_wrapped_is_refused_and_a_copy_trai
     assert "1.weight was added" in first[2]
     assert first[3] == "trains"
     assert first[4] == first[5] != "[]"
+
+
+def loop_wrongly(rank: int) -> list[str]:
+    """What loops are told whose hooks update the model, and one whose other worker had fewer batches."""
+    told = []
+    for zeros in (False, True):
+        net = nn.Linear(4, 1)
+        model = plait.DataParallel(net)
+        steps = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+
+        def update(parameter: Tensor, steps: dict[Any, Any] = steps, zeros: bool = zeros) -> None:
+            steps[parameter].step()
+            steps[parameter].zero_grad(set_to_none=not zeros)
+
+        net.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        model(torch.ones(2, 4)).sum().backward()  # a hook that only looks
+        net.weight.register_post_accumulate_grad_hook(update)
+        with pytest.raises(InputError) as refused:
+            model(torch.ones(2, 4)).sum().backward()
+        told.append(str(refused.value))
+    for net in (nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1))):
+        model = plait.DataParallel(net)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        if rank == 1:
+            model.close()
+        else:
+            with pytest.raises(PeerError) as failure:
+                model(torch.ones(2, 4)).sum().backward()
+            told.append(str(failure.value))
+    return told
+
+
+def test_a_loop_that_cannot_be_right_is_told_why():
+    first, second = run_ranks(2, loop_wrongly)
+    assert first[:2] == second
+    for words in second:
+        assert "a hook of weight (register_post_accumulate_grad_hook) changes it during backward" in words
+    for words in first[2:]:  # the end of the other may be seen in forward, too
+        assert "pass 3 of worker 0" in words
+        assert "it had fewer batches: all workers run the same number" in words

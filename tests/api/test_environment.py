@@ -107,8 +107,25 @@ def test_a_process_that_nobody_launched_is_a_world_of_one():
     with plait.init("cpu") as world:
         assert (world.rank, world.world_size, world.is_first, world.launcher) == (0, 1, True, "python")
         assert plait.init() is world
+        assert plait.init("cpu", timeout_s=300) is world
+        with pytest.raises(InputError, match="found timeout_s=7, but these processes are connected already"):
+            plait.init(timeout_s=7)
+        with pytest.raises(InputError, match="found device cuda:1, .* with cpu"):
+            plait.init("cuda:1")
     with plait.init("cpu") as other:
         assert other is not world
+
+
+def test_a_process_group_without_the_cpu_is_refused():
+    """As that of NCCL alone is."""
+    torch.distributed.init_process_group(
+        "cuda:gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(InputError, match="expected one that has gloo for the CPU, too"):
+            plait.init()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def sum_ranks(base: int) -> tuple[int, int, float]:

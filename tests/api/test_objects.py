@@ -138,6 +138,7 @@ def test_a_run_is_opened_with_its_history_its_models_and_other_data(tmp_path: Pa
     assert str(run.folder) == result.run
     assert run.result == result
     assert [step for step, _ in run.history("loss")] == [1, 2, 3, 4]
+    assert run.history("loss")[-1][1] == pytest.approx(result.train_loss, abs=1e-15)  # each has one step
     assert run.history("test_loss")[-1] == (4, result.test["loss"])
     assert run.evaluate()["loss"] == pytest.approx(result.test["loss"], abs=1e-12)
     assert run.evaluate(best=True)["loss"] == pytest.approx((result.best or {})["loss"], abs=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import plait
 from plait.core.errors import InputError
@@ -61,20 +62,22 @@ class Halved(Delayed):
             optimizer.param_groups[0]["lr"] = 0.1 * 0.5**number
 
 
-def train_in_loop(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, list[float]]]:
-    """The weights, on rank 0, and the losses of a loop with each case."""
+def train_in_loop(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, list[float], list[int]]]:
+    """The weights, on rank 0, the losses, and the sizes of microbatches in the last stage, of each case."""
     results = []
+    warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
     for case in cases:
         model = build(case)
         layout = case.pipeline_layout(traced_model(case, model))
         make_batch, loss = MODELS[case.model][1:]
+        sizes: list[int] = []
         for parameter in model.parameters():
             parameter.data.mul_(1 + rank)  # the weights of rank 0 are taken
         pipe = plait.Pipeline(
             model,
             [ids[0] for ids in layout.stages[1:]],
             example_inputs=make_batch(case.samples, 0)[0],
-            loss=loss,
+            loss=partial(counted_loss, loss, sizes),
             optimizer=partial(make_optimizer, case),
             schedule=case.schedule.value,
             microbatches=case.microbatches,
@@ -90,9 +93,14 @@ def train_in_loop(rank: int, cases: tuple[Case, ...]) -> list[tuple[Weights, lis
             losses.append(pipe.step(*batch))
             if case == DECAYING:
                 scheduler.step()
-        results.append((as_arrays(pipe.state_dict()), [float(loss) for loss in losses]))
+        results.append((as_arrays(pipe.state_dict()), [float(loss) for loss in losses], sizes))
         pipe.close()
     return results
+
+
+def counted_loss(loss: Callable[..., Tensor], sizes: list[int], output: Any, target: Any) -> Tensor:
+    sizes.append(len(tree_leaves(output)[0]))
+    return loss(output, target)
 
 
 def as_arrays(state: dict[str, Any]) -> Weights:
@@ -113,6 +121,11 @@ def check(cases: tuple[Case, ...], results: list[Any]) -> None:
         losses = [rank[number][1] for rank in results]
         assert all(each == losses[0] for each in losses)
         assert all(rank[number][0] == {} for rank in results[1:])
+        # Of 10 samples in 4 microbatches; replicas take them in turn.
+        all_sizes = [4] if case == DECAYING else [2, 3, 2, 3]
+        last = case.layouts[0][-1]
+        for replica, rank in enumerate(last):
+            assert results[rank][number][2] == all_sizes[replica :: len(last)] * case.steps
 
 
 def test_schedules_that_drain_give_the_weights_of_a_plain_loop() -> None:
@@ -189,6 +202,20 @@ def test_state_goes_on_in_other_stages_and_in_one_process() -> None:
         make_model().load_state_dict(pipe.state_dict())
 
 
+def of_few(output: Tensor, target: Tensor) -> Tensor:
+    """A mean that leaves samples out, as padding."""
+    return F.cross_entropy(output, target, ignore_index=0)
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for loss, options in ((F.cross_entropy, {}), (of_few, {"verify": False}), (of_few, {"microbatches": 1})):
+        make_pipe(1, loss=loss, **options).step(*make_batches(1)[0])
+        assert caplog.messages == []
+    make_pipe(1, loss=of_few).step(*make_batches(1)[0])
+    assert len(caplog.messages) == 1
+    assert "as the mean of their parts" in caplog.text
+
+
 def test_one_process_is_a_plain_loop() -> None:
     plain, (x, y) = make_model(), make_batches(1)[0]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -202,6 +229,8 @@ def test_one_process_is_a_plain_loop() -> None:
         plain.eval()
         assert torch.equal(pipe.evaluate(x), plain(x))
     assert_equal(as_arrays(pipe.state_dict()), as_arrays(plain.state_dict()))
+    with pytest.raises(InputError, match="microbatches: found 0, expected at least 1"):
+        make_pipe("auto", microbatches=0)
 
 
 class Scaled(nn.Module):
@@ -225,13 +254,15 @@ def say_what_is_wrong(rank: int) -> list[str]:
             call()
         words.append(str(raised.value))
 
-    model = make_model()
+    model, optimizer = make_model(), partial(torch.optim.SGD, lr=0.1)
     attempt(lambda: make_pipe(3))
     attempt(lambda: make_pipe(9))
     attempt(lambda: make_pipe("fast"))
     attempt(lambda: make_pipe(["4.x"]))
     attempt(lambda: make_pipe(2, schedule="1f1b"))
     attempt(lambda: make_pipe(2, microbatches=0))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    attempt(lambda: plait.Pipeline(model, 2, example_inputs=(x,), loss=F.cross_entropy, optimizer=optimizer))
     attempt(lambda: make_pipe(2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
     attempt(lambda: make_pipe(2, optimizer=lambda parameters: None))
     attempt(lambda: make_pipe(2, schedule="2bw", microbatches=1))
@@ -243,7 +274,6 @@ def say_what_is_wrong(rank: int) -> list[str]:
     with make_pipe(2, schedule="stash", microbatches=8) as pipe:
         attempt(lambda: pipe.step(x, y))
     scaled = Scaled()
-    optimizer = partial(torch.optim.SGD, lr=0.1)
     with plait.Pipeline(scaled, 2, example_inputs=(x,), loss=F.cross_entropy, optimizer=optimizer) as pipe:
         pipe.step(x, y)
         scaled.layers[4].p = 0.1  # code of a layer that is in one stage runs as it is
@@ -260,6 +290,7 @@ EXPECTED = (
     "4.x",
     "schedule: found '1f1b', expected one of stash, 2bw, flush, gpipe",
     "microbatches: found 0, expected at least 1",
+    "0.weight has a hook that is called when its gradient was accumulated",
     "functools.partial(torch.optim.AdamW, lr=1e-3)",
     "optimizer: it returned None",
     "expected a multiple of 2",

@@ -17,8 +17,9 @@ from plait.api.data_parallel import DataParallel
 from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
-from plait.core.errors import InputError, LostPeer, PeerError, PlaitError
-from plait.schema.sync_options import COLLECTIVE, Options, read_options
+from plait.core.errors import InputError, JobError, LostPeer, PeerError, PlaitError
+from plait.core.names import did_you_mean
+from plait.schema.sync_options import COLLECTIVE, KEY, KINDS, Options, read_options
 from plait.sync.averaging.base import SyncStats
 from plait.sync.averaging.collective_averages import Collective
 from plait.sync.averaging.optimizer_state import rest_of_state
@@ -224,7 +225,13 @@ def _read(sync: str, given: dict[str, bool | float | str], workers: int) -> Opti
             f"Averaging: found {sync!r}, which averages no weights; use plait.DataParallel, which sums "
             "gradients, or name a sync such as 'partial-reduce'"
         )
-    return read_options(sync, given, workers)
+    if sync not in KINDS:
+        names = sorted({*KINDS, *ALIASES} - {"all-reduce"})
+        raise InputError(f"Averaging: sync: found {sync!r}{did_you_mean(str(sync), names)}")
+    try:
+        return read_options(sync, given, workers)
+    except JobError as failure:  # the keys of a job are arguments here
+        raise InputError(f"Averaging: {str(failure).removeprefix(KEY).lstrip('.: ')}") from None
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

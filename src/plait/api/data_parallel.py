@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
 from plait.api.world import World, init
-from plait.core.errors import InputError
+from plait.core.errors import InputError, LostPeer, PeerError
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
@@ -64,7 +65,7 @@ class DataParallel(nn.Module):
     - `topology` is the graph that sums travel: `default`, `auto` (measured now), `ring`, `tree`, `star`, ...;
     - `state_dict` has the names of the plain model.
 
-    All workers run the same number of backward passes.
+    All workers run the same number of backward passes. Optimizers step after them, not in hooks of gradients.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class DataParallel(nn.Module):
         self._usual = 1.0
         self._is_syncing = True
         self._in_backward = False
+        self._sums = 0
         self._norms: WorkerNorms | None = None
         self._sync: AllReduce | None = None
         self._topology = topology
@@ -132,7 +134,8 @@ class DataParallel(nn.Module):
             self._trained.check()
             if self._broadcasts and self._is_summed and self.training:
                 buffers = [module._buffers[name] for module, name in self._buffer_names]
-                copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)
+                with self._all_workers("forward"):
+                    copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)
             self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
             self._is_summed = False
         return self.module(*inputs, **named)
@@ -158,7 +161,10 @@ class DataParallel(nn.Module):
         # The last one is the squared norm of this worker's gradient, which is sent times the factor.
         scalars = torch.tensor([factor, seen, 1.0, 0.0], dtype=torch.float64)
         weigh_norm = None if self._norms is None else seen / factor**2 if factor else 0.0
-        sums = self._sync.sum_gradients(scalars, factor, weigh_norm)
+        with self._all_workers("backward"):
+            sums = self._sync.sum_gradients(scalars, factor, weigh_norm)
+        self._sums += 1
+        self._trained.check_hooks()
         if self._norms is not None:
             self._norms.sums = sums[[3, 1, 2]]
         total = float(sums[0])
@@ -168,9 +174,30 @@ class DataParallel(nn.Module):
         if total == 0:
             return
         self._usual *= total
-        if abs(total - 1) > _ROUNDING:
-            grads = [p.grad for p in self._trained.parameters if p.grad is not None]
+        grads = [p.grad for p in self._trained.parameters if p.grad is not None]
+        if grads and abs(total - 1) > _ROUNDING:
             torch._foreach_div_(grads, total)
+
+    @contextmanager
+    def _all_workers(self, what: str) -> Iterator[None]:
+        """Say in words that another worker takes no part in a `what` pass, which all run together."""
+        try:
+            yield
+        except (PeerError, dist.DistError, RuntimeError) as failure:
+            if type(failure) is RuntimeError and "gloo" not in str(failure):
+                raise
+            kind, peer, why = LostPeer.GONE, None, "a connection to another worker failed"
+            if isinstance(failure, PeerError):
+                kind, peer, why = failure.kind, failure.peer, str(failure)
+            raise PeerError(
+                f"DataParallel: not all workers took part in {what} pass {self._sums + 1} of worker "
+                f"{self.world.rank} ({why}). If the other worker shows no error, it had fewer batches: all "
+                "workers run the same number of backward passes. plait.DataLoader gives all the same number; "
+                "with another loader, give workers that have no samples left tensors of length 0, and skip a "
+                "batch on all workers or on none",
+                kind,
+                peer,
+            ) from failure
 
     def measure_parts(self) -> WorkerNorms:
         """Measure the workers' gradients from now on, as `plait.GradientNoiseScale(model)` asks for."""

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.api.same_model import check_same_model, copy_of_first
+from plait.api.stages.checked_loss import CheckedLoss
 from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
 from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
@@ -74,7 +75,8 @@ class Pipeline:
             plan for all workers, with layers and links as measured now).
         example_inputs: a batch of inputs. The batch size is free, and so is the length of integer inputs.
         loss: `loss(output, target)`, a scalar that is the mean over samples: the loss of a batch is the mean
-            of those of its microbatches, weighted by samples.
+            of those of its microbatches, weighted by samples. In the first ones it is checked, with a
+            warning, that it is such a mean.
         optimizer: makes the optimizer of some parameters: `partial(torch.optim.AdamW, lr=1e-3)`.
         schedule: `flush` (default), `gpipe`, `zero-bubble`, `interleaved` and `none` update once a batch, as
             a plain loop does; `stash` and `2bw` never drain, and their gradients are of older weights.
@@ -106,7 +108,7 @@ class Pipeline:
         world: World | None = None,
     ) -> None:
         self.world = init() if world is None else world
-        _check_arguments(model, loss, optimizer)
+        _check_arguments(model, loss, optimizer, microbatches)
         self._expected = {name: _shape(value) for name, value in model.state_dict().items()}
         self._microbatches = microbatches or 1
         self._largest = 0
@@ -115,7 +117,8 @@ class Pipeline:
         self._attributes = PlainAttributes(nn.Module(), ())
         # The layers of each stage, named as in a profile; none in one process.
         self.stages: Stages = ()
-        options = StepOptions(loss, partial(_make_optimizer, optimizer), autocast, clip_norm)
+        checked = CheckedLoss(loss) if verify and microbatches != 1 else loss
+        options = StepOptions(checked, partial(_make_optimizer, optimizer), autocast, clip_norm)
         model = model.to(self.world.device)
         self._engine: _Engine
         if self.world.world_size == 1:
@@ -168,8 +171,10 @@ class Pipeline:
 
         `x` is a tensor, or a tuple or dict of the arguments of forward; `loss` is called with the output and
         `y`. All workers call it with a batch of the same size. Only the contents on workers of the first
-        stage are used; `y` travels with the microbatches. A batch that is smaller than an earlier one keeps
-        the size of microbatches; microbatches of a batch may differ by a sample.
+        stage are used; `y` travels with the microbatches. Microbatches are consecutive samples, and may
+        differ by one: microbatch i of m has samples `n * i // m` to `n * (i + 1) // m - 1` of n, and goes to
+        replica i modulo their number. A batch that is smaller than an earlier one keeps the size of
+        microbatches.
 
         Under `stash` and `2bw` microbatches may be in flight afterwards; `drain` and all other methods
         complete them. They drain after each step if workers hold several stages.
@@ -255,12 +260,21 @@ class Pipeline:
             self.close()
 
 
-def _check_arguments(model: object, loss: object, optimizer: object) -> None:
+def _check_arguments(model: object, loss: object, optimizer: object, microbatches: int | None) -> None:
     """Refuse what a newcomer gives by mistake."""
+    if microbatches is not None and microbatches < 1:
+        raise InputError(f"microbatches: found {microbatches}, expected at least 1")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found {shown(model)}, expected a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model: no parameter requires a gradient, so there is nothing to train")
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"model: {name} has a hook that is called when its gradient was accumulated "
+                "(register_post_accumulate_grad_hook), which would see that of each microbatch; remove it, "
+                "and let the pipeline update and clip: optimizer=, clip_norm="
+            )
     if not callable(loss):
         raise InputError(f"loss: found {shown(loss)}, expected a function of output and target")
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):

@@ -48,10 +48,13 @@ class TrainedParameters:
         if not self.parameters:
             raise InputError(f"{owner}: no parameter of the model requires a gradient")
         self._kinds = {id(p): (p.dtype, p.device) for p in self.parameters}
+        # Parameters with hooks after their gradient was accumulated, and their versions at the last check.
+        self._hooked: list[tuple[nn.Parameter, int]] = []
 
     def check(self) -> None:
         """Refuse a model that has other parameters now; quick enough for every step."""
         kinds, modules = self._kinds, [self._module]
+        self._hooked.clear()
         while modules:
             module = modules.pop()
             for parameter in module._parameters.values():
@@ -59,7 +62,23 @@ class TrainedParameters:
                     continue
                 if kinds.get(id(parameter)) != (parameter.dtype, parameter.device):
                     raise InputError(self._describe(parameter))
+                if parameter._post_accumulate_grad_hooks:
+                    self._hooked.append((parameter, parameter._version))
             modules += [each for each in module._modules.values() if each is not None]
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that have updated parameters, or taken all gradients, in backward since `check`."""
+        if not self._hooked:
+            return
+        updated = [parameter for parameter, version in self._hooked if parameter._version != version]
+        if updated or all(parameter.grad is None for parameter in self.parameters):
+            first = updated[0] if updated else self._hooked[0][0]
+            name = next(name for name, each in self._module.named_parameters() if each is first)
+            what = "changes it" if updated else "takes its gradient away"
+            raise InputError(
+                f"{self._owner}: a hook of {name} (register_post_accumulate_grad_hook) {what} during "
+                "backward, before gradients are summed over the workers; call optimizer.step() after backward"
+            )
 
     def _describe(self, parameter: nn.Parameter) -> str:
         name = next(name for name, each in self._module.named_parameters() if each is parameter)

@@ -72,20 +72,38 @@ class World:
 _world: World | None = None
 
 
-def init(device: str | torch.device = "auto", timeout_s: float = TIMEOUT_S) -> World:
+def init(device: str | torch.device = "auto", timeout_s: float | None = None) -> World:
     """Connect this process with the others that run the same script; returns its `World`.
 
     The processes may be started by torchrun, srun, mpirun or `plait.launch`. A process that was started
-    without them is a world of one. If torch.distributed is initialized already, its processes are taken.
-    Called again, it returns the same world.
+    without them is a world of one. If torch.distributed is initialized already, its processes are taken; its
+    process group must have a backend for the CPU. Called again, it returns the same world, and refuses
+    another device or time limit.
 
     `device` is `auto` (a GPU of this host if there is one), `cpu`, `cuda` or a device. `timeout_s` limits all
-    waits for other processes.
+    waits for other processes, and is 300 s unless given.
     """
     global _world
     if _world is None:
-        _world = _from_torch(device, timeout_s) if dist.is_initialized() else _join(device, timeout_s)
+        make = _from_torch if dist.is_initialized() else _join
+        _world = make(device, TIMEOUT_S if timeout_s is None else timeout_s)
+    else:
+        _check_same(_world, device, timeout_s)
     return _world
+
+
+def _check_same(world: World, device: str | torch.device, timeout_s: float | None) -> None:
+    """Refuse what another call of `init` asks for and the world has not."""
+    asked = None
+    if device != "auto" and (chosen := choose_device(device, world.local_rank)) != world.device:
+        asked = f"device {chosen}", str(world.device)
+    elif timeout_s not in (None, world.rendezvous.timeout_s):
+        asked = f"timeout_s={timeout_s:g}", f"{world.rendezvous.timeout_s:g}"
+    if asked is not None:
+        raise InputError(
+            f"init: found {asked[0]}, but these processes are connected already, with {asked[1]} "
+            "(by plait.init, or an object that was made before it); call plait.init with its arguments first"
+        )
 
 
 def world_of_one(device: str | torch.device, timeout_s: float = TIMEOUT_S) -> World:
@@ -95,11 +113,10 @@ def world_of_one(device: str | torch.device, timeout_s: float = TIMEOUT_S) -> Wo
 
 def _from_torch(device: str | torch.device, timeout_s: float) -> World:
     """The world of a process group that the script has created."""
-    if "cpu" not in (config := dist.get_backend_config()):
+    if torch.device("cpu") not in distributed_c10d._get_default_group()._device_types:
         raise InputError(
-            f"init: torch.distributed is initialized with {config!r}, which sends no tensors of the CPU, as "
-            f"Plait has to; leave the backend out of init_process_group, write 'cpu:gloo,cuda:nccl', or call "
-            f"only plait.init()"
+            f"init: found a process group with the backend {dist.get_backend()!r} alone, expected one that "
+            "has gloo for the CPU, too: init_process_group('cpu:gloo,cuda:nccl'), or leave it to plait.init"
         )
     store = dist.PrefixStore("plait", distributed_c10d._get_default_store())
     known = Environment("torch.distributed", dist.get_rank(), dist.get_world_size())

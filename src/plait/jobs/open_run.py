@@ -69,7 +69,9 @@ class OpenedRun:
     def history(self, name: str = "loss") -> list[tuple[int, float | None]]:
         """The values of `name` with their steps, in order.
 
-        `loss`, `lr` and `epoch` are those of training; the metrics of the evaluations are `test_loss`,
+        `loss`, `lr` and `epoch` are those of training: there is an entry every tenth of a second, or every
+        `log_every_steps` of the job, and its `loss` is the mean over the steps since the entry before
+        (`result.train_loss` is that of the last step alone). The metrics of the evaluations are `test_loss`,
         `test_accuracy` and so on. A value that is not a number is None.
         """
         curves = self._curves()

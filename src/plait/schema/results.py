@@ -18,7 +18,8 @@ class RunResult:
     """The result of a training run.
 
     `reason` is why it ended: `finished`, `stopped` or `early-stop`; one that diverged raises an error.
-    `steps` is its planned number of steps, None if the end of the data decides. A loss or metric is None if
+    `steps` is its planned number of steps, None if the end of the data decides. `train_loss` is the loss of
+    the last step's batch. A loss or metric is None if
     there is none, or if it is not a number. `test` has the metrics of the last evaluation and `best` those of
     the best checkpoint, with its `step`; `mode` says by name whether less (`min`) or more (`max`) is better,
     where that is known. `verified_s` is the time spent comparing stages with the plain model, None if that

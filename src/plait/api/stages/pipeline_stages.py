@@ -173,6 +173,8 @@ class PipelineStages:
         interval.rates[self._steps] = now = self._rates()
         self._executor.advance(self._until_next_step(interval), interval.work)
         self._write_rates(now)
+        # Torch's schedulers warn where no update precedes their step; that of this step may be in flight.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return self._take_losses(interval.work, samples)
 
     def _until_next_step(self, interval: _OpenInterval) -> Iterator[Op]:

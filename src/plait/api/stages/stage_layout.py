@@ -50,8 +50,6 @@ def find_layout(
     By default a batch of `samples` has no more microbatches than samples.
     """
     wanted = None if schedule is None else find_schedule(schedule)
-    if microbatches is not None and microbatches < 1:
-        raise InputError(f"microbatches: found {microbatches}, expected at least 1")
     if isinstance(plan, Plan):
         layout = _of_plan(plan, world.world_size, wanted)
     elif plan == "auto":

@@ -18,10 +18,10 @@ from plait.data.call_model import evaluation_mode
 from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
 from plait.training.checks.collectives import CollectiveError
-from plait.training.checks.loss_parts import rows_of
 from plait.training.components import Components
 from plait.training.evaluate import evaluation_batches, is_by_all, output_of, sums_of
 from plait.verification import unchanged_random_numbers
+from plait.verification.loss_parts import rows_of
 from plait.verification.python_state import PythonState, changed, unchanged_state
 from plait.workloads.metrics import NAMED
 
