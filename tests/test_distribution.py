@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from email.parser import Parser
 from pathlib import Path
 
@@ -48,7 +48,8 @@ def modules_of(requirements: list[str]) -> set[str]:
 
 
 BASE = modules_of(PROJECT["dependencies"])
-OPTIONAL = {name for each in PROJECT["optional-dependencies"].values() for name in modules_of(each)} - BASE
+EXTRA_MODULES = {key: modules_of(each) for key, each in PROJECT["optional-dependencies"].items()}
+OPTIONAL = {name for key, each in EXTRA_MODULES.items() if key != "dev" for name in each}
 
 
 @pytest.fixture(name="wheel", scope="module")
@@ -88,9 +89,8 @@ def test_the_wheel_says_what_it_needs_and_has_the_command(wheel: zipfile.ZipFile
 
 
 def test_each_optional_package_is_in_the_extra_that_messages_name():
-    extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.items():
-        assert package in modules_of(extras[extra])
+        assert package in EXTRA_MODULES[extra]
         assert package not in BASE
 
 
@@ -100,15 +100,26 @@ IMPORTED = re.compile(
 )
 
 
-def test_what_plait_imports_is_installed_with_it_or_is_an_extra_that_is_imported_where_it_is_needed():
-    known = {"plait", *sys.stdlib_module_names, *BASE, *WITH_OTHERS}
-    others = [
-        f"{path.relative_to(SOURCE)}: {package}"
-        for path in SOURCE.rglob("*.py")
+def others_imported(folder: Path, packages: Set[str]) -> list[str]:
+    """What the files of a folder import that is not in `packages`, and extras that are imported at once."""
+    known = {*packages, *sys.stdlib_module_names, *BASE, *WITH_OTHERS}
+    return [
+        f"{path.relative_to(folder)}: {package}"
+        for path in folder.rglob("*.py")
         for indented, package in IMPORTED.findall(path.read_text())
         if package not in known and (not indented or package not in OPTIONAL)
     ]
-    assert others == []
+
+
+def test_what_plait_imports_is_installed_with_it_or_is_an_extra_that_is_imported_where_it_is_needed():
+    assert others_imported(SOURCE, {"plait"}) == []
+
+
+def test_the_experiments_import_what_a_user_can():
+    """The scripts next to them, which are run from a checkout, may also use what the tests have."""
+    assert others_imported(ROOT / "benchmarks" / "plait_bench", {"plait", "plait_bench"}) == []
+    scripts = {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    assert others_imported(ROOT / "benchmarks", {"plait", "support", *scripts}) == []
 
 
 JOB = {
