@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where it is set, every process would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-unprivileged test-container lint types unit quick format bench clean
+.PHONY: setup demo test wheel-test test-all test-unprivileged test-container lint types unit quick format bench clean
 
 setup: .venv/ready
 
@@ -51,6 +51,14 @@ test-unprivileged: .venv/compiled
 test-container: .venv/compiled
 	$(CONFINED) container $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
 	  tests/comm/test_channels.py tests/data/test_loaders.py tests/launch/test_control.py
+
+# The wheel in an empty environment: all of it can be imported there, and the tour runs. A minute or two.
+wheel-test: setup
+	rm -rf build && mkdir -p build/wheel && $(PYTHON) -m venv build/wheel/venv
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	build/wheel/venv/bin/pip install --quiet --constraint constraints.txt build/wheel/plait-*.whl
+	cd build/wheel && venv/bin/python -c 'import importlib, pkgutil, plait; [importlib.import_module(each.name) for each in pkgutil.walk_packages(plait.__path__, "plait.")]'
+	cd build/wheel && venv/bin/plait demo
 
 # Further workloads, models, faults and settings of what `make test` shows once.
 test-all: test

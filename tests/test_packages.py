@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
+import torch
 
 import plait
 
@@ -237,3 +240,61 @@ def test_what_trains_a_model_knows_no_run():
     paths = [training / "stages/model_stages.py", *(path for each in folders for path in each.glob("*.py"))]
     known = [path for path in paths if re.search(r"plait\.training\.run\b", path.read_text())]
     assert [str(path.relative_to(SOURCE)) for path in known] == []
+
+
+BENCHMARKS = SOURCE.parents[1] / "benchmarks"
+# What runs a job, and what measures: clients of the library.
+CLIENTS = [
+    *(path for name in ("training", "measure", "jobs", "cli") for path in (SOURCE / name).rglob("*.py")),
+    *BENCHMARKS.rglob("*.py"),
+]
+# Of torch, which has no other name for some things.
+TORCH_OWN = {*dir(torch.nn.Module()), *dir(torch.zeros(1)), *dir(torch.optim.Optimizer)}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_uses(path: Path, defined: Set[str]) -> list[str]:
+    """Where a file imports what is private to a module of Plait, or uses it of an object."""
+    uses = [m for m in imported_modules(path) if m.startswith("plait") and any(map(is_private, m.split(".")))]
+    local = {node.name for node in nodes_of(path) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    attributes = [
+        node for node in nodes_of(path) if isinstance(node, ast.Attribute) and is_private(node.attr)
+    ]
+    of_self = {node.attr for node in attributes if ast.unparse(node.value) in ("self", "cls")}
+    uses += [ast.unparse(node) for node in attributes if node.attr in defined - of_self - local]
+    return [f"{path.name}: {use}" for use in uses]
+
+
+def test_what_runs_jobs_and_what_measures_use_nothing_private():
+    defined = {
+        node.name if isinstance(node, ast.FunctionDef) else node.attr
+        for path in SOURCE.rglob("*.py")
+        for node in nodes_of(path)
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    }
+    private = {name for name in defined if is_private(name)} - TORCH_OWN
+    assert len(private) > 500
+    assert [use for path in CLIENTS for use in private_uses(path, private)] == []
+
+
+# What does the work of each object of the library, and the part of a job that it does, too.
+BOTH_DOORS = {
+    "plait.sync.allreduce.buckets.AllReduce": ("api/data_parallel.py", "training"),
+    "plait.sync.make_averaging.make_averaging": ("api/averaging.py", "training"),
+    "plait.pipeline.executor.PipelineExecutor": ("api/stages", "training"),
+    "plait.pipeline.verify.prepare.prepare_together": ("api/stages", "training"),
+    "plait.data.loader.load": ("api/data_loader.py", "training"),
+    "plait.planner.fastest_plan": ("api/stages", "measure"),
+    "plait.profiler.profile.profile_model": ("api/stages", "measure"),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_DOORS)
+def test_an_object_of_the_library_and_a_job_stand_on_the_same(name: str):
+    for place in BOTH_DOORS[name]:
+        paths = list((SOURCE / place).rglob("*.py")) if (SOURCE / place).is_dir() else [SOURCE / place]
+        assert name in [module for path in paths for module in imported_modules(path)], place

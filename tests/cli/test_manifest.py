@@ -225,7 +225,7 @@ def weights(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "nodes", "slots"),
     [
-        ("job", 2, 1),
+        pytest.param("job", 2, 1, marks=pytest.mark.extended),  # as test_five_ways.py does
         pytest.param("jobset", 1, 2, marks=pytest.mark.extended),
         pytest.param("trainjob", 2, 1, marks=pytest.mark.extended),
     ],

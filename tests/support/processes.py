@@ -14,7 +14,17 @@ import pytest
 TESTS = str(Path(__file__).parent.parent)
 # A test that uses one of these starts processes, or makes hosts for them.
 STARTERS = frozenset(
-    ("run_ranks", "subprocess", "multiprocessing", "CliRunner", "Supervisor", "in_world", "launch", "Chaos")
+    (
+        "run_ranks",
+        "subprocess",
+        "multiprocessing",
+        "CliRunner",
+        "Supervisor",
+        "in_world",
+        "launch",
+        "Chaos",
+        "Forked",
+    )
 )
 # So do these of `plait` and its command line.
 CALLS = frozenset(("train", "sweep", "run_job"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -116,14 +115,6 @@ def test_lines_that_are_longer_than_the_models_places_are_refused() -> None:
     lines = DataSettings("text_lines:synthetic_lines", 4, {"length": 17, "vocabulary": 9})
     with pytest.raises(JobError, match=r"data\.length: found samples of 17 tokens .* has 16 places; shorten"):
         components.build(replace(job("gpt2"), data=lines), torch.device("cpu"))
-
-
-def test_where_transformers_is_missing_the_message_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(JobError, match="needs the transformers library.* pip install transformers"):
-        from_config("GPT2LMHeadModel")
 
 
 def test_lines_of_a_text_are_padded_and_padding_is_no_target(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def _record_s(pipeline: PipelineExecutor) -> float:
         pipeline.timings.clear()
         started = time.perf_counter()
         for timing in timings:
-            pipeline._note(timing.op, time.time())
+            pipeline.record_timing(timing.op, time.time())
         log.record(operations_event(0, pipeline.timings))
         log.flush()
         seconds = time.perf_counter() - started

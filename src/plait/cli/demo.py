@@ -16,6 +16,7 @@ import typer
 from plait.cli.train import JsonFlag, train
 from plait.core.errors import InputError
 from plait.core.files import write_atomic
+from plait.core.names import has_extra
 from plait.core.units import show_seconds
 
 DIGITS = """\
@@ -45,7 +46,8 @@ def demo(
     from plait.cli.sweep import sweep
 
     started = time.monotonic()
-    job, measured, picture = run_dir / "demo.yaml", run_dir / "demo.profile.json", run_dir / "demo.png"
+    job, measured = run_dir / "demo.yaml", run_dir / "demo.profile.json"
+    picture = run_dir / "demo.png" if has_extra("matplotlib") else None
     text = f"{DIGITS}run_dir: {run_dir}\n"
     if not job.exists():
         write_atomic(job, text)
@@ -59,7 +61,7 @@ def demo(
         ),
         "plan": (
             "Plan it for two devices",
-            f"plait plan {measured} --devices 2 --timeline {picture}",
+            f"plait plan {measured} --devices 2{f' --timeline {picture}' if picture else ''}",
             partial(plan, measured, devices="2", timeline=picture),
         ),
         "train": ("Train it over two workers", f"plait train {job}", partial(train, job)),
@@ -79,7 +81,8 @@ def demo(
         print(f"\n{what}:\n$ {command}", flush=True)
         verb()
     print(f"\nThe tour took {show_seconds(time.monotonic() - started)}; all of it was measured just now.")
-    print(f"Look at {picture} and the newest {run_dir}/demo-* (events, logs, checkpoints); change something:")
+    pictures = f"{picture} and " if picture else ""
+    print(f"Look at {pictures}the newest {run_dir}/demo-* (events, logs, checkpoints); change something:")
     print(f"  plait train {job} -np 1 --set optimizer.lr=0.1")
 
 

@@ -14,7 +14,7 @@ from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption, placement_overrides
 from plait.core.codec import encode
 from plait.core.errors import InputError
-from plait.core.names import searching
+from plait.core.names import check_extra, searching
 from plait.core.shown import shown
 from plait.core.units import parse_bytes, show_bytes, show_seconds
 from plait.schema.plans.schedules import Schedule
@@ -220,6 +220,8 @@ def plan(
 
     if to_code is not None and job is None:
         raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
+    if timeline is not None:
+        check_extra("matplotlib", "--timeline")
     graph, measured = _read_graph(profile)
     try:
         cluster = _cluster(devices, bandwidth, memory, speeds, memories, measured)

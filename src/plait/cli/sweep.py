@@ -265,4 +265,5 @@ def show_result(result: SweepResult, job: Path) -> None:
     if result.reason == "stopped":
         print(f"stopped; go on with: {RunKind.SWEEP.resume_command(folder.path, job)}")
         return
-    print(f"wrote {folder.path} (trials.csv, curves.png, sweep.html); next: plait evaluate {folder.path}")
+    files = [name for name in ("trials.csv", "curves.png", "sweep.html") if (folder.path / name).exists()]
+    print(f"wrote {folder.path} ({', '.join(files)}); next: plait evaluate {folder.path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import site
@@ -23,6 +24,14 @@ from plait.core.units import count_of
 # Comparing longer names takes long, and they are no misspellings.
 _LONGEST_NAME = 100
 _CORE_FOLDER = Path(__file__).parent
+# The extra of `plait` that installs each optional package.
+EXTRAS = {
+    "PIL": "images",
+    "matplotlib": "plots",
+    "optuna": "optuna",
+    "tensorboard": "tensorboard",
+    "transformers": "transformers",
+}
 
 
 def nearest(name: object, valid: Iterable[str], cutoff: float = 0.5) -> str | None:
@@ -121,6 +130,21 @@ def _import(module_name: str, path: str, key: str, error: type[InputError]) -> A
         ) from missing
     except (Exception, SystemExit) as failure:  # importing a user's module may raise anything
         raise error(f"{failed}: {in_words(failure)}{_line_of(failure)}") from failure
+
+
+def has_extra(package: str) -> bool:
+    """Whether an optional package is installed; it is not imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def check_extra(package: str, what: str, error: type[InputError] = InputError) -> None:
+    """Refuse `what` if the optional package that it needs is not installed."""
+    if not has_extra(package):
+        raise error(f"{what} needs {package}, which is not installed; {how_to_install(package)}")
+
+
+def how_to_install(package: str) -> str:
+    return f"pip install 'plait[{EXTRAS[package]}]'"
 
 
 def not_in_script(name: str) -> str:

@@ -392,7 +392,7 @@ class PipelineExecutor:
                 with self._parts.slowed():
                     held.runner.backward_weight(flight)
                 flight.release()
-                self._note(op, start)
+                self.record_timing(op, start)
                 self._notify_backward(op)
         if len(self.timings) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
             self.on_timings()
@@ -401,7 +401,7 @@ class PipelineExecutor:
         if self.on_backward is not None:
             self.on_backward(op.stage, op.microbatch)
 
-    def _note(self, op: Op, start: float, waited_s: float = 0.0) -> None:
+    def record_timing(self, op: Op, start: float, waited_s: float = 0.0) -> None:
         """Record an operation, of which this worker waited so long for others."""
         offset, end = self.clock_offset_s, time.time()
         self.busy_s += end - start - waited_s
@@ -423,7 +423,7 @@ class PipelineExecutor:
             self.losses[op.microbatch] = flight.loss.detach()
         self._send_forward(op, flight)
         flight.free_outputs()
-        self._note(op, start)
+        self.record_timing(op, start)
 
     def _begin(self, op: Forward, work: Work, evaluating: bool = False) -> InFlight:
         """The microbatch as it enters the stage, received or loaded."""
@@ -505,7 +505,7 @@ class PipelineExecutor:
         self._send_backward(op, held, flight)
         if isinstance(op, Backward):
             del held.flights[op.microbatch]
-        self._note(op, start)
+        self.record_timing(op, start)
         return flight
 
     def _receive_backward(
@@ -570,7 +570,7 @@ class PipelineExecutor:
                 held.landing = None
             # Writing is this worker's own work, once for all updates; before it, it waits for others.
             waited_s = began - start if update is updates[0] else time.time() - start
-            self._note(update, start, waited_s)
+            self.record_timing(update, start, waited_s)
 
     def _unscale(self) -> bool:
         """Take the loss scale out of the gradients, if there is one; whether all workers have finite ones."""

@@ -1,4 +1,4 @@
-"""The report of a sweep: trials.csv, curves.png, and a self-contained sweep.html."""
+"""The report of a sweep: trials.csv, a self-contained sweep.html and, with matplotlib, curves.png."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.files import write_atomic
+from plait.core.names import has_extra, how_to_install
 from plait.core.units import count_of, show_rate
 from plait.schema.results import SweepResult, TrialResult, show_value
 
@@ -47,9 +48,13 @@ def write_sweep(folder: Path, result: SweepResult) -> None:
     """Write the table and the curves of the sweep in `folder`; `result` is its final result."""
     curves = read_curves(folder / "events" / "rank0.jsonl")
     write_atomic(folder / "trials.csv", as_csv(result.trials))
-    picture = draw(result.trials, curves)
-    write_atomic(folder / "curves.png", picture)
-    write_atomic(folder / "sweep.html", page(folder.name, result, picture))
+    shown = f"(learning curves are drawn after {how_to_install('matplotlib')})"
+    if has_extra("matplotlib"):
+        picture = draw(result.trials, curves)
+        write_atomic(folder / "curves.png", picture)
+        encoded = base64.b64encode(picture).decode()
+        shown = f'<img alt="learning curves" src="data:image/png;base64,{encoded}">'
+    write_atomic(folder / "sweep.html", page(folder.name, result, shown))
 
 
 def flat(row: TrialResult) -> dict[str, Any]:
@@ -139,7 +144,7 @@ img {{ max-width: 100%; }}
 </style>
 <h1>{title}</h1>
 <p>{summary}</p>
-<img alt="learning curves" src="data:image/png;base64,{picture}">
+{curves}
 <table><thead><tr>{head}</tr></thead><tbody>
 {body}
 </tbody></table>
@@ -160,7 +165,7 @@ document.querySelectorAll("th").forEach((head, column) => head.onclick = () => {
 """
 
 
-def page(title: str, result: SweepResult, picture: bytes) -> str:
+def page(title: str, result: SweepResult, curves: str) -> str:
     """The sweep as one HTML file: curves and a table that can be sorted by clicking on a column."""
     records = [flat(row) for row in result.trials]
     columns = _columns(records)
@@ -176,7 +181,7 @@ def page(title: str, result: SweepResult, picture: bytes) -> str:
     return _PAGE.format(
         title=html.escape(title),
         summary=html.escape(summary),
-        picture=base64.b64encode(picture).decode(),
+        curves=curves,
         head="".join(f"<th>{html.escape(column)}</th>" for column in columns),
         body=body,
     )

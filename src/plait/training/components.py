@@ -25,7 +25,7 @@ from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
 from plait.api.world import choose_device
 from plait.core.errors import DataError, JobError
-from plait.core.names import check_arguments, resolve
+from plait.core.names import check_arguments, check_extra, resolve
 from plait.data.batches import Collate, DataSource, as_arguments, as_pair
 from plait.data.call_model import forward
 from plait.data.loader import Batch, cut, to_device
@@ -273,6 +273,8 @@ def check(settings: TrainSettings) -> None:
     if isinstance(factory, type) and issubclass(factory, IterableDataset):
         check_stream(settings)
     find_collate_fn(settings.data)
+    if settings.tensorboard:
+        check_extra("tensorboard", "tensorboard: true", JobError)
     known = ["loss", code.metric[0]] if code.metric is not None else ["loss"]
     for key, name in (
         ("checkpoint.keep_best", settings.checkpoint.keep_best),

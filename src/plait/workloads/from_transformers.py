@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from plait.core.errors import JobError
-from plait.core.names import did_you_mean
+from plait.core.names import check_extra, did_you_mean
 
 
 def from_config(architecture: str, config: Mapping[str, Any] | None = None) -> nn.Module:
@@ -33,12 +33,9 @@ def from_config(architecture: str, config: Mapping[str, Any] | None = None) -> n
 
 def load_transformers(what: str) -> Any:
     """Import the transformers library; the error if it is missing names `what` needs it."""
-    try:
-        import transformers
-    except ImportError:
-        raise JobError(
-            f"{what} needs the transformers library, which is missing; pip install transformers"
-        ) from None
+    check_extra("transformers", what, JobError)
+    import transformers
+
     return transformers
 
 

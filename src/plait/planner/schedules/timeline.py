@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.core.files import write_picture
+from plait.core.names import check_extra
 from plait.core.units import show_seconds
 from plait.planner.predict import predict
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
@@ -37,6 +38,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 def draw(simulation: Simulation, path: Path, title: str, names: dict[int, str] | None = None) -> None:
     """Draw a simulated schedule to the PNG file `path`; wide blocks show their microbatch."""
+    check_extra("matplotlib", f"drawing {path}")
     # Matplotlib takes a second to import.
     from matplotlib.figure import Figure
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plait.core.errors import InputError
+from plait.core.names import check_extra
 from plait.sweeping.search.space import Dimension
 
 
@@ -27,13 +27,9 @@ class Past:
 
 def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:
     """The values to try next; trials that go on count as what is known of them."""
-    try:
-        import optuna
-    except ImportError:
-        raise InputError(
-            "--search asha draws values with optuna, which is not installed; pip install optuna, or use "
-            "--search halving, which draws at random"
-        ) from None
+    check_extra("optuna", "--search asha")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions = {d.key: _distribution(d, optuna) for d in over}
     # A new sampler for each trial, so that its values depend only on the past trials.

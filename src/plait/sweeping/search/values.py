@@ -9,6 +9,7 @@ from typing import Any
 from plait.adapt.policies.registry import make_policy
 from plait.adapt.policies.step_table import StepBased
 from plait.core.errors import InputError
+from plait.core.names import check_extra
 from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
 from plait.schema.topology_spec import check_topology
@@ -98,6 +99,8 @@ def check(settings: SweepSettings) -> None:
             f"--over {ranges[0]}: a range has no end of values; add a count, as in log:1e-4:1e-1:16, "
             f"or draw from it with --search random or asha and --trials N"
         )
+    if search.kind == "asha" and search.trials is not None:
+        check_extra("optuna", "--search asha")
     if search.kind == "grid" and search.trials is not None:
         raise InputError(
             f"--trials: found {search.trials}, but --search grid tries all {len(combinations(over))} "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import DataError
+from plait.core.names import check_extra
 from plait.workloads.data.stored import Sample, Split
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def image_folder(split: Split, path: Path, size: int = 224) -> ImageFolder:
     Training images are cropped, resized and flipped at random; test images are resized and cropped at
     the centre. Classes are the folders under train, in alphabetical order, numbered from 0.
     """
+    check_extra("PIL", "data.kind: image-folder", DataError)
     if size < 1:
         raise DataError(f"data.size: found {size}, expected at least 1 pixel")
     names = _class_names(path / "train")
