@@ -27,15 +27,11 @@ class Past:
 
 def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:
     """The values to try next; trials that go on count as what is known of them."""
-    try:
-        import optuna
-    except ImportError:
-        raise InputError(
-            "--search asha draws values with optuna, which is not installed; pip install optuna, or use "
-            "--search halving, which draws at random"
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    distributions = {d.key: _distribution(d, optuna) for d in over}
+    optuna = import_optuna(
+        "--search asha draws values with", "or use --search halving, which draws at random"
+    )
+    # By place: a value may be a list, which optuna does not take.
+    distributions = {d.key: distribution_of(d, range(len(d.values)), optuna) for d in over}
     # A new sampler for each trial, so that its values depend only on the past trials.
     sampler = optuna.samplers.TPESampler(seed=(seed * 1_000_003 + number) % 2**32, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
@@ -44,10 +40,20 @@ def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: 
     return {d.key: d.values[drawn[d.key]] if d.values else drawn[d.key] for d in over}
 
 
-def _distribution(dimension: Dimension, optuna: Any) -> Any:
+def import_optuna(needed: str, instead: str) -> Any:
+    """The module optuna, without its log of every trial; InputError if it is not installed."""
+    try:
+        import optuna
+    except ImportError:
+        raise InputError(f"{needed} optuna, which is not installed; pip install optuna, {instead}") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def distribution_of(dimension: Dimension, choices: Sequence[Any], optuna: Any) -> Any:
+    """The distribution of a dimension; `choices` stand for its listed values."""
     if not dimension.is_range:
-        # By place: a value may be a list, which optuna does not take.
-        return optuna.distributions.CategoricalDistribution(list(range(len(dimension.values))))
+        return optuna.distributions.CategoricalDistribution(list(choices))
     if dimension.whole:
         low, high = int(dimension.low), int(dimension.high)
         return optuna.distributions.IntDistribution(low, high, log=dimension.log)
