@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from plait.core.errors import InputError
-from plait.launcher.start_agent import agent_command
+from plait.launcher.launchers.ssh import ShellLauncher
 from plait.schema.hosts import Host, parse_hosts
-from plait.schema.placement import Placement
 
 
 def test_names_addresses_and_users_are_hosts():
@@ -58,7 +56,9 @@ def test_an_interpreter_whose_path_has_spaces_is_found_on_every_host(shell: str,
     for name, does in stands_for.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    placement = Placement(python=str(tmp_path / "my python"), shell=shell.format(folder=tmp_path))
-    command = agent_command(placement, Host("w0", 1))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("-P -u -m plait.launcher.agent\n", "")
+    launcher = ShellLauncher((), shell.format(folder=tmp_path))
+    stream = launcher.start(Host("w0", 1), [str(tmp_path / "my python"), "-m", "plait.launcher.agent"], {})
+    assert [line for output in (stream.stdout, stream.stderr) for line in output or ()] == [
+        "-m plait.launcher.agent\n"
+    ]
+    assert stream.wait(60) == 0

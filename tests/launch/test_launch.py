@@ -167,7 +167,7 @@ def test_a_shell_that_greets_does_no_harm(tmp_path: Path):
 
 def test_a_name_that_other_hosts_cannot_use_is_refused():
     with pytest.raises(InputError, match=r"-H: on localhost its own name resolves to 127\.0\.0\.1.*--nic"):
-        address_of(None, "localhost", single_host=False)
+        address_of(None, Host("localhost", 1), single_host=False)
 
 
 def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path):
@@ -189,8 +189,8 @@ def test_hosts_are_read_as_written():
 
 def test_an_interface_that_is_not_there_is_named():
     with pytest.raises(InputError, match="--nic: w0 has no interface 'et0'"):
-        address_of("et0", "w0", single_host=True)
-    assert address_of("lo", "w0", single_host=False) == "127.0.0.1"
+        address_of("et0", Host("w0", 1), single_host=True)
+    assert address_of("lo", Host("w0", 1), single_host=False) == "127.0.0.1"
 
 
 def test_workers_with_nothing_to_save_are_ended_at_the_first_request_to_stop(tmp_path: Path):

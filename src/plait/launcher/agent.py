@@ -352,7 +352,7 @@ class Agent:
         """Find this host's address and, on the first host, open the store."""
         request = self._request
         try:
-            self._address = address_of(self._placement.nic, request.host.name, single_host=request.hosts == 1)
+            self._address = address_of(self._placement.nic, request.host, single_host=request.hosts == 1)
         except InputError as failure:
             self._supervisor.send(messages.Refusal(str(failure)))
             return

@@ -1,38 +1,19 @@
-"""Starts the agent of a host, by ssh or another shell unless it is this machine, and talks with it."""
+"""Talks with the agent of a host, which a launcher has started."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import shlex
 import subprocess
 import threading
 
 from plait.launcher import messages
+from plait.launcher.launchers import Stream
 from plait.launcher.membership_decisions import ControlRequest
 from plait.launcher.messages import JobMessage, from_line, to_line
-from plait.schema.hosts import LOCAL, Host
-from plait.schema.placement import Placement
 
 # Agents send a sign of life every few seconds, and so does the supervisor.
 BEAT_S = 5.0
-
-
-def shell_of(placement: Placement, host: Host) -> list[str]:
-    """The prefix of a command that runs on `host`; empty for this machine."""
-    return [] if host.name == LOCAL else shlex.split(placement.shell.format(host=shlex.quote(host.name)))
-
-
-def agent_command(placement: Placement, host: Host) -> list[str]:
-    """The command that starts the agent of `host`, without the current folder on its Python path."""
-    shell, agent = (
-        shell_of(placement, host),
-        [placement.interpreter, "-P", "-u", "-m", "plait.launcher.agent"],
-    )
-    # ssh joins its arguments with spaces, and a shell on the remote host splits them.
-    is_ssh = any(os.path.basename(word) == "ssh" for word in shell)
-    return [*shell, *(map(shlex.quote, agent) if is_ssh else agent)]
 
 
 class AgentEnd(JobMessage):
@@ -44,26 +25,16 @@ Inbox = queue.SimpleQueue[tuple[int, JobMessage | ControlRequest]]
 
 
 class AgentProcess:
-    """One agent, started through its host's shell. Its messages go into a queue; no method blocks on them.
+    """One agent. Its messages go into a queue; no method blocks on them.
 
     A thread sends: a shell that does not read must not block the supervisor.
     """
 
-    def __init__(self, index: int, command: list[str], inbox: Inbox, now: float) -> None:
+    def __init__(self, index: int, process: Stream, inbox: Inbox, now: float) -> None:
         self.index = index
         self.last_seen_s = now
         self._inbox = inbox
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            bufsize=1,
-            # The terminal's Ctrl-C is for the supervisor alone.
-            start_new_session=True,
-        )
+        self._process = process
         self._unsent: queue.SimpleQueue[JobMessage | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True).start()
         self._readers = [
@@ -71,10 +42,6 @@ class AgentProcess:
         ]
         for reader in self._readers:
             reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_running(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import shlex
 import signal
 import threading
 import time
@@ -24,6 +23,8 @@ from plait.core.names import user_folders
 from plait.launcher import messages
 from plait.launcher.display import Display, WorkerState
 from plait.launcher.failure_cause import RankState, describe_status, find_cause, is_conclusive
+from plait.launcher.launchers import Launcher
+from plait.launcher.launchers.choose import launcher_of
 from plait.launcher.membership_decisions import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.launcher.messages import (
     COORDINATOR,
@@ -34,7 +35,7 @@ from plait.launcher.messages import (
     JobMessage,
     Launch,
 )
-from plait.launcher.start_agent import AgentEnd, AgentProcess, Inbox, agent_command, shell_of
+from plait.launcher.start_agent import AgentEnd, AgentProcess, Inbox
 from plait.schema.hosts import LOCAL
 from plait.schema.placement import ElasticRules
 
@@ -79,9 +80,10 @@ class Supervisor:
     If workers have nothing to save, the first one kills them.
     """
 
-    def __init__(self, launch: Launch, display: Display) -> None:
+    def __init__(self, launch: Launch, display: Display, launcher: Launcher | None = None) -> None:
         self._launch = launch
         self._placement = launch.placement
+        self._launcher = launcher or launcher_of(launch.placement)
         self._display = display
         self._secret = new_secret()
         self._inbox: Inbox = queue.SimpleQueue()
@@ -152,12 +154,14 @@ class Supervisor:
         return list(slots)
 
     def _start_agent(self, index: int) -> None:
-        host = self._placement.hosts[index]
-        command = agent_command(self._placement, host)
+        host, placement = self._placement.hosts[index], self._placement
+        # Without the current folder on its Python path.
+        command = [placement.interpreter, "-P", "-u", "-m", "plait.launcher.agent"]
         try:
-            agent = AgentProcess(index, command, self._inbox, self._clock.read())
-        except OSError as failure:
-            raise LaunchError(f"{host.name}: cannot run {shlex.join(command)}: {failure.strerror}") from None
+            stream = self._launcher.start(host, command, placement.environment)
+        except LaunchError as failure:
+            raise LaunchError(f"{host.name}: {failure}") from None
+        agent = AgentProcess(index, stream, self._inbox, self._clock.read())
         self._agents.append(agent)
         agent.send(self._agent_order(index))
 
@@ -459,20 +463,17 @@ class Supervisor:
                 self._lose_host(agent.index, lambda i: self._agent_silent(i, longest_s))
 
     def _agent_gone(self, index: int) -> LaunchError:
-        host, agent = self._placement.hosts[index].name, self._agents[index]
+        host, agent = self._placement.hosts[index], self._agents[index]
         status = agent.wait(1.0)
-        where = (
-            ""
-            if host == LOCAL
-            else f" (reached by {shlex.join(shell_of(self._placement, self._placement.hosts[index]))})"
-        )
+        by = self._launcher.reached_by(host)
+        where = f" (reached by {by})" if by else ""
         # Its last messages may not have been read yet.
         end = time.monotonic() + 0.3
         while self._receive(end) is not None:
             pass
         output = "\n".join(self._printed[index]) or "(nothing)"
         how = "is still there" if status is None else describe_status(status)
-        return LaunchError(f"the agent on {host}{where} {how}; it printed:\n{output}")
+        return LaunchError(f"the agent on {host.name}{where} {how}; it printed:\n{output}")
 
     def _agent_silent(self, index: int, seconds: float) -> LaunchError:
         host = self._placement.hosts[index].name

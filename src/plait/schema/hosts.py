@@ -24,10 +24,14 @@ _SLOTS = re.compile(r"0*[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the number of workers it runs."""
+    """A machine and the number of workers it runs.
+
+    `address` is where the job's other hosts reach it; None if it is found from the name.
+    """
 
     name: str
     slots: int
+    address: str | None = None
 
 
 def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
@@ -59,30 +63,33 @@ def _parse_host(entry: str, key: str) -> Host:
     return Host(name, int(slots or 1))
 
 
-def address_of(nic: str | None, host: str, single_host: bool) -> str:
+def address_of(nic: str | None, host: Host, single_host: bool) -> str:
     """The address at which the job's other hosts reach this machine; any address if it is the `single_host`.
 
-    With `nic`, the address of that interface; otherwise what `host`, the user's name for this machine,
+    With `nic`, the address of that interface; otherwise that of `host` or, if it has none, what its name
     resolves to.
     """
+    name = host.name
+    if nic is None and host.address is not None:
+        return host.address
     if nic is None and single_host:
-        return "127.0.0.1" if host == LOCAL else _resolved(host)
+        return "127.0.0.1" if name == LOCAL else _resolved(name)
     if nic is None:
-        address = _resolved(host)
+        address = _resolved(name)
         if address.startswith("127."):
             # Debian maps a machine's own name to 127.0.1.1; on another host it means that host itself.
             raise InputError(
-                f"-H: on {host} its own name resolves to {address}, which other hosts cannot reach; "
+                f"-H: on {name} its own name resolves to {address}, which other hosts cannot reach; "
                 f"name the interface to use with --nic"
             )
         return address
     interfaces = psutil.net_if_addrs()
     if nic not in interfaces:
-        raise InputError(f"--nic: {host} has no interface {nic!r}{did_you_mean(nic, interfaces)}")
+        raise InputError(f"--nic: {name} has no interface {nic!r}{did_you_mean(nic, interfaces)}")
     for entry in interfaces[nic]:
         if entry.family == socket.AF_INET:
             return str(entry.address)
-    raise InputError(f"--nic: interface {nic!r} of {host} has no IPv4 address")
+    raise InputError(f"--nic: interface {nic!r} of {name} has no IPv4 address")
 
 
 def _resolved(host: str) -> str:

@@ -1,0 +1,44 @@
+"""Agents on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from plait.core.errors import LaunchError
+from plait.launcher.launchers import Launcher, Stream
+from plait.schema.hosts import Host
+
+
+def open_stream(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A process of this machine with pipes; LaunchError if it cannot be started."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            bufsize=1,
+            env={**os.environ, **environment},
+            # The terminal's Ctrl-C is for the supervisor alone.
+            start_new_session=True,
+        )
+    except OSError as failure:
+        raise LaunchError(f"cannot run {shlex.join(command)}: {failure.strerror}") from None
+
+
+class LocalLauncher(Launcher):
+    """This machine."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = tuple(hosts)
+
+    def take_hosts(self, fewest: int, most: int) -> tuple[Host, ...]:
+        return self._hosts
+
+    def start(self, host: Host, command: Sequence[str], environment: Mapping[str, str]) -> Stream:
+        return open_stream(command, environment)
