@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import plait
-from plait.api.environment import Environment, find_environment, first_node
 from plait.api.launching import launch
 from plait.api.world import choose_device, name_hosts
 from plait.core.errors import InputError, LaunchError
+from plait.launcher.environment import Environment, find_environment, first_node
 from support.commands import forked_commands
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}

@@ -20,7 +20,7 @@ import plait
 from plait.core.errors import InputError, PlaitError
 from plait.jobs.evaluate import measure_run
 from plait.launcher.display import Silent
-from plait.launcher.run import check_alone
+from plait.launcher.environment import check_alone
 from plait.launcher.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from support.capabilities import may
@@ -242,8 +242,8 @@ def test_ctrl_c_in_the_first_moments_ends_with_status_130(tmp_path: Path):
     [
         ("torchrun", {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}),
         ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}),
-        ("mpirun", {"OMPI_COMM_WORLD_SIZE": "2"}),
-        ("mpiexec", {"PMI_SIZE": "2", "PMI_RANK": "0"}),
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2"}),
+        ("MPICH", {"PMI_SIZE": "2", "PMI_RANK": "0"}),
     ],
 )
 def test_a_job_that_another_launcher_starts_several_times_is_told_that_each_would_train_all_of_it(

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from plait.core.errors import LaunchError
-from plait.launcher import start_agent, supervisor
+from plait.launcher import supervisor
+from plait.launcher.launchers import agent_stream
 from plait.launcher.membership_decisions import ControlRequest
 from plait.launcher.supervisor import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
@@ -187,7 +188,7 @@ def test_what_is_left_on_a_host_that_is_cut_off_ends_by_itself(
 ):
     """What the supervisor says goes through a process that is stopped: no end of the stream is seen."""
     monkeypatch.setattr(supervisor, "AGENT_TIMEOUT_FACTOR", 0.1)
-    monkeypatch.setattr(start_agent, "BEAT_S", 0.2)
+    monkeypatch.setattr(agent_stream, "BEAT_S", 0.2)
     relay, cut = tmp_path / "relay.sh", list[psutil.Process]()
     relay.write_text(RELAY)
 

@@ -53,7 +53,7 @@ def test_the_models_of_a_job_file_have_no_key_or_default_of_their_own():
     assert not Section.model_fields
     assert not OpenSection.model_fields
     model = model_of(Job)
-    assert set(model.model_fields) == {each.name for each in fields(Job)} - {"content", "folder"}
+    assert set(model.model_fields) == {each.name for each in fields(Job)} - {"content", "folder", "taken"}
     assert {name for name, each in model.model_fields.items() if each.is_required()} == {
         "name",
         "model",

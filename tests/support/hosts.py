@@ -39,6 +39,10 @@ class Hosts:
         """The namespace of a host."""
         return self._names[name]
 
+    def address(self, name: str) -> str:
+        """Where the others reach a host."""
+        return f"10.77.0.{list(self._names).index(name) + 1}"
+
     def make(self, *names: str) -> None:
         self._add(self._bridge)
         _ip(self._bridge, "link", "add", "br0", "type", "bridge")
@@ -70,11 +74,13 @@ class Hosts:
 
     def processes(self) -> list[int]:
         """Processes that still run in any of the hosts."""
-        pids: list[int] = []
-        for space in self._names.values():
-            found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=True)
-            pids += [int(pid) for pid in found.stdout.split()]
-        return pids
+        return [pid for name in self._names for pid in self.processes_of(name)]
+
+    def processes_of(self, name: str) -> list[int]:
+        """Processes that run in that host."""
+        command = ["ip", "netns", "pids", self._names[name]]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [int(pid) for pid in found.stdout.split()]
 
     def remove(self) -> None:
         for space in self._made:

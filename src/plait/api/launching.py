@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from plait.api.environment import STORE
 from plait.core.errors import InputError, LaunchError
+from plait.launcher.environment import STORE
 from plait.launcher.fork_server import ForkServer, ServerGoneError
 
 T = TypeVar("T")

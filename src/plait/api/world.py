@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from plait.api.environment import Environment, find_environment
 from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, LaunchError
+from plait.launcher.environment import Environment, find_environment
 from plait.sync.allreduce.reducers import Members, whole_world
 
 TIMEOUT_S = 300.0

@@ -49,6 +49,7 @@ def manifest(
     """
     from plait.jobs.manifest import PodSettings, make_manifests, modules_left_out, render
     from plait.schema.job import read_job
+    from plait.schema.job_checks import ON_THIS_HOST
 
     pods = PodSettings(
         kind=kind,
@@ -66,7 +67,7 @@ def manifest(
         port=port,
         include=tuple(include or ()),
     )
-    asked = read_job(job, [*(set_ or []), ("parallel.workers", nodes * slots), ("cluster.hosts", [])])
+    asked = read_job(job, [*(set_ or []), ("parallel.workers", nodes * slots), *ON_THIS_HOST])
     objects = make_manifests(asked, pods)
     for path in modules_left_out(asked, pods.include):
         print(f"note: the job names {path}; it must be in the image, or: --include {path}", file=sys.stderr)

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption, placement_overrides
+from plait.cli.train import (
+    HostsOption,
+    JsonFlag,
+    NicOption,
+    NodesOption,
+    OnOption,
+    WorkersOption,
+    placement_overrides,
+)
 from plait.core.codec import encode
 from plait.core.errors import InputError
 from plait.core.names import searching
@@ -46,6 +54,8 @@ def profile(
     workers: WorkersOption = None,
     hosts: HostsOption = None,
     nic: NicOption = None,
+    on: OnOption = None,
+    nodes: NodesOption = None,
     set_: SetOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     json_: JsonFlag = False,
@@ -54,14 +64,16 @@ def profile(
 
     Example: plait profile examples/digits.yaml --batch 16
     """
-    from plait.launcher.run import check_alone
+    from plait.launcher.environment import check_alone
+    from plait.launcher.launchers.attempts import on_hosts
     from plait.schema.job import read_job
 
     check_alone()
-    asked = read_job(job, [*(set_ or []), *placement_overrides(workers, hosts, nic)])
-    placement = replace(asked.placement, threads=threads)
-    together = links and sum(host.slots for host in placement.hosts) > 1
-    with searching(os.getcwd(), asked.folder):
+    where = placement_overrides(workers, hosts, nic, on, nodes)
+    asked = read_job(job, [*(set_ or []), *where])
+    with on_hosts(asked) as here, searching(os.getcwd(), asked.folder):
+        placement = replace(here.placement, threads=threads)
+        together = links and sum(host.slots for host in placement.hosts) > 1
         measured = _measure(asked.settings(), placement, batch, repeats, together, quiet or json_)
     from plait.profiler.profile import save_profile
 

@@ -153,6 +153,8 @@ def _ask_to_stop(folder: RunDir) -> None:
         raise InputError(f"{folder.path}: running, but its lock does not name the process; end it by hand")
     if host != socket.gethostname():
         raise InputError(f"{folder.path}: it is run from {host}; stop it there")
+    with os_errors_as_messages():
+        folder.stop_request.touch()
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:  # it ended just now

@@ -22,9 +22,13 @@ from plait.cli.train import (
     HostsOption,
     JsonFlag,
     NicOption,
+    NodesOption,
+    OnOption,
+    SubmitFlag,
     WorkersOption,
     placement_overrides,
     show_warnings,
+    submit_run,
 )
 from plait.core.codec import decode
 from plait.core.errors import InputError
@@ -97,6 +101,9 @@ def sweep(
     workers: WorkersOption = None,
     hosts: HostsOption = None,
     nic: NicOption = None,
+    on: OnOption = None,
+    nodes: NodesOption = None,
+    submit: SubmitFlag = False,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key: epochs=2 (repeatable).")
     ] = None,
@@ -123,9 +130,12 @@ def sweep(
     from plait.jobs.sweep import sweep as run_sweep
     from plait.schema.job import read_job
 
-    where = [*placement_overrides(workers, hosts, nic), *_on_devices(devices, workers, hosts)]
+    where = [*placement_overrides(workers, hosts, nic, on, nodes), *_on_devices(devices, workers, hosts)]
     chosen = [("parallel.plan", plan)] if plan is not None else []
     asked = read_job(job, [*(set_ or []), *chosen, *where])
+    if submit:
+        submit_run(asked, run if resume is None else resume, resume is not None, json_)
+        return
     with os_errors_as_messages(), SweepDisplay(quiet or json_) as display:
         result = run_sweep(
             asked,
@@ -170,7 +180,9 @@ def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> 
         import torch
 
         count = str(max(1, torch.cuda.device_count()))
-    here: list[tuple[str, Any]] = [("parallel.workers", int(count)), ("cluster.hosts", [])] if count else []
+    from plait.schema.job_checks import ON_THIS_HOST
+
+    here: list[tuple[str, Any]] = [("parallel.workers", int(count)), *ON_THIS_HOST] if count else []
     return [("device", kind), *here]
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,11 +18,21 @@ from plait.core.yaml_text import YamlError, load_yaml
 from plait.launcher.run_dir import RunDir, RunKind
 from plait.schema.results import RunResult
 
+if TYPE_CHECKING:
+    from plait.schema.job import Job
+
 STOPPED = 130
 
 WorkersOption = Annotated[int | None, typer.Option("-np", help="Number of workers on this host.")]
 HostsOption = Annotated[str | None, typer.Option("-H", help="Hosts and their workers: w0:2,w1:2.")]
 NicOption = Annotated[str | None, typer.Option(help="Network interface that the hosts share.")]
+OnOption = Annotated[
+    str | None, typer.Option(help="Who provides the hosts: local, ssh (with -H), slurm or ray.")
+]
+NodesOption = Annotated[str | None, typer.Option(help="Number of hosts: 2, or the fewest and the most: 1:4.")]
+SubmitFlag = Annotated[
+    bool, typer.Option("--submit", help="With --on slurm: queue this command as a batch job.")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -32,6 +42,9 @@ def train(
     hosts: HostsOption = None,
     plan: Annotated[str | None, typer.Option(help="A plan file, auto, model-parallel.")] = None,
     nic: NicOption = None,
+    on: OnOption = None,
+    nodes: NodesOption = None,
+    submit: SubmitFlag = False,
     slow: Annotated[
         list[str] | None, typer.Option(help="Make a worker slower: 1:4, worker 1 four times (repeatable).")
     ] = None,
@@ -70,11 +83,14 @@ def train(
             [
                 *(set_ or []),
                 *chosen,
-                *placement_overrides(workers, hosts, nic),
+                *placement_overrides(workers, hosts, nic, on, nodes),
                 *slowed,
                 *adapt_overrides(adapt),
             ],
         )
+        if submit:
+            submit_run(asked, run, resume, json_)
+            return
         with RunDisplay(quiet or json_) as display:
             result = train_job(asked, resume=resume, run_folder=run, display=display)
     if json_:
@@ -86,18 +102,42 @@ def train(
         raise typer.Exit(STOPPED)
 
 
-def placement_overrides(workers: int | None, hosts: str | None, nic: str | None) -> list[tuple[str, Any]]:
-    """The overrides of `-np`, `-H` and `--nic`."""
+def placement_overrides(
+    workers: int | None,
+    hosts: str | None,
+    nic: str | None,
+    on: str | None = None,
+    nodes: str | None = None,
+) -> list[tuple[str, Any]]:
+    """The overrides of `-np`, `-H`, `--nic`, `--on` and `--nodes`."""
+    from plait.schema.job_checks import ON_THIS_HOST
+
     if workers is not None and hosts is not None:
         raise JobError("-np and -H: found both; -H already says how many workers each host holds")
     overrides: list[tuple[str, Any]] = []
     if workers is not None:
-        overrides += [("parallel.workers", workers), ("cluster.hosts", [])]
+        overrides += [("parallel.workers", workers), *ON_THIS_HOST]
     if hosts is not None:
         overrides += [("cluster.hosts", hosts.split(",")), ("parallel.workers", None)]
     if nic is not None:
         overrides.append(("cluster.nic", nic))
+    if on is not None:
+        overrides.append(("cluster.on", on))
+    if nodes is not None:
+        overrides.append(("cluster.nodes", nodes))
     return overrides
+
+
+def submit_run(job: Job, run: str | None, resume: bool, json_: bool) -> None:
+    """Queue this command, without --submit, in the run's folder, and print what was queued."""
+    from plait.launcher.launchers.slurm import submit
+
+    queued = submit(job, sys.argv[1:], run, resume)
+    if json_:
+        print(json.dumps(queued))
+    else:
+        print(f"queued as Slurm job {queued['job']}; its output: {queued['output']}")
+        print(f"wrote {queued['script']}; next: squeue -j {queued['job']}, plait status {queued['run']}")
 
 
 def slow_overrides(slow: list[str], jitter: str | None) -> list[tuple[str, Any]]:

@@ -174,7 +174,8 @@ def _loader_main(conn: Connection, parent: int, tied: bool, make: Callable[[Any]
     """The main function of a loader: answer tasks until the worker closes its end, or ends."""
     # Ctrl-C reaches every process of the terminal; the worker handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if tied and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The worker may have ended before the call of prctl.

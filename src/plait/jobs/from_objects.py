@@ -17,9 +17,8 @@ from plait.api.objects import KeptObjects, keep
 from plait.core.errors import JobError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
-from plait.jobs.train_on import train_on
+from plait.jobs.train_on import train_on, train_on_hosts
 from plait.launcher.display import Display
-from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL
 from plait.schema.job import Job, make_job
 from plait.schema.results import RunResult
@@ -63,7 +62,7 @@ def train_objects(
     job, kept = job_of_objects(given)
     if not _fits_here(job):
         with kept.in_use():
-            return train_on(job, resume, run_folder, display, Supervisor, kept.files)
+            return train_on_hosts(job, resume, run_folder, display, kept.files)
     with kept.in_use(), unchanged_random_numbers(), torch.enable_grad():
         return train_on(job, resume, run_folder, display, start_in_process, kept.files)
 
@@ -103,7 +102,11 @@ def job_of_objects(given: Mapping[str, Any]) -> tuple[Job, KeptObjects]:
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:
-    known = {each.name for each in fields(Job)} - {"content", "folder"} | {"batch_size", "workers", "metric"}
+    known = {each.name for each in fields(Job)} - {"content", "folder", "taken"} | {
+        "batch_size",
+        "workers",
+        "metric",
+    }
     for key in keys:
         if key not in known:
             raise JobError(f"{key}: plait.train takes no {key!r}{did_you_mean(key, known)}")

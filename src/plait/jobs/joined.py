@@ -14,7 +14,7 @@ from plait.jobs.train_on import train_on
 from plait.launcher.display import Display, Silent
 from plait.launcher.messages import Launch
 from plait.schema.job import Job, Overrides, read_job
-from plait.schema.job_checks import check_joined
+from plait.schema.job_checks import ON_THIS_HOST, check_joined
 from plait.schema.results import RunResult
 
 # Where the processes of one torchrun keep the folder of their run, for those that it restarts.
@@ -58,7 +58,7 @@ def train_joined(
 
 def _job_for(world: World, path: str | Path, overrides: Overrides) -> Job:
     """The job, with the processes of `world` as its workers; InputError if they cannot run it."""
-    job = read_job(path, [*overrides, ("parallel.workers", world.world_size), ("cluster.hosts", [])])
+    job = read_job(path, [*overrides, ("parallel.workers", world.world_size), *ON_THIS_HOST])
     check_joined(job, world.launcher)
     return job
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,14 @@ from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
-from plait.jobs.study import shared_study
+from plait.jobs.study import GivenStudy, shared_study
 from plait.launcher.display import Display, Silent
-from plait.launcher.run import LaunchedRun, check_alone, tracing_modules
+from plait.launcher.environment import check_alone
+from plait.launcher.launchers import Launcher
+from plait.launcher.launchers.attempts import run_on_hosts
+from plait.launcher.run import LaunchedRun, tracing_modules
 from plait.launcher.run_dir import RunKind, choose_folder, new_run
+from plait.launcher.supervisor import Supervisor
 from plait.report.sweep import write_sweep
 from plait.schema.aliases import KEY_ALIASES, canonical_value
 from plait.schema.hosts import LOCAL, Host
@@ -84,9 +89,29 @@ def sweep(
     `package.module:name`, and Optuna's usual ones unless given. A study in memory has the trials at the end.
     """
     check_alone()
-    job = as_job(job)
     asked = {"search": search, "eta": eta, "least_steps": least_steps, "metric": metric, "seed": seed}
     shared = shared_study(study, storage=storage, sampler=sampler, pruner=pruner)
+    shown_on = display or Silent()
+
+    def run(here: Job, launcher: Launcher, before: Path | None) -> SweepResult:
+        resumed = resume if before is None else str(before)
+        widths = {"width": width, "replicas": replicas, "trials": trials}
+        return _sweep_on(here, over, {**widths, **asked}, shared, resumed, run_folder, shown_on, launcher)
+
+    return run_on_hosts(as_job(job), shown_on, run)
+
+
+def _sweep_on(
+    job: Job,
+    over: Over,
+    asked: Mapping[str, Any],
+    shared: GivenStudy,
+    resume: str | None,
+    run_folder: str | None,
+    display: Display,
+    launcher: Launcher,
+) -> SweepResult:
+    """Run a sweep on the hosts of `job`, or go on with the one in the folder `resume`."""
     run_dir = Path(job.run_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(searching(os.getcwd(), job.folder))
@@ -96,31 +121,23 @@ def sweep(
         if resume is not None and folder is not None:
             before = load(SweepSettings, folder.sweep, KIND, VERSION)
             shared.check_resumed(before.search.study)
-            settings = go_on(before, width=width, replicas=replicas, trials=trials, **asked)
+            settings = go_on(before, **asked)
         else:
-            given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-            given |= shared.choose(search, job.name)
-            settings = make_sweep(job, over, trials=trials, width=width, replicas=replicas, **given)
+            given = {name: value for name, value in asked.items() if value is not None}
+            settings = make_sweep(job, over, **{**given, **shared.choose(asked["search"], job.name)})
             shared.check(settings)
         placement = placement_of(job, settings)
         folder = folder or new_run(run_dir, job.name)
         content = encode(settings)
         files = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
         job_text = "" if resume is not None else job.text()
+        start = partial(Supervisor, launcher=launcher)
         objects = shared.files if resume is None else {}
         # The coordinator finds objects of a study as it finds modules.
         stack.enter_context(
             searching(str(folder.path.absolute()) if settings.search.kind == "study" else None)
         )
-        run = LaunchedRun(
-            RunKind.SWEEP,
-            folder,
-            display or Silent(),
-            resume is not None,
-            files,
-            job_text,
-            objects=objects,
-        )
+        run = LaunchedRun(RunKind.SWEEP, folder, display, resume is not None, files, job_text, start, objects)
         answer = run.supervise(
             "plait.sweeping.worker",
             content,
@@ -263,7 +280,7 @@ def placement_of(job: Job, settings: SweepSettings) -> Placement:
     Workers that cannot train the sweep's arrays are refused.
     """
     placement = job.placement
-    if settings.workers_per_array > 1 and job.parallel.workers is None and not job.cluster.hosts:
+    if settings.workers_per_array > 1 and job.parallel.workers is None and not job.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, settings.workers_per_array),))
     check_worker_groups(settings, placement.workers)
     return placement

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import InputError
 from plait.core.shown import shown
-from plait.jobs.train_on import train_on
+from plait.jobs.train_on import train_on_hosts
 from plait.launcher.display import Display, Silent
-from plait.launcher.run import check_alone
-from plait.launcher.supervisor import Supervisor
+from plait.launcher.environment import check_alone
 from plait.schema.job import Job, as_job
 from plait.schema.results import RunResult
 
@@ -85,7 +84,7 @@ def train(
                 f"{extra[0]}: found it besides a job, which has its own; change the job instead: "
                 f"plait.read_job(path, [({extra[0]!r}, value)])"
             )
-        return train_on(as_job(job), resume, run_folder, display, Supervisor)
+        return train_on_hosts(as_job(job), resume, run_folder, display)
 
 
 def _check_is_job(job: object) -> None:

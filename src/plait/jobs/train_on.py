@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,8 +15,11 @@ from plait.core.files import write_atomic
 from plait.core.logs import kept_warnings
 from plait.core.names import searching
 from plait.launcher.display import Display
+from plait.launcher.launchers import Launcher
+from plait.launcher.launchers.attempts import run_on_hosts
 from plait.launcher.run import StartWorkers, launch
 from plait.launcher.run_dir import RunKind, choose_folder, new_run
+from plait.launcher.supervisor import Supervisor
 from plait.schema.job import Job
 from plait.schema.results import RunResult
 from plait.schema.sync_options import lease_of
@@ -64,6 +68,23 @@ def train_on(
             objects=objects,
         )
     return replace(result, warnings=(*messages, *result.warnings))
+
+
+def train_on_hosts(
+    job: Job,
+    resume: bool,
+    run_folder: str | None,
+    display: Display,
+    objects: Mapping[str, bytes] = MappingProxyType({}),
+) -> RunResult:
+    """Run `job` on workers that are started on its hosts, again and again if hosts are lost."""
+
+    def run(here: Job, launcher: Launcher, folder: Path | None) -> RunResult:
+        start = partial(Supervisor, launcher=launcher)
+        named = run_folder if folder is None else str(folder)
+        return train_on(here, resume or folder is not None, named, display, start, objects)
+
+    return run_on_hosts(job, display, run)
 
 
 @contextlib.contextmanager

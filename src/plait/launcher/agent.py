@@ -17,6 +17,7 @@ import math
 import os
 import select
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -68,7 +69,9 @@ def main() -> None:
     os.chdir(request.folder)
     os.environ.update(placement.environment)
     # Libraries read it when they are loaded; some of them ignore torch.set_num_threads.
-    threads = choose_threads(placement.threads, request.host.slots, len(_cores()), os.environ)
+    threads = choose_threads(
+        placement.threads, request.host.slots or request.capacity, len(_cores()), os.environ
+    )
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # The iteration order of sets of strings should be the same on all hosts, and in the next run.
     os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -275,7 +278,13 @@ class Agent:
         self._logs = LogWriter()
         entries = [self._launch.entry, self._launch.coordinator or self._launch.entry]
         modules = [*(entry.partition(":")[0] for entry in entries), *self._launch.preload]
+        self._signalled: list[int] = []
+        # What is started from here on inherits that these signals are ignored.
+        for number in request.signals:
+            signal.signal(number, signal.SIG_IGN)
         self._server = ForkServer(modules, request.modules)
+        for number in request.signals:
+            signal.signal(number, lambda number, _: self._signalled.append(number))
         self._store: StoreServer | None = None
         self._store_address = ""
         self._address = ""
@@ -314,6 +323,8 @@ class Agent:
             key.data()
         if self._store is not None and not self._store.is_alive():
             raise RuntimeError("the store's thread has ended")
+        while self._signalled:
+            self._supervisor.send(messages.Signalled(self._signalled.pop()))
         now = time.monotonic()
         if now - self._beat > BEAT_S:
             self._beat = now
@@ -352,12 +363,12 @@ class Agent:
         """Find this host's address and, on the first host, open the store."""
         request = self._request
         try:
-            self._address = address_of(self._placement.nic, request.host, single_host=request.hosts == 1)
+            self._address = address_of(self._placement.nic, request.host, single_host=request.is_single)
         except InputError as failure:
             self._supervisor.send(messages.Refusal(str(failure)))
             return
         if request.index == 0:
-            self._store = StoreServer(self._secret, None if request.hosts == 1 else self._address)
+            self._store = StoreServer(self._secret, None if request.is_single else self._address)
         self._supervisor.send(messages.HostReady(self._store.address.text if self._store else ""))
 
     def _read_supervisor(self) -> None:

@@ -31,14 +31,14 @@ def watch_hosts(
     The first host watches the others, and each of the others its connection to the first: either side may be
     the one that can still reach the supervisor. An unreachable host is reported once.
     """
-    if request.hosts == 1:
+    if request.is_single:
         return
     client = StoreClient(Address(store), secret, request.first_rank, OPEN_S)
     timeout_s, index = request.launch.placement.link_timeout_s, request.index
     if index == 0:
         listener = Listener(secret, PURPOSE, address)
         client.set(_KEY, listener.address.text)
-        watch = functools.partial(_watch_others, listener, request.hosts - 1, timeout_s, on_lost)
+        watch = functools.partial(_watch_others, listener, request.most_others, timeout_s, on_lost)
     else:
         watch = functools.partial(_watch_first, client, secret, index, timeout_s, on_lost)
     threading.Thread(target=watch, name="plait-hosts", daemon=True).start()

@@ -225,6 +225,18 @@ class Roster:
         self.capacity = capacity
         self.target = WorkerTarget(workers, target.version + 1, leaving, request.by, request.why)
 
+    def add_host(self, host: Host) -> None:
+        """A host that the job gets while it runs; no worker is started there before `open_host`."""
+        self.hosts = (*self.hosts, host)
+        self.capacity = [*self.capacity, 0]
+
+    def open_host(self, index: int, slots: int) -> None:
+        """That host is ready; the job grows onto it unless a resize has set the number of workers."""
+        self.capacity[index] = slots
+        most = min(self.rules.max_allowed, sum(self.capacity))
+        if self.target.by == "launch" and most > self.target.workers:
+            self.target = replace(self.target, workers=most, version=self.target.version + 1)
+
     def close_host(self, index: int) -> None:
         """Start no more workers on that host: it is unreachable."""
         self.capacity[index] = 0

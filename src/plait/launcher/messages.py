@@ -15,7 +15,7 @@ from typing import Any, ClassVar, dataclass_transform
 from plait.core.codec import decode, encode
 from plait.core.errors import ArtefactError, LostPeer
 from plait.launcher.membership import Membership
-from plait.schema.hosts import Host
+from plait.schema.hosts import MAX_SLOTS, Host
 from plait.schema.placement import Placement
 
 # The ranks of processes that are no workers: the one that checks the request, and the coordinator.
@@ -90,7 +90,8 @@ class AgentOrder(JobMessage):
     """The first message to an agent: the launch, and the index of the agent's host.
 
     `capacity` is the largest number of workers on the host. An agent that has received nothing for
-    `supervisor_timeout_s` ends; None if it notices at once that the supervisor has ended.
+    `supervisor_timeout_s` ends; None if it notices at once that the supervisor has ended. `signals` are
+    those that are meant for the supervisor; all processes of a host may get them.
     """
 
     launch: Launch
@@ -101,15 +102,23 @@ class AgentOrder(JobMessage):
     folder: str
     modules: tuple[str, ...]
     supervisor_timeout_s: float | None
+    signals: tuple[int, ...] = ()
 
     @property
     def host(self) -> Host:
         return self.launch.placement.hosts[self.index]
 
     @property
-    def hosts(self) -> int:
-        """The number of hosts."""
-        return len(self.launch.placement.hosts)
+    def is_single(self) -> bool:
+        """Whether this is the only host, and no other may come."""
+        placement = self.launch.placement
+        return len(placement.hosts) == 1 and not placement.may_get_hosts
+
+    @property
+    def most_others(self) -> int:
+        """How many other hosts there may be, of which some come later."""
+        placement = self.launch.placement
+        return MAX_SLOTS if placement.may_get_hosts else len(placement.hosts) - 1
 
     @property
     def first_rank(self) -> int:
@@ -221,6 +230,12 @@ class WorkerEnd(JobMessage):
 
     rank: int
     status: int
+
+
+class Signalled(JobMessage):
+    """The agent got a signal that is meant for the supervisor."""
+
+    number: int
 
 
 class UnreachableHost(JobMessage):

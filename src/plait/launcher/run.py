@@ -19,7 +19,7 @@ from plait.core.units import count_of
 from plait.launcher.display import Display, WorkerState
 from plait.launcher.messages import Launch, RunRequest
 from plait.launcher.run_dir import RunDir, RunKind
-from plait.launcher.supervisor import Supervisor
+from plait.launcher.supervisor import HostLostError, Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
@@ -163,31 +163,6 @@ def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
     return TRACING if settings.as_run().in_stages else ()
 
 
-def check_alone(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise InputError if another launcher has started several processes: each would start all workers."""
-    for variable, launcher, alone in _TASKS:
-        count = environment.get(variable, "")
-        if variable == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment:
-            continue
-        if count.isdecimal() and int(count) > 1:
-            raise InputError(
-                f"found {count} processes started by {launcher} ({variable}), of which each would do the "
-                f"whole job: Plait starts its own workers; run it once, {alone}, and say how many workers "
-                f"there are with -np or parallel.workers and on which hosts with -H or cluster.hosts; or "
-                f"train with these processes: -m plait.worker JOB"
-            )
-
-
-# The variable with a launcher's number of processes, its name, and how to start one process.
-_TASKS = (
-    ("WORLD_SIZE", "torchrun", "with python alone"),
-    ("SLURM_STEP_NUM_TASKS", "srun", "with srun -n 1 or in the batch script itself"),
-    ("OMPI_COMM_WORLD_SIZE", "mpirun", "without mpirun"),
-    ("PMI_SIZE", "mpiexec", "without mpiexec"),
-    ("MV2_COMM_WORLD_SIZE", "mpirun", "without mpirun"),
-)
-
-
 @dataclass(eq=False)
 class LaunchedRun:
     """One launch in its run folder: writes the files of the run, and removes them if it is refused.
@@ -237,6 +212,7 @@ class LaunchedRun:
         folder = self.folder
         # Killed workers may leave some, in an earlier run or in this one.
         folder.remove_unfinished()
+        folder.stop_request.unlink(missing_ok=True)
         try:
             for name, content in self.objects.items():
                 write_atomic(folder.path / name, content, private=True)
@@ -293,6 +269,8 @@ class LaunchedRun:
             self.folder.remove_untrained()
 
     def _record_failure(self, failure: BaseException) -> None:
+        if isinstance(failure, HostLostError):
+            failure.folder = self.folder.path
         self._status.write(state="failed")
         with contextlib.suppress(DiskError):
             write_atomic(self.folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")

@@ -46,6 +46,7 @@ FILES = (
     "study.db",
     ".control",
     ".lock",
+    ".stop",
 )
 FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials", "failures", "objects")
 MOST_ATTEMPTS = 20
@@ -105,6 +106,8 @@ class RunDir:
         self.failure = path / "failure.txt"
         self.verified = path / "verified.json"
         self.control = path / ".control"
+        # Exists once the user has asked the run to stop, which an engine does by a signal, too.
+        self.stop_request = path / ".stop"
 
     def events(self, rank: int = 0) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"

@@ -13,6 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from plait.core.names import user_folders
 from plait.launcher import messages
 from plait.launcher.display import Display, WorkerState
 from plait.launcher.failure_cause import RankState, describe_status, find_cause, is_conclusive
-from plait.launcher.launchers import Launcher
+from plait.launcher.launchers import Launcher, Stream
+from plait.launcher.launchers.agent_stream import AgentEnd, AgentProcess, Inbox
 from plait.launcher.launchers.choose import launcher_of
 from plait.launcher.membership_decisions import MOST_FAILED_STARTS, ControlRequest, NextSteps, Roster
 from plait.launcher.messages import (
@@ -35,8 +38,7 @@ from plait.launcher.messages import (
     JobMessage,
     Launch,
 )
-from plait.launcher.start_agent import AgentEnd, AgentProcess, Inbox
-from plait.schema.hosts import LOCAL
+from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules
 
 START_S = 120.0
@@ -48,13 +50,19 @@ AGENT_SILENT_S = 30.0
 # An agent that receives nothing ends after this multiple of the time after which the supervisor gives it up.
 AGENT_TIMEOUT_FACTOR = 2.0
 TICK_S = 0.5
+# How often a launcher is asked about its hosts.
+LOOK_S = 1.0
+# After a worker has lost another one, an agent that is silent for this long is lost with its host.
+SILENT_S = 7.0
 LAST_LINES = 20
 POLICY = "policy"
 
 
 @contextlib.contextmanager
-def handling_stop_signals(handle: Callable[[int], object]) -> Iterator[None]:
-    """Call `handle` with each SIGINT, SIGTERM or SIGHUP within the block, rather than end.
+def handling_stop_signals(
+    handle: Callable[[int], object], more: tuple[signal.Signals, ...] = ()
+) -> Iterator[None]:
+    """Call `handle` with each SIGINT, SIGTERM or SIGHUP, or of `more`, within the block, rather than end.
 
     Does nothing outside the main thread. An ignored signal stays ignored, as under nohup.
     """
@@ -63,7 +71,7 @@ def handling_stop_signals(handle: Callable[[int], object]) -> Iterator[None]:
         return
     wanted = [
         number
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *more}
         if signal.getsignal(number) is not signal.SIG_IGN
     ]
     before = {number: signal.signal(number, lambda number, _: handle(number)) for number in wanted}
@@ -74,6 +82,11 @@ def handling_stop_signals(handle: Callable[[int], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _last(names: list[str], name: str) -> int:
+    """The last index of `name`: a host that was lost and came back has two."""
+    return len(names) - 1 - names[::-1].index(name)
+
+
 class Supervisor:
     """Runs one launch. Ctrl-C or SIGTERM asks the workers to stop cleanly; a second one kills them.
 
@@ -81,9 +94,16 @@ class Supervisor:
     """
 
     def __init__(self, launch: Launch, display: Display, launcher: Launcher | None = None) -> None:
-        self._launch = launch
-        self._placement = launch.placement
-        self._launcher = launcher or launcher_of(launch.placement)
+        placement = launch.placement
+        forwarded = {
+            name: value
+            for name, value in os.environ.items()
+            if any(fnmatchcase(name, pattern) for pattern in placement.forward)
+        }
+        placement = replace(placement, environment={**forwarded, **placement.environment})
+        self._launch = replace(launch, placement=placement)
+        self._placement = placement
+        self._launcher = launcher or launcher_of(placement)
         self._display = display
         self._secret = new_secret()
         self._inbox: Inbox = queue.SimpleQueue()
@@ -109,6 +129,12 @@ class Supervisor:
         # The report that members cannot communicate, and when it came; and why the job ends for lack of them.
         self._broken: tuple[messages.BreakReport, float] | None = None
         self._too_few: str | None = None
+        # The indices of hosts that were lost, hosts that were added, and what the launcher said of them.
+        self._lost: set[int] = set()
+        self._new_hosts: list[Host] = []
+        self._store = ""
+        self._is_noticed = False
+        self._looked = time.monotonic()
 
     def run(self, prepare: Callable[[], None] = lambda: None) -> dict[int, Any]:
         """Run the launch; returns the return value of the entry of each rank and of the coordinator.
@@ -116,15 +142,15 @@ class Supervisor:
         Raises if the job failed. All processes have ended when it returns. `prepare` is called once every
         host has accepted the job, before any worker starts. Workers that were lost have no result.
         """
-        with handling_stop_signals(lambda _: self.request_stop()):
+        with handling_stop_signals(self._on_signal, self._launcher.signals):
             try:
-                for index in range(len(self._placement.hosts)):
-                    self._start_agent(index)
-                store = self._await_ready()
+                for host in self._placement.hosts:
+                    self._order_agent(self._start_agent(host))
+                self._store = self._await_ready()
                 prepare()
                 # From here on agents forward a request to stop, also to workers that are still starting.
                 self._begun = True
-                self._broadcast(messages.StartAll(store))
+                self._broadcast(messages.StartAll(self._store))
                 return self._await_results()
             finally:
                 self._end_agents()
@@ -132,6 +158,10 @@ class Supervisor:
     def request_stop(self) -> None:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""
         self._inbox.put((-1, messages.Stop()))
+
+    def _on_signal(self, number: int) -> None:
+        if not self._launcher.signalled(number) and number not in self._launcher.signals:
+            self.request_stop()
 
     def request_control(self, request: ControlRequest) -> None:
         """Queue a request of the control endpoint; may be called from any thread."""
@@ -153,17 +183,19 @@ class Supervisor:
             return [max(rules.max_allowed, slots[0])]
         return list(slots)
 
-    def _start_agent(self, index: int) -> None:
-        host, placement = self._placement.hosts[index], self._placement
+    def _start_agent(self, host: Host) -> Stream:
         # Without the current folder on its Python path.
-        command = [placement.interpreter, "-P", "-u", "-m", "plait.launcher.agent"]
+        command = [self._placement.interpreter, "-P", "-u", "-m", "plait.launcher.agent"]
         try:
-            stream = self._launcher.start(host, command, placement.environment)
+            return self._launcher.start(host, command, self._placement.environment)
         except LaunchError as failure:
             raise LaunchError(f"{host.name}: {failure}") from None
-        agent = AgentProcess(index, stream, self._inbox, self._clock.read())
+
+    def _order_agent(self, stream: Stream) -> None:
+        """Give the agent of the next host its order."""
+        agent = AgentProcess(len(self._agents), stream, self._inbox, self._clock.read())
         self._agents.append(agent)
-        agent.send(self._agent_order(index))
+        agent.send(self._agent_order(agent.index))
 
     def _agent_order(self, index: int) -> AgentOrder:
         # An agent on this machine notices at once when this process ends; across a network it may not.
@@ -177,6 +209,7 @@ class Supervisor:
             folder=os.getcwd(),
             modules=tuple(user_folders()),
             supervisor_timeout_s=None if is_local else AGENT_TIMEOUT_FACTOR * self._agent_timeout_s,
+            signals=self._launcher.signals,
         )
 
     def _broadcast(self, message: JobMessage) -> None:
@@ -197,6 +230,9 @@ class Supervisor:
                     continue
                 case ControlRequest():
                     self._on_control(message)
+                    continue
+                case messages.Signalled():
+                    self._launcher.signalled(message.number)
                     continue
             self._agents[index].last_seen_s = self._clock.read()
             if not isinstance(message, messages.OutputLine):
@@ -265,7 +301,7 @@ class Supervisor:
             self._broadcast(messages.NewMembership(steps.publish))
         if steps.too_few is not None:
             if steps.publish is None:
-                raise LaunchError(f"{steps.too_few}; go on with --resume from the newest checkpoint")
+                raise self._failed(f"{steps.too_few}; go on with --resume from the newest checkpoint")
             self._too_few = steps.too_few
             self._warn(f"{steps.too_few}; the run ends")
             self._broadcast(messages.Stop())
@@ -287,7 +323,10 @@ class Supervisor:
                 raise LaunchError(f"no answer from {', '.join(silent)} within {START_S:.0f} s")
             index, message = received
             match message:
-                case AgentEnd() | messages.CheckFailure():
+                case AgentEnd():
+                    self._lost.add(index)
+                    raise self._failed(str(self._agent_gone(index)))
+                case messages.CheckFailure():
                     raise self._agent_gone(index)
                 case messages.Refusal():
                     raise InputError(message.why)
@@ -302,7 +341,7 @@ class Supervisor:
             self._agents[0].send(messages.CloseCoordinator())
             self._serve_until(lambda: coordinator.done)
         if self._too_few is not None:
-            raise LaunchError(f"{self._too_few}; a checkpoint was written: go on with --resume")
+            raise self._failed(f"{self._too_few}; a checkpoint was written: go on with --resume")
         return self._results
 
     def _serve_until(self, is_over: Callable[[], bool]) -> None:
@@ -311,11 +350,58 @@ class Supervisor:
             if message is not None:
                 self._take(*message)
             self._check_agents()
+            self._look_at_hosts()
             self._proceed()
+
+    def _look_at_hosts(self) -> None:
+        """Ask the launcher every second whether hosts were lost, are new, or are taken away."""
+        if time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked = time.monotonic()
+        seconds = self._launcher.notice()
+        if seconds is not None and not self._is_noticed:
+            self._is_noticed = True
+            self._warn(f"the hosts are taken away in {seconds:.0f} s: a checkpoint is written before")
+            if self._stops == 0:
+                self._on_stop()
+        changes = self._launcher.changed()
+        names = [host.name for host in self._placement.hosts]
+        for name in changes.lost:
+            if name in names and (index := _last(names, name)) not in self._lost:
+                self._lose_host(index, self._host_gone)
+        self._new_hosts += changes.new
+        if self._placement.elastic is not None and self._roster.has_begun and not self._stops:
+            while self._new_hosts:
+                self._add_host(self._new_hosts.pop())
+
+    def _add_host(self, host: Host) -> None:
+        """Start the agent of a new host; workers are started there once it is ready."""
+        known = [each.name for each in self._placement.hosts]
+        if host.name in known and _last(known, host.name) not in self._lost:
+            return
+        try:
+            stream = self._start_agent(host)
+        except LaunchError as failure:
+            self._warn(f"{failure}; the run goes on without it")
+            return
+        capacity = (*self._capacity(), host.slots)
+        hosts = (*self._placement.hosts, replace(host, slots=0))
+        self._placement = replace(self._placement, hosts=hosts, capacity=capacity)
+        self._launch = replace(self._launch, placement=self._placement)
+        self._printed.append(deque(maxlen=LAST_LINES))
+        self._roster.add_host(host)
+        self._order_agent(stream)
 
     def _take(self, index: int, message: JobMessage) -> None:
         match message:
             case AgentEnd():
+                self._lose_host(index, self._agent_gone)
+            case messages.HostReady():  # a new one
+                self._agents[index].send(messages.StartAll(self._store))
+                self._roster.open_host(index, self._placement.capacity[index])
+            case messages.Refusal() | messages.CheckFailure():
+                why = message.why if isinstance(message, messages.Refusal) else "it cannot run the job"
+                self._warn(f"{self._placement.hosts[index].name} is not used: {why}")
                 self._lose_host(index, self._agent_gone)
             case messages.UnreachableHost():
                 self._lose_host(message.index, self._link_lost)
@@ -353,7 +439,7 @@ class Supervisor:
 
     def _host_of(self, state: RankState) -> int:
         """The index of its host."""
-        return [host.name for host in self._placement.hosts].index(state.host)
+        return _last([host.name for host in self._placement.hosts], state.host)
 
     def _record_result(self, rank: int, value: Any) -> None:
         self._state_of(rank).done = True
@@ -372,7 +458,7 @@ class Supervisor:
         has_joined = self._roster.has_joined(state.rank)
         if state.failure is not None and has_joined and self._ends_all(state.failure):
             if self._too_few is not None:  # the rest cannot write a checkpoint
-                raise LaunchError(f"{self._too_few}; go on with --resume from the newest checkpoint")
+                raise self._failed(f"{self._too_few}; go on with --resume from the newest checkpoint")
             raise self._worker_failed([state])
         if state.status is not None:
             reason = state.failure.summary if state.failure else describe_status(state.status)
@@ -423,10 +509,26 @@ class Supervisor:
             self._form_again_if_due()
             return self._roster.is_over()
         if self._first_sign_at is not None:
-            if is_conclusive(self._ranks) or time.monotonic() > self._first_sign_at + GRACE_S:
+            waited_s = time.monotonic() - self._first_sign_at
+            if (is_conclusive(self._ranks) or waited_s > GRACE_S) and not self._may_be_its_host(waited_s):
                 raise self._worker_failed(self._ranks)
             return False
         return all(state.done for state in self._ranks)
+
+    def _may_be_its_host(self, waited_s: float) -> bool:
+        """Whether the worker that failed may have been lost with its host, which is known soon."""
+        state = self._state_of(find_cause(self._ranks).rank)
+        index = self._host_of(state)
+        if index == 0 or state.failure is not None or state.silent_s is not None:
+            return False
+        if state.status is not None:  # the end of its agent may follow
+            return waited_s < GRACE_S
+        agent = self._agents[index]
+        if self._clock.read() - agent.last_seen_s < waited_s:
+            return False
+        if waited_s > SILENT_S:
+            self._lose_host(index, self._host_gone)
+        return True
 
     def _record_pids(self, pids: Mapping[int, int]) -> None:
         for rank, pid in pids.items():
@@ -440,10 +542,13 @@ class Supervisor:
 
     def _lose_host(self, index: int, describe: Callable[[int], LaunchError]) -> None:
         """A host's agent is gone or unreachable: its workers are lost; raises if this ends the job."""
+        if index in self._lost:
+            return
+        self._lost.add(index)
         self._roster.close_host(index)
         if not self._roster.has_begun or index == 0:
             if not all(state.done for state in (*self._ranks, self._coordinator) if state is not None):
-                raise describe(index)
+                raise self._failed(str(describe(index)))
             return
         for state in self._ranks:
             if self._host_of(state) == index and not state.done and state.status is None:
@@ -475,6 +580,15 @@ class Supervisor:
         how = "is still there" if status is None else describe_status(status)
         return LaunchError(f"the agent on {host.name}{where} {how}; it printed:\n{output}")
 
+    def _failed(self, message: str) -> LaunchError:
+        """The error that ends the job, which may be started again if hosts were lost."""
+        names = tuple(self._placement.hosts[index].name for index in sorted(self._lost))
+        return HostLostError(message, names) if names else LaunchError(message)
+
+    def _host_gone(self, index: int) -> LaunchError:
+        host = self._placement.hosts[index].name
+        return LaunchError(f"{host} is lost: nothing is heard of it; all workers were ended")
+
     def _agent_silent(self, index: int, seconds: float) -> LaunchError:
         host = self._placement.hosts[index].name
         return LaunchError(
@@ -493,9 +607,14 @@ class Supervisor:
         return WorkerError(find_cause(states), self._launch.logs)
 
     def _end_agents(self) -> None:
-        """Close the connections, upon which agents kill their workers and end; then kill what still runs."""
+        """Close the connections, upon which agents kill their workers and end; then kill what still runs.
+
+        What leads to a lost host is killed at once: no agent answers there.
+        """
         for agent in self._agents:
             agent.close()
+            if agent.index in self._lost:
+                agent.end()
         end = time.monotonic() + END_S
         for agent in self._agents:
             if agent.wait(max(0.1, end - time.monotonic())) is None:
@@ -522,6 +641,18 @@ class WorkerError(LaunchError):
             log = f"\nits log: {logs / messages.process_name(cause.rank)}.err" if logs is not None else ""
             who = "the coordinator" if cause.rank == COORDINATOR else f"worker {cause.rank}"
             super().__init__(f"{who} on {cause.host} failed: {cause.summary}{log}")
+
+
+class HostLostError(LaunchError):
+    """Hosts were lost, and the job could not go on without them.
+
+    `folder` is that of the run, whose newest checkpoint can be continued from.
+    """
+
+    def __init__(self, message: str, hosts: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.hosts = hosts
+        self.folder: Path | None = None
 
 
 class Interrupted(LaunchError):

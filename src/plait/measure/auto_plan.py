@@ -69,7 +69,7 @@ def plan_job(
     """
     parallel = job.parallel
     settings, plan = planned(settings, placement, parallel, before, MEASURE_S)
-    if parallel.workers is None and not job.cluster.hosts:
+    if parallel.workers is None and not job.hosts:
         placement = replace(placement, hosts=(Host(LOCAL, plan.devices_used),))
     warnings = []
     if parallel.needs_planning and plan.devices_used < placement.workers:

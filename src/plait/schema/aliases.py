@@ -41,7 +41,9 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
         "16-mixed": "fp16",
     },
 }
-_SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES)} - {""}
+# Keys whose value is text, for which a number is accepted, too.
+_TEXT = ("cluster.nodes",)
+_SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES, *_TEXT)} - {""}
 
 
 def aliases_in(section: str) -> list[str]:
@@ -63,6 +65,8 @@ def canonical_value(path: str, value: Any) -> Any:
                 f"{did_you_mean(value, VERIFY)}"
             )
         return dict(VERIFY[value])
+    if path in _TEXT and type(value) is int:
+        return str(value)
     return VALUE_ALIASES.get(path, {}).get(value.lower(), value) if isinstance(value, str) else value
 
 

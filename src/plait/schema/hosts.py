@@ -34,11 +34,11 @@ class Host:
     address: str | None = None
 
 
-def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
-    """Parse `["w0:2", "w1:2"]`; a name without a number runs one worker. Errors name `key`."""
+def parse_hosts(entries: Sequence[str], key: str, slots: int = 1) -> tuple[Host, ...]:
+    """Parse `["w0:2", "w1:2"]`; a name without a number runs `slots` workers. Errors name `key`."""
     hosts: dict[str, Host] = {}
     for entry in entries:
-        host = _parse_host(entry, key)
+        host = _parse_host(entry, key, slots)
         if host.name in hosts:
             raise InputError(
                 f"{key}: {shown(host.name)} is listed twice; list it once with all its workers, such as w0:2"
@@ -49,7 +49,7 @@ def parse_hosts(entries: Sequence[str], key: str) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def _parse_host(entry: str, key: str) -> Host:
+def _parse_host(entry: str, key: str, default: int) -> Host:
     name, colon, slots = entry.strip().partition(":")
     if not name or (colon and not _SLOTS.fullmatch(slots)):
         raise InputError(f"{key}: found {shown(entry)}, expected 'host' or 'host:workers', such as w0:2")
@@ -58,9 +58,9 @@ def _parse_host(entry: str, key: str) -> Host:
             f"{key}: found {shown(entry)}, expected a host's name or address: letters, digits, "
             f"'.', '-', '_' and '@', and no '-' in front"
         )
-    if int(slots or 1) > MAX_SLOTS:
+    if int(slots or default) > MAX_SLOTS:
         raise InputError(f"{key}: found {shown(entry)}, expected at most {MAX_SLOTS:,} workers on a host")
-    return Host(name, int(slots or 1))
+    return Host(name, int(slots or default))
 
 
 def address_of(nic: str | None, host: Host, single_host: bool) -> str:

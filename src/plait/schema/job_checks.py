@@ -26,10 +26,12 @@ def check_combinations(job: Job) -> None:
     if (job.epochs is None) == (job.steps is None):
         given = "neither" if job.epochs is None else f"epochs: {job.epochs} and steps: {job.steps}"
         raise JobError(f"epochs: found {given}, expected one of epochs and steps")
+    _check_cluster(job)
     slots = job.placement.workers
-    if job.cluster.hosts and job.parallel.workers not in (None, slots) and not job.parallel.elastic:
+    knows_hosts = job.taken or job.listed
+    if knows_hosts and job.parallel.workers not in (None, slots) and not job.parallel.elastic:
         raise JobError(
-            f"parallel.workers: found {job.parallel.workers}, but cluster.hosts have {slots}; "
+            f"parallel.workers: found {job.parallel.workers}, but {_hosts_key(job)} have {slots}; "
             f"make them equal or leave one out"
         )
     # In one chain of stages every worker sees every sample.
@@ -66,6 +68,53 @@ def check_joined(job: Job, launcher: str) -> None:
             f"parallel.plan: found 'auto', which measures on workers that Plait itself starts, not on those "
             f"of {launcher}; make a plan first (plait profile, plait plan) and name its file"
         )
+
+
+# The overrides by which a job runs on workers of this machine, or on those that another launcher starts.
+ON_THIS_HOST: tuple[tuple[str, Any], ...] = (
+    ("cluster.hosts", []),
+    ("cluster.on", None),
+    ("cluster.nodes", None),
+    ("cluster.slots", None),
+    ("cluster.options", {}),
+)
+
+
+def _hosts_key(job: Job) -> str:
+    return "cluster.hosts" if job.listed else "the hosts that were provided"
+
+
+def _check_cluster(job: Job) -> None:
+    """Raise JobError for keys of `cluster` that do not belong to the engine."""
+    cluster, engine, (fewest, most) = job.cluster, job.engine, job.node_range
+    listed = len(job.listed)
+    if engine == "ssh" and not listed:
+        raise JobError("cluster.on: found 'ssh', but no hosts; list them with -H w0:2,w1:2 or cluster.hosts")
+    if engine != "ssh" and listed:
+        where = "this machine alone" if engine == "local" else f"hosts that {engine.capitalize()} chooses"
+        raise JobError(
+            f"cluster.hosts: found {listed} with cluster.on: {engine}, which means {where}; leave one of "
+            f"them out, or say how many there are with cluster.nodes"
+        )
+    for key in ("nodes", "slots"):
+        if engine == "local" and getattr(cluster, key) is not None:
+            raise JobError(
+                f"cluster.{key}: found {shown(getattr(cluster, key))}, but the job runs on this machine; say "
+                f"where its hosts come from with --on (ssh, slurm or ray), or use parallel.workers"
+            )
+    if cluster.options and engine in ("local", "ssh"):
+        raise JobError(
+            f"cluster.options: found {shown(min(map(str, cluster.options)))}, which is passed on to Slurm or "
+            f"Ray, but cluster.on is {engine}; leave it out, or set --on"
+        )
+    if fewest > most:
+        raise JobError(f"cluster.nodes: found {shown(cluster.nodes)}, expected the fewest first, as in 1:4")
+    if listed and fewest > listed:
+        raise JobError(
+            f"cluster.nodes: found {shown(cluster.nodes)}, but cluster.hosts has {listed}; list more hosts, "
+            f"or ask for fewer"
+        )
+    _check_numbers(dict(cluster.options), "cluster.options")
 
 
 def _check_plan(job: Job) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from plait.core.errors import JobError
 from plait.core.yaml_text import dump_yaml
 from plait.schema.hosts import LOCAL, MAX_SLOTS, Host, parse_hosts
-from plait.schema.limits import AsGiven, NonEmpty, ReadFrom
-from plait.schema.placement import ElasticRules, HostAccess, Placement, WorkerLimits
+from plait.schema.limits import AsGiven, NonEmpty, ReadFrom, TakenHosts
+from plait.schema.placement import ElasticRules, Engine, HostAccess, Placement, WorkerLimits
 from plait.schema.settings import (
     ClusterSettings,
     CommonSettings,
@@ -30,7 +30,8 @@ class Job(CommonSettings):
     """A job as the user specifies it, in a YAML file or in Python; made by `make_job` and `read_job`.
 
     `content` holds the keys that were set, as plain values, without defaults; `folder` is that of the job
-    file, where there is one.
+    file, where there is one. `taken` are the hosts that a launcher has provided; until then the fewest that
+    the job can do with stand for them.
     """
 
     model: str
@@ -41,11 +42,35 @@ class Job(CommonSettings):
     run_dir: NonEmpty = "runs"
     content: AsGiven = field(default_factory=dict, repr=False)
     folder: ReadFrom = field(default=None, repr=False, compare=False)
+    taken: TakenHosts = field(default=(), repr=False, compare=False)
+
+    @cached_property
+    def listed(self) -> tuple[Host, ...]:
+        """The hosts of `cluster.hosts`, each with all its slots."""
+        cluster = self.cluster
+        return parse_hosts(cluster.hosts, "cluster.hosts", cluster.slots or 1) if cluster.hosts else ()
 
     @cached_property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts of `cluster.hosts`, each with all its slots; empty if the job lists none."""
-        return parse_hosts(self.cluster.hosts, "cluster.hosts") if self.cluster.hosts else ()
+        """The hosts of the job, each with all its slots; empty if it is this one."""
+        if self.taken or self.engine == "local":
+            return self.taken
+        fewest, _ = self.node_range
+        slots = self.cluster.slots or 1
+        return self.listed[:fewest] or tuple(Host(f"node{i}", slots) for i in range(fewest))
+
+    @property
+    def engine(self) -> Engine:
+        """Who starts the job's agents."""
+        return self.cluster.on or ("ssh" if self.cluster.hosts else "local")
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The fewest and the most hosts: all that are listed, or any number, unless the job says it."""
+        if self.cluster.nodes is None:
+            return (len(self.listed), len(self.listed)) if self.listed else (1, MAX_SLOTS)
+        fewest, _, most = self.cluster.nodes.partition(":")
+        return int(fewest), int(most or fewest)
 
     def _first_hosts(self) -> tuple[Host, ...]:
         """The hosts, each with the number of workers it starts with."""
@@ -55,10 +80,10 @@ class Job(CommonSettings):
         if remaining is None or not self.parallel.elastic:
             return self.hosts
         if remaining > slots:
-            raise JobError(f"parallel.workers: found {remaining}, but cluster.hosts have {slots} slots")
+            raise JobError(f"parallel.workers: found {remaining}, but the job's hosts have {slots} slots")
         started = []
         for host in self.hosts:
-            started.append(Host(host.name, min(remaining, host.slots)))
+            started.append(replace(host, slots=min(remaining, host.slots)))
             remaining -= started[-1].slots
         return tuple(started)
 
@@ -68,6 +93,8 @@ class Job(CommonSettings):
         A pipeline needs a plan for each number of workers, so its default is the number it starts with.
         """
         slots = sum(host.slots for host in self.hosts)
+        if self.cluster.nodes is not None:  # hosts may come later
+            slots = max(slots, self.node_range[1] * (self.cluster.slots or 1))
         if self.parallel.plan != "data-parallel":
             slots = self.parallel.workers or slots or 1
         rules = ElasticRules(**values_of(ElasticRules, self.parallel))

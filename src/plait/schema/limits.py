@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
 from plait.core.errors import JobError
-from plait.schema.hosts import MAX_SLOTS
+from plait.schema.hosts import MAX_SLOTS, Host
 
 # Integers up to here are exact in a float64 too, which is how some steps and samples are counted.
 MAX_COUNT = 1 << 53
@@ -72,6 +72,7 @@ NonEmpty = Annotated[str, KeyLimits(min_length=1)]
 ExtraKeys = Annotated[Mapping[str, Any], MapContent.EXTRA_KEYS]
 AsGiven = Annotated[Mapping[str, Any], MapContent.AS_GIVEN]
 ReadFrom = Annotated[str | None, MapContent.AS_GIVEN]
+TakenHosts = Annotated[tuple[Host, ...], MapContent.AS_GIVEN]
 Variables = Annotated[Mapping[str, str], MapContent.VARIABLES]
 
 

@@ -16,6 +16,7 @@ from plait.schema.aliases import VALUE_ALIASES, aliases_in
 PATTERNS = {
     "name": "letters, digits, '.', '_' and '-', as in a folder's name",
     "cluster.shell": "a command with {host} in it, such as 'ssh {host}'",
+    "cluster.nodes": "a number of hosts, such as 2, or the fewest and the most, such as 1:4",
     "parallel.control": "host:port, such as 127.0.0.1:0 for any free port",
 }
 # Similarity from which an unknown key counts as a misspelt required one; higher in sections with extra keys,

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from plait.schema.hosts import LOCAL, MAX_SLOTS, Host
-from plait.schema.limits import KeyLimits, Seconds, Variables, Workers
+from plait.schema.limits import CountFromZero, KeyLimits, NonEmpty, Seconds, Variables, Workers
+
+# Who starts a job's agents: this machine, a shell on each host, or the scheduler of a cluster.
+Engine = Literal["local", "ssh", "slurm", "ray"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostAccess:
-    """How hosts are reached; `python` defaults to the interpreter that starts the job."""
+    """Who provides the hosts and how they are reached.
 
+    `on` defaults to ssh for a job that lists hosts. `nodes` is the number of hosts, `2`, or the fewest and
+    the most, `1:4`; `slots` the workers on each. `options` are the engine's own. After the loss of a host the
+    run is started again from its newest checkpoint, at most `restarts` times without progress. The variables
+    that match a pattern of `forward` are passed to the workers. Before its time is over, an engine gives the
+    job `grace_s` to write a checkpoint. `python` defaults to the interpreter that starts the job.
+    """
+
+    on: Engine | None = None
+    nodes: Annotated[str, KeyLimits(pattern=r"^[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?$")] | None = None
+    slots: Workers | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    restarts: CountFromZero = 3
+    forward: tuple[NonEmpty, ...] = ()
+    grace_s: Seconds = 60.0
     shell: Annotated[str, KeyLimits(pattern=r"^[^{}]*\{host\}[^{}]*$")] = "ssh {host}"
     nic: str | None = None
     python: str | None = None
-    link_timeout_s: Seconds = 10.0
+    link_timeout_s: Seconds = 8.0
     environment: Variables = field(default_factory=dict)
 
     @property
@@ -69,6 +87,11 @@ class Placement(HostAccess, WorkerLimits):
     @property
     def workers(self) -> int:
         return sum(host.slots for host in self.hosts)
+
+    @property
+    def may_get_hosts(self) -> bool:
+        """Whether hosts may come that the job does not have yet."""
+        return self.elastic is not None and self.nodes is not None and ":" in self.nodes
 
     @property
     def heartbeat_timeout_s(self) -> float:

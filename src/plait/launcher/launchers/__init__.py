@@ -5,7 +5,8 @@ The supervisor knows launchers by the methods of `Launcher` alone. It imports no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -41,13 +42,20 @@ class HostChanges:
 
 
 class Launcher:
-    """Starts commands on the hosts of a job. One that knows nothing of its hosts has these defaults."""
+    """Starts commands on the hosts of a job. One that knows nothing of its hosts has these defaults.
 
-    def take_hosts(self, fewest: int, most: int) -> tuple[Host, ...]:
+    `signals` are those by which the engine says that it takes the hosts away; all processes of the job may
+    get them, and `signalled` is told.
+    """
+
+    signals: tuple[signal.Signals, ...] = ()
+
+    def take_hosts(self, fewest: int, most: int, lost: Collection[str] = ()) -> tuple[Host, ...]:
         """From `fewest` to `most` hosts for a job, in the order of its ranks; waits until they are there.
 
         LaunchError if there will not be as many, InputError if the job asks for what cannot be. Called again
-        after a host was lost, which is not among the hosts then unless it is back.
+        after hosts were `lost`, by name, which are not among the hosts then unless they are back. Empty if
+        there is only this machine.
         """
         raise NotImplementedError
 
@@ -73,3 +81,17 @@ class Launcher:
 
     def give_back(self, hosts: Sequence[Host]) -> None:
         """The job needs these hosts no more."""
+
+    def signalled(self, number: int) -> bool:
+        """This process, or an agent, got that signal; whether it means that the hosts are taken away.
+
+        Called in a signal handler. If so, `notice` has the time that is left from now on.
+        """
+        return False
+
+    def ask_again(self) -> bool:
+        """Have the engine start this command again later, because its hosts are taken away or were lost.
+
+        False if it cannot, or was not asked to.
+        """
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from plait.core.errors import LaunchError
 from plait.launcher.launchers import Launcher, Stream
@@ -32,13 +32,10 @@ def open_stream(command: Sequence[str], environment: Mapping[str, str]) -> subpr
 
 
 class LocalLauncher(Launcher):
-    """This machine."""
+    """This machine, and no other hosts."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
-        self._hosts = tuple(hosts)
-
-    def take_hosts(self, fewest: int, most: int) -> tuple[Host, ...]:
-        return self._hosts
+    def take_hosts(self, fewest: int, most: int, lost: Collection[str] = ()) -> tuple[Host, ...]:
+        return ()
 
     def start(self, host: Host, command: Sequence[str], environment: Mapping[str, str]) -> Stream:
         return open_stream(command, environment)

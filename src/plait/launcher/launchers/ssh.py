@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
 
+from plait.core.errors import LaunchError
 from plait.launcher.launchers import Launcher, Stream
 from plait.launcher.launchers.local import open_stream
 from plait.schema.hosts import LOCAL, Host
+
+# How long a host may take to answer when hosts are chosen.
+PROBE_S = 10.0
 
 
 class ShellLauncher(Launcher):
@@ -18,8 +24,31 @@ class ShellLauncher(Launcher):
         self._hosts = tuple(hosts)
         self._shell = shell
 
-    def take_hosts(self, fewest: int, most: int) -> tuple[Host, ...]:
-        return self._hosts
+    def take_hosts(self, fewest: int, most: int, lost: Collection[str] = ()) -> tuple[Host, ...]:
+        if fewest == most == len(self._hosts) and not lost:
+            return self._hosts  # all of them: their agents will tell
+        answers = self._probe()
+        there = tuple(host for host in self._hosts if answers[host.name] == 0)
+        if len(there) < fewest:
+            gone = ", ".join(host.name for host in self._hosts if host not in there)
+            raise LaunchError(
+                f"{len(there)} of the hosts can be reached, expected {fewest} at least (cluster.nodes): no "
+                f"answer from {gone} within {PROBE_S:.0f} s"
+            )
+        return there[:most]
+
+    def _probe(self) -> dict[str, int | None]:
+        """The exit status of a command on each host; None without an answer."""
+        streams = {host.name: self.start(host, ["true"], {}) for host in self._hosts}
+        end = time.monotonic() + PROBE_S
+        answers: dict[str, int | None] = {}
+        for name, stream in streams.items():
+            try:
+                answers[name] = stream.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                answers[name] = None
+                stream.kill()
+        return answers
 
     def start(self, host: Host, command: Sequence[str], environment: Mapping[str, str]) -> Stream:
         # The shell itself may need its own environment; the agent gets the job's with its order.
