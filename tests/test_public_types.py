@@ -10,6 +10,7 @@ from dataclasses import FrozenInstanceError, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 from torch import nn
@@ -117,7 +118,7 @@ def test_runs_and_sweeps_are_declared_to_return_their_results():
     # Imported by a checker only: a job is started without torch.
     names = {"Module": nn.Module, "Optimizer": torch.optim.Optimizer, "Tensor": torch.Tensor}
     assert typing.get_type_hints(plait.train, localns=names)["return"] is plait.RunResult
-    assert typing.get_type_hints(plait.sweep)["return"] is plait.SweepResult
+    assert typing.get_type_hints(plait.sweep, localns={"optuna": optuna})["return"] is plait.SweepResult
 
 
 @pytest.mark.parametrize("name", sorted({*plait.__all__} - {"__version__"}))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
     from plait.fusion.verify.loop_audit import AuditReport, audit
     from plait.jobs.open_run import OpenedRun, open_run
+    from plait.jobs.study import study
     from plait.jobs.sweep import sweep
     from plait.jobs.train import train
     from plait.pipeline.verify.verify_stages import verify_stages
@@ -67,6 +68,7 @@ __all__ = [
     "plan",
     "profile",
     "read_job",
+    "study",
     "sweep",
     "train",
     "verify_stages",
@@ -106,6 +108,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "plan": ("plait.planner", "make_plan"),
     "profile": ("plait.profiler.profile", "profile_model"),
     "read_job": ("plait.schema.job", "read_job"),
+    "study": ("plait.jobs.study", "study"),
     "sweep": ("plait.jobs.sweep", "sweep"),
     "train": ("plait.jobs.train", "train"),
     "verify_stages": ("plait.pipeline.verify.verify_stages", "verify_stages"),

@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 
 from plait.core.errors import InputError
+from plait.core.files import write_atomic
 from plait.core.names import in_words
 from plait.core.shown import shown
 
@@ -66,6 +67,16 @@ def keep(objects: Mapping[str, object]) -> KeptObjects:
     shared = f"{_PREFIX}{checksum}"
     names |= {key: f"{__name__}:{shared}.{labels[key]}" for key in rest}
     return KeptObjects(names, {f"{FOLDER}/{checksum}.pkl": content}, {shared: SimpleNamespace(**namespace)})
+
+
+def save_object(path: Path, value: object) -> None:
+    """Write an object to a file of a run's folder."""
+    write_atomic(path, bytes(cloudpickle.dumps(value)), private=True)
+
+
+def load_object(path: Path) -> Any:
+    """The object that `save_object` wrote."""
+    return pickle.loads(path.read_bytes())
 
 
 def importable_name(value: object) -> str | None:

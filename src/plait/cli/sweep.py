@@ -81,6 +81,20 @@ def sweep(
     seed: Annotated[
         int | None, typer.Option(help=f"Seed of the search; unset: {SearchSettings.seed}.")
     ] = None,
+    study: Annotated[
+        str | None,
+        typer.Option(help="A study of Optuna, by name: it draws the trials and decides which go on."),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="The study's storage, sqlite:///FILE or another URL; unset: in the run."),
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="The study's sampler: optuna.samplers:RandomSampler; unset: TPE.")
+    ] = None,
+    pruner: Annotated[
+        str | None, typer.Option(help="The study's pruner: optuna.pruners:HyperbandPruner; unset: median.")
+    ] = None,
     devices: Annotated[
         str | None, typer.Option(help="cpu:4 or cuda:2: that many workers; cuda: one for each GPU.")
     ] = None,
@@ -134,6 +148,10 @@ def sweep(
             least_steps=least_steps,
             metric=metric,
             seed=seed,
+            study=study,
+            storage=storage,
+            sampler=sampler,
+            pruner=pruner,
             resume=resume,
             run_folder=run,
             display=display,

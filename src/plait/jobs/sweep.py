@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.core.artefact import load, text_of
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
+from plait.jobs.study import GivenStudy, shared_study
 from plait.launcher.display import Display, Silent
 from plait.launcher.environment import check_alone
 from plait.launcher.launchers import Launcher
@@ -28,7 +30,7 @@ from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
-from plait.schema.settings import SEARCHES, SearchSettings, SyncSettings, TrainSettings
+from plait.schema.settings import SEARCHES, SearchSettings, StudySettings, SyncSettings, TrainSettings
 from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
 from plait.sweeping.group_client import check_worker_groups
@@ -40,10 +42,12 @@ from plait.sweeping.search.space import (
     parse_dimension,
 )
 from plait.sweeping.search.values import check
-from plait.sweeping.settings import SweepSettings
+from plait.sweeping.settings import KIND, VERSION, SweepSettings
 from plait.sweeping.trial_settings import check_key
 
-KIND, VERSION = "sweep", 1
+if TYPE_CHECKING:
+    import optuna
+
 # Combinations that are checked one by one before anything starts; of more, the values of each key are.
 CHECKED = 2000
 
@@ -62,6 +66,10 @@ def sweep(
     least_steps: int | None = None,
     metric: str | None = None,
     seed: int | None = None,
+    study: optuna.Study | str | None = None,
+    storage: str | None = None,
+    sampler: str | None = None,
+    pruner: str | None = None,
     resume: str | None = None,
     run_folder: str | None = None,
     display: Display | None = None,
@@ -75,15 +83,20 @@ def sweep(
     plan, `replicas` times the workers of the plan. With `resume` the sweep in that folder goes on, as it was
     asked for; `job` then says where its workers run. Another `width` and other `replicas` change how its
     arrays are made, and more `trials` are drawn where the search draws them one by one.
+
+    With `search="study"`, or a `study`, an Optuna study draws the trials and decides which go on: an
+    `optuna.Study`, or the name of one in `storage`, a URL; `sampler` and `pruner` are then
+    `package.module:name`, and Optuna's usual ones unless given. A study in memory has the trials at the end.
     """
     check_alone()
     asked = {"search": search, "eta": eta, "least_steps": least_steps, "metric": metric, "seed": seed}
+    shared = shared_study(study, storage=storage, sampler=sampler, pruner=pruner)
     shown_on = display or Silent()
 
     def run(here: Job, launcher: Launcher, before: Path | None) -> SweepResult:
         resumed = resume if before is None else str(before)
         widths = {"width": width, "replicas": replicas, "trials": trials}
-        return _sweep_on(here, over, {**widths, **asked}, resumed, run_folder, shown_on, launcher)
+        return _sweep_on(here, over, {**widths, **asked}, shared, resumed, run_folder, shown_on, launcher)
 
     return run_on_hosts(as_job(job), shown_on, run)
 
@@ -92,6 +105,7 @@ def _sweep_on(
     job: Job,
     over: Over,
     asked: Mapping[str, Any],
+    shared: GivenStudy,
     resume: str | None,
     run_folder: str | None,
     display: Display,
@@ -99,22 +113,31 @@ def _sweep_on(
 ) -> SweepResult:
     """Run a sweep on the hosts of `job`, or go on with the one in the folder `resume`."""
     run_dir = Path(job.run_dir)
-    with searching(os.getcwd(), job.folder):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(searching(os.getcwd(), job.folder))
         named = run_folder if resume is None else resume
         folder = choose_folder(run_dir, job.name, resume is not None, named, RunKind.SWEEP)
         before = None
         if resume is not None and folder is not None:
             before = load(SweepSettings, folder.sweep, KIND, VERSION)
+            shared.check_resumed(before.search.study)
             settings = go_on(before, **asked)
         else:
-            settings = make_sweep(job, over, **{n: value for n, value in asked.items() if value is not None})
+            given = {name: value for name, value in asked.items() if value is not None}
+            settings = make_sweep(job, over, **{**given, **shared.choose(asked["search"], job.name)})
+            shared.check(settings)
         placement = placement_of(job, settings)
         folder = folder or new_run(run_dir, job.name)
         content = encode(settings)
         files = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
         job_text = "" if resume is not None else job.text()
         start = partial(Supervisor, launcher=launcher)
-        run = LaunchedRun(RunKind.SWEEP, folder, display, resume is not None, files, job_text, start)
+        objects = shared.files if resume is None else {}
+        # The coordinator finds objects of a study as it finds modules.
+        stack.enter_context(
+            searching(str(folder.path.absolute()) if settings.search.kind == "study" else None)
+        )
+        run = LaunchedRun(RunKind.SWEEP, folder, display, resume is not None, files, job_text, start, objects)
         answer = run.supervise(
             "plait.sweeping.worker",
             content,
@@ -124,6 +147,7 @@ def _sweep_on(
         )
     result = replace(decode(SweepResult, answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
+    shared.receive(folder)
     return result
 
 
@@ -163,7 +187,7 @@ def go_on(
 
 def _more_trials(search: SearchSettings, trials: int) -> int:
     """How many trials a sweep that goes on has; more than before, where each is drawn by itself."""
-    if search.trials is None or search.kind not in ("random", "asha"):
+    if search.trials is None or search.kind not in ("random", "asha", "study"):
         why = "lists its trials" if search.trials is None else "compares all of its trials with each other"
         raise InputError(
             f"--trials: found {trials}, but --search {search.kind} {why}, so that no other can join now; "
@@ -189,6 +213,7 @@ def make_sweep(
     metric: str = SearchSettings.metric,
     seed: int = SearchSettings.seed,
     replicas: int | None = None,
+    study: StudySettings | None = None,
 ) -> SweepSettings:
     """A checked sweep: every value of every key makes a valid job."""
     if search not in SEARCHES:
@@ -198,7 +223,7 @@ def make_sweep(
         raise InputError(f"--least-steps: found {least_steps}, expected 1 or more")
     if trials is not None and trials > MOST_VALUES:
         raise InputError(f"--trials: found {shown(trials)}, expected {MOST_VALUES:,} at most")
-    chosen = SearchSettings(search, trials, eta, least_steps, metric, seed)
+    chosen = SearchSettings(search, trials, eta, least_steps, metric, seed, study or StudySettings())
     written = _dimensions(over)
     dimensions = tuple(map(_in_own_spelling, written))
     settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)

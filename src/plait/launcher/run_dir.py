@@ -43,6 +43,7 @@ FILES = (
     "trials.csv",
     "curves.png",
     "sweep.html",
+    "study.db",
     ".control",
     ".lock",
     ".stop",
@@ -97,6 +98,8 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.settings = path / "settings.json"
         self.sweep = path / "sweep.json"
+        self.study = path / "study.db"
+        self.sampler = path / "objects" / "sampler.pkl"
         self.job = path / "job.yaml"
         self.status = path / "status.json"
         self.result = path / "result.json"

@@ -38,7 +38,7 @@ SyncName = Annotated[str, OneOf((*KINDS, AUTO))]
 # Whether less or more of a metric is better.
 Mode = Literal["min", "max"]
 Monitor = Literal["loss", "throughput", "step-time", "link-throughput", "noise-scale", "variance"]
-SearchKind = Literal["grid", "random", "halving", "asha", "pbt"]
+SearchKind = Literal["grid", "random", "halving", "asha", "pbt", "study"]
 SEARCHES: tuple[SearchKind, ...] = get_args(SearchKind)
 
 
@@ -306,13 +306,28 @@ class TrainSettings(CommonSettings):
 
 
 @dataclass(frozen=True)
+class StudySettings:
+    """The study of Optuna that a sweep's trials belong to.
+
+    `storage` is a URL, `package.module:name` of a storage, or empty for a file in the run's folder. `sampler`
+    and `pruner` are `package.module:name` of one or of what makes one, or empty for Optuna's own.
+    """
+
+    name: str = ""
+    storage: str = ""
+    sampler: str = ""
+    pruner: str = ""
+
+
+@dataclass(frozen=True)
 class SearchSettings:
     """How the trials of a sweep are chosen and compared.
 
     `trials` is the number of trials to sample, unless the search is a grid. Halving and ASHA keep one trial
     in `eta` at each rung, the first of which is at `least_steps`; population-based training copies every
-    `least_steps`. Trials are compared by `metric`: `auto` is the metric of the evaluation if it has one, else
-    the loss; less or more is better as `EvaluateSettings.mode` says.
+    `least_steps`, and the pruner of a `study` is asked so often. Trials are compared by `metric`: `auto` is
+    the metric of the evaluation if it has one, else the loss; less or more is better as
+    `EvaluateSettings.mode` says.
     """
 
     kind: SearchKind = "grid"
@@ -321,3 +336,4 @@ class SearchSettings:
     least_steps: int | None = None
     metric: str = "auto"
     seed: int = 0
+    study: StudySettings = field(default_factory=StudySettings)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from plait.api.objects import load_object, save_object
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode, encode, finite
@@ -32,6 +33,7 @@ from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress, TrialBoards
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
+from plait.sweeping.search.study import NO_STUDY, OptunaTrials, StudyTrials, check_study, open_study
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
@@ -58,6 +60,7 @@ def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[st
         process.membership,
         process.is_elastic,
         process.report,
+        request.run,
     )
     process.serve(coordinator.answer, coordinator.follow)
     return coordinator.close().to_dict()
@@ -84,6 +87,7 @@ class Coordinator:
         membership: Membership,
         is_elastic: bool,
         report: Callable[[dict[str, Any]], None],
+        run: str | None = None,
     ) -> None:
         self._settings = settings
         self._folder = folder
@@ -100,6 +104,8 @@ class Coordinator:
         # Audited steps, and the largest difference found in them.
         self._audited, self._largest = 0, 0.0
         self._groups = WorkerGroups(settings.workers_per_array, membership)
+        self._study = open_trials(settings, folder, run)
+        self._study.follow(*self._past)
         self.scheduler = TrialScheduler(
             settings,
             max(1, len(self._groups.firsts)),
@@ -108,6 +114,7 @@ class Coordinator:
             self._keep,
             self._copy,
             lambda trial: self._data_of(trial).seed,
+            self._study,
         )
         self.arrays = Arrays(self._past)
         # The trials whose checkpoints were removed; an ended trial writes no other.
@@ -185,10 +192,11 @@ class Coordinator:
         return description
 
     def _keep(self, *events: Event) -> None:
-        """Record events and flush them to disk."""
+        """Record events, flush them to disk, and tell the study."""
         for event in events:
             self._log.record(event)
         self._log.flush()
+        self._study.follow(*events)
 
     def _copy(self, winner: int, loser: int) -> None:
         """Copy weights and optimizer state of `winner` to `loser`, which keeps its position in the data."""
@@ -509,6 +517,25 @@ class Coordinator:
                 path.parent.rmdir()
 
 
+def open_trials(settings: SweepSettings, folder: RunDir, run: str | None) -> StudyTrials:
+    """The sweep's trials in its study, if it has one; the sampler goes on from where it was."""
+    search = settings.search
+    if search.kind != "study":
+        return NO_STUDY
+    metric, kept = choose_metric(settings), folder.sampler
+    mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
+    study = open_study(search, study_url(folder), mode)
+    if kept.exists():
+        study.sampler = load_object(kept)
+    check_study(study, metric, mode, settings.over)
+    return OptunaTrials(study, settings.over, metric, run, lambda sampler: save_object(kept, sampler))
+
+
+def study_url(folder: RunDir) -> str:
+    """The storage of a study in the folder of its run."""
+    return f"sqlite:///{folder.study.absolute()}"
+
+
 def choose_metric(settings: SweepSettings) -> str:
     """The metric that trials are compared by; InputError if evaluation does not give it."""
     train, name = settings.train, settings.search.metric
@@ -527,6 +554,12 @@ def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool 
     """Refuse to compare trials by losses that are computed differently, unless the user asks for it."""
     swept = [d.key for d in settings.over if d.key == "loss" or d.key.startswith("loss_args.")]
     by_loss = metric == "loss" or not has_test_split
+    mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
+    if settings.search.kind == "study" and not has_test_split and mode == "max":
+        raise InputError(
+            f"--study: trials would be compared by their training loss, since there is no test split, but "
+            f"the study maximizes {metric}; give the data a test split, or compare by the loss: --metric loss"
+        )
     if swept and by_loss and settings.search.metric != "loss":
         where = "" if has_test_split else ", since there is no test split"
         raise InputError(

@@ -19,7 +19,8 @@ from plait.core.events import Event
 from plait.data.seeding import mix
 from plait.schema.results import TrialResult
 from plait.schema.settings import TrainSettings
-from plait.sweeping.search.pruning import exploit, goes_on, survivors
+from plait.sweeping.search.pruning import exploit, survivors
+from plait.sweeping.search.study import NO_STUDY, StudyTrials, value_of
 from plait.sweeping.search.tpe import Past
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
@@ -123,9 +124,10 @@ class TrialScheduler:
         record: Callable[..., None],
         copy: Callable[[int, int], None],
         data_of: Callable[[TrainSettings], object] = lambda settings: None,
+        study: StudyTrials = NO_STUDY,
     ) -> None:
         self.settings = settings
-        self.search = Search(settings)
+        self.search = Search(settings, study)
         self.metric = metric
         self.mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
         self.trials: list[ScheduledTrial] = []
@@ -228,12 +230,12 @@ class TrialScheduler:
         return 0
 
     def _decide(self, trial: ScheduledTrial) -> int:
-        """ASHA's rule at the last rung that a trial reached: its next goal, or 0."""
+        """The search's rule at the last rung that a trial reached: its next goal, or 0."""
         rung = len(trial.reached) - 1
         # Trials that arrived before it and with it.
         arrivals = self._arrivals[rung][: trial.judged[rung]]
         before = [self.trials[n].reached[rung] for n in arrivals if n != trial.number]
-        if rung != trial.last and not goes_on(trial.reached[rung], before, self.search.settings.eta):
+        if rung != trial.last and not self.search.goes_on(trial.number, trial.reached[rung], before):
             return self._end(trial, "dropped")
         return trial.goal
 
@@ -379,11 +381,8 @@ class TrialScheduler:
         trial.judged[rung] = judged or len(arrivals)
 
     def _result(self, metrics: Mapping[str, Any], train_loss: float | None) -> float:
-        # If the evaluation lacks the metric, there is no result: the loss is not comparable with it.
-        value = metrics.get(self.metric) if metrics else train_loss
-        if value is None:
-            return math.nan
-        return float(value) if self.mode == "min" or not metrics else -float(value)
+        value = value_of(self.metric, metrics, train_loss)
+        return value if self.mode == "min" or not metrics else -value
 
     def _end(self, trial: ScheduledTrial, state: str) -> int:
         trial.state = state

@@ -8,6 +8,9 @@ from plait.launcher.messages import RunRequest
 from plait.schema.settings import SearchSettings, TrainSettings
 from plait.sweeping.search.space import Dimension
 
+# Of the file that has them.
+KIND, VERSION = "sweep", 1
+
 
 @dataclass(frozen=True)
 class SweepSettings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from plait.core.errors import InputError
 from plait.launcher.launchers import Launcher
 from plait.launcher.launchers.local import LocalLauncher
 from plait.launcher.launchers.ssh import ShellLauncher
@@ -34,6 +33,6 @@ def make_launcher(engine: str, access: HostAccess, hosts: tuple[Host, ...]) -> L
 
             return SlurmLauncher(access)
         case _:
-            raise InputError(
-                f"cluster.on: found {engine!r}, which needs the package ray: pip install 'plait[ray]'"
-            )
+            from plait.launcher.launchers.ray import RayLauncher
+
+            return RayLauncher(access)

@@ -27,11 +27,9 @@ class Past:
 
 def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: int) -> Mapping[str, Any]:
     """The values to try next; trials that go on count as what is known of them."""
-    check_extra("optuna", "--search asha")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    distributions = {d.key: _distribution(d, optuna) for d in over}
+    optuna = import_optuna("--search asha")
+    # By place: a value may be a list, which optuna does not take.
+    distributions = {d.key: distribution_of(d, range(len(d.values)), optuna) for d in over}
     # A new sampler for each trial, so that its values depend only on the past trials.
     sampler = optuna.samplers.TPESampler(seed=(seed * 1_000_003 + number) % 2**32, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
@@ -40,10 +38,19 @@ def suggest(over: Sequence[Dimension], past: Sequence[Past], seed: int, number: 
     return {d.key: d.values[drawn[d.key]] if d.values else drawn[d.key] for d in over}
 
 
-def _distribution(dimension: Dimension, optuna: Any) -> Any:
+def import_optuna(what: str) -> Any:
+    """The module optuna for `what`, without its log of every trial; InputError if it is not installed."""
+    check_extra("optuna", what)
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def distribution_of(dimension: Dimension, choices: Sequence[Any], optuna: Any) -> Any:
+    """The distribution of a dimension; `choices` stand for its listed values."""
     if not dimension.is_range:
-        # By place: a value may be a list, which optuna does not take.
-        return optuna.distributions.CategoricalDistribution(list(range(len(dimension.values))))
+        return optuna.distributions.CategoricalDistribution(list(choices))
     if dimension.whole:
         low, high = int(dimension.low), int(dimension.high)
         return optuna.distributions.IntDistribution(low, high, log=dimension.log)

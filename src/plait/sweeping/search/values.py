@@ -14,8 +14,9 @@ from plait.schema.settings import SearchSettings
 from plait.schema.sync_options import read_options
 from plait.schema.topology_spec import check_topology
 from plait.sweeping.engines.array_plans import check_stages_of, holders_of_stages
-from plait.sweeping.search.pruning import rungs
+from plait.sweeping.search.pruning import goes_on, rungs
 from plait.sweeping.search.space import Dimension, check_keys, combinations, draw
+from plait.sweeping.search.study import NO_STUDY, StudyTrials
 from plait.sweeping.search.tpe import Past, suggest
 from plait.sweeping.settings import SweepSettings
 
@@ -37,8 +38,9 @@ _OF_ALL_TRIALS = {
 class Search:
     """How many trials there are, their values, and the steps at which they are compared."""
 
-    def __init__(self, settings: SweepSettings) -> None:
+    def __init__(self, settings: SweepSettings, study: StudyTrials = NO_STUDY) -> None:
         self.settings: SearchSettings = settings.search
+        self._study = study
         self.over = settings.over
         check(settings)
         self._listed = combinations(self.over) if self.settings.trials is None else None
@@ -52,22 +54,30 @@ class Search:
     @property
     def learns(self) -> bool:
         """Whether a trial's values depend on the results before it."""
-        return self.settings.kind == "asha" and self._listed is None
+        return self.settings.kind in ("asha", "study") and self._listed is None
 
     def values(self, number: int, past: Sequence[Past]) -> Mapping[str, Any]:
         """The values of trial `number`; the same past gives the same values."""
         if self._listed is not None:
             return self._listed[number]
+        if self.settings.kind == "study":
+            return self._study.ask(number)
         if self.learns:
             return suggest(self.over, past, self.settings.seed, number)
         return draw(self.over, self.settings.seed, number)
+
+    def goes_on(self, number: int, result: float, before: Sequence[float]) -> bool:
+        """Whether trial `number` continues from a rung that those with the results `before` reached, too."""
+        if self.settings.kind == "study":
+            return not self._study.is_pruned(number)
+        return goes_on(result, before, self.settings.eta)
 
     def goals(self, steps: int) -> list[int]:
         """After how many of its `steps` steps a trial is compared; the last is its end."""
         least = self.settings.least_steps
         if self.settings.kind in ("grid", "random"):
             return [steps]
-        if self.settings.kind == "pbt":
+        if self.settings.kind in ("pbt", "study"):
             every = least or max(1, steps // 10)
             return [*range(every, steps, every), steps]
         # Rounded up, so that no rung is just before the end.
@@ -106,7 +116,7 @@ def check(settings: SweepSettings) -> None:
             f"--trials: found {search.trials}, but --search grid tries all {len(combinations(over))} "
             f"combinations; leave it out, or draw with --search random"
         )
-    if search.trials is None and (ranges or search.kind == "random"):
+    if search.trials is None and (ranges or search.kind in ("random", "study")):
         raise InputError(f"--search {search.kind}: say how many trials to draw with --trials N")
     if search.kind == "pbt":
         _check_population(over, search)
