@@ -338,6 +338,9 @@ class Supervisor:
                 self._roster.on_joined(message.rank, message.version)
             case messages.BreakReport():
                 self._broken = self._broken or (message, time.monotonic())
+            case messages.LeaveRequest(rank):
+                if (request := self._roster.without(rank)) is not None:
+                    self._apply(request)
             case messages.ResizeRequest():
                 self._apply(ControlRequest(message.workers, by=POLICY, why=message.why))
 
