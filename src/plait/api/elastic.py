@@ -173,7 +173,7 @@ class Elastic:
         now = time.monotonic()
         if self.world.rank == 0 and self._members.can_change and now - self._reported >= REPORT_S:
             self._reported = now
-            self._members.worker.report({"step": self.step})
+            self._members.worker.report({"step": self.step, "steps": None})
 
     def _end(self) -> None:
         """Take part in steps of the others without samples until all are at the end, or go on without it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import runpy
 import selectors
 import sys
 import tempfile
@@ -113,7 +114,7 @@ def _launch_elastic(content: bytes, workers: int, limits: ElasticRules, timeout_
         path = Path(folder) / "function"
         path.write_bytes(content)
         placement = Placement(hosts=(Host(LOCAL, workers),), elastic=limits)
-        order = {"path": str(path)}
+        order = {"path": str(path), "modules": [each for each in sys.path if each]}
         task = Launch(placement, f"{__name__}:call_function", order, preload=PRELOAD, saves=False)
         supervisor = Supervisor(task, _Printing())
         timer = threading.Timer(timeout_s or 0.0, supervisor.request_stop)
@@ -136,13 +137,22 @@ def _launch_elastic(content: bytes, workers: int, limits: ElasticRules, timeout_
 
 def call_function(worker: LaunchedWorker, order: Mapping[str, Any]) -> str | None:
     """The entry of an elastic worker: its result, pickled; None if it has left."""
+    sys.path += [each for each in order["modules"] if each not in sys.path]
     fn, args, kwargs = pickle.loads(Path(order["path"]).read_bytes())
     answers: list[Any] = []
     run_launched(worker, lambda: answers.append(fn(*args, **kwargs)))
     return base64.b64encode(cloudpickle.dumps(answers[0])).decode() if answers else None
 
 
-def run_launched(worker: LaunchedWorker, run: Callable[[], None]) -> None:
+def run_script(worker: LaunchedWorker, order: Mapping[str, Any]) -> None:
+    """The entry of a worker that runs a script, as `python SCRIPT` does."""
+    script = order["script"]
+    sys.argv[:] = [script, *order["arguments"]]
+    sys.path.insert(0, str(Path(script).parent))
+    run_launched(worker, lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def run_launched(worker: LaunchedWorker, run: Callable[[], object]) -> None:
     """Run a function or a script of the user as `worker`, to its end together with the others."""
     from plait.api.world import init, set_launched
 

@@ -212,7 +212,7 @@ class Supervisor:
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
         if not self._launch.saves:
-            raise Interrupted("stopped while measuring; nothing was trained")
+            raise Interrupted("stopped at once: these workers save nothing when they are asked to stop")
         self._display.stopping()
         self._roster.stop()
         self._broadcast(messages.Stop())
