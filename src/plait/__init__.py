@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from plait.api.averaging import Averaging
     from plait.api.data_loader import DataLoader
     from plait.api.data_parallel import DataParallel
+    from plait.api.elastic import Elastic
     from plait.api.launching import launch
     from plait.api.pipeline import Pipeline
     from plait.api.stages.step_loss import StepLoss
@@ -40,6 +41,7 @@ __all__ = [
     "Cluster",
     "DataLoader",
     "DataParallel",
+    "Elastic",
     "FusedModule",
     "FusedOptimizer",
     "GradientNoiseScale",
@@ -81,6 +83,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "Cluster": ("plait.planner", "Cluster"),
     "DataLoader": ("plait.api.data_loader", "DataLoader"),
     "DataParallel": ("plait.api.data_parallel", "DataParallel"),
+    "Elastic": ("plait.api.elastic", "Elastic"),
     "FusedModule": ("plait.fusion", "FusedModule"),
     "FusedOptimizer": ("plait.fusion", "FusedOptimizer"),
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),

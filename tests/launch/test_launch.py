@@ -198,6 +198,6 @@ def test_workers_with_nothing_to_save_are_ended_at_the_first_request_to_stop(tmp
         assert memory.supervisor is not None
         memory.supervisor.request_stop()
 
-    with pytest.raises(Interrupted, match="stopped while measuring; nothing was trained") as caught:
+    with pytest.raises(Interrupted, match="stopped at once: these workers save nothing") as caught:
         launch_entry("hang", tmp_path, Memory(stop), settings={"who": -1, "where": ""}, saves=False)
     assert caught.value.exit_status == 130

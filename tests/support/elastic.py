@@ -26,7 +26,7 @@ from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import LaunchedWorker, Worker
 from plait.schema.settings import TrainSettings
 from plait.training import components, run_loop
-from plait.training.change.members import join_members
+from plait.training.change.join_members import join_members
 from plait.training.choose_engine import engine_of_stages, engine_of_sync, make_job_loop, make_sources
 from plait.training.engine import ask_rank_0
 from plait.training.run import Run

@@ -115,7 +115,7 @@ class _Running:
 
     def __init__(self, settings: Averaging) -> None:
         model, optimizer, options = settings.model, settings.optimizer, settings.options
-        check_same_model("Averaging", model, settings.world)
+        check_same_model("Averaging", model)
         _check_same([settings.sync, str(options), settings.seed, type(optimizer).__name__])
         self._trained = TrainedParameters("Averaging", model)
         weights, buffers = self._trained.parameters, list(model.buffers())

@@ -39,6 +39,31 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class StepBoundary:
+    """What happens between two batches: nothing, unless `plait.Elastic` sets another one."""
+
+    # Whether workers compare their loaders before each epoch.
+    compares = True
+
+    def change(self, at_end: bool) -> bool:
+        """Apply a change of workers that is due; returns whether the data is read anew, from its position.
+
+        `at_end` says that the epoch has no further batch, unless the last one is given again.
+        """
+        return False
+
+    def is_over(self) -> bool:
+        """Whether the position is behind the last batch of the loop."""
+        return False
+
+    def begin(self) -> None:
+        """Called before a batch is given, with the position before it."""
+
+    def is_lost(self, failure: RuntimeError) -> bool:
+        """Whether `failure` says that a worker is lost; `change` is called next."""
+        return False
+
+
 _STATE = ("epoch", "sample", "seed", "shuffle", "samples", "stream")
 
 
@@ -113,6 +138,7 @@ class DataLoader:
         self._next = self._position = Position()
         self._epoch = 0
         self._empty: Any = None
+        self.boundary = StepBoundary()
 
     @property
     def epoch(self) -> int:
@@ -154,28 +180,44 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         start = self._next
-        order = self._order(start.epoch)
-        if self.world.world_size > 1:
-            self._check_alike(start, order)
         self._go_to(start)
+        if self.world.world_size > 1 and self.boundary.compares:
+            self.check_alike()
         self._next = Position(start.epoch + 1)
-        return self._batches(start, order)
+        return self._batches(start)
 
     def _go_to(self, position: Position) -> None:
         self._next = self._position = position
         self._epoch = position.epoch
 
-    def _batches(self, start: Position, order: Sequence[int] | None) -> Iterator[Any]:
+    def _batches(self, start: Position) -> Iterator[Any]:
+        epoch, shares = start.epoch, self._shares(start)
         try:
-            with contextlib.closing(self._shares(start, order)) as shares:
-                while (batch := self._next_share(shares)) is not None:
-                    self._position = Position(batch.epoch + 1) if batch.last else batch.after
-                    yield self._content(batch)
+            while True:
+                if self.boundary.change(at_end=self._position.epoch > epoch):
+                    if self.boundary.is_over():
+                        return
+                    shares.close()
+                    # Workers that were behind may go on in the next epoch.
+                    epoch, shares = self._position.epoch, self._shares(self._position)
+                    self._next, self._epoch = Position(epoch + 1), epoch
+                try:
+                    batch = self._next_share(shares)
+                except RuntimeError as failure:
+                    if not self.boundary.is_lost(failure):
+                        raise
+                    continue
+                if batch is None:
+                    break
+                self.boundary.begin()
+                self._position = Position(batch.epoch + 1) if batch.last else batch.after
+                yield self._content(batch)
         finally:
+            shares.close()
             if not self.persistent_workers:
                 self._source.idle_loaders.clear()
-        if self._next.epoch == start.epoch + 1:
-            self._epoch = start.epoch + 1
+        if self._next.epoch == epoch + 1:
+            self._epoch = epoch + 1
 
     def _next_share(self, shares: Iterator[Batch]) -> Batch | None:
         try:
@@ -185,8 +227,9 @@ class DataLoader:
         except (DataError, LoaderError) as failure:
             raise type(failure)(in_words_of_a_loop(str(failure))) from failure
 
-    def _shares(self, start: Position, order: Sequence[int] | None) -> Any:
+    def _shares(self, start: Position) -> Any:
         """This worker's share of each batch of the epoch from `start` on."""
+        order = self._order(start.epoch)
         rank, size, keep_last = self.world.rank, self.world.world_size, not self.drop_last
         workers, pin = self.num_workers, self.pin_memory
         if self._source.is_stream:
@@ -260,8 +303,9 @@ class DataLoader:
                 "drop_last=True no batch; use a smaller batch_size or drop_last=False"
             )
 
-    def _check_alike(self, start: Position, order: Sequence[int] | None) -> None:
-        """Refuse workers that would take shares of different batches."""
+    def check_alike(self) -> None:
+        """Refuse workers that would take shares of different batches; all call it before an epoch."""
+        start, order = self._position, self._order(self._position.epoch)
         local = {
             "the length of the data set": (self._source.length, "give every worker the whole data set"),
             "batch_size": (self.batch_size, "it counts the samples of all workers"),

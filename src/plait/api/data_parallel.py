@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
-from plait.schema.topology_spec import read_topology_spec
+from plait.schema.topology import TopologyError
+from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 
@@ -49,6 +49,22 @@ class WorkerNorms:
             raise InputError("update: no backward pass of the DataParallel was seen before it")
         scale = samples / self.sums[1]
         return torch.stack([self.sums[0] * scale, self.sums[1] * scale, self.sums[2]])
+
+
+class StepRules:
+    """What happens besides sums in steps of a `DataParallel`: nothing, unless `plait.Elastic` sets others."""
+
+    def flags(self) -> Sequence[float]:
+        """Numbers that are summed over the workers together with the gradients."""
+        return ()
+
+    def are_gradients_kept(self, flags: Sequence[float]) -> bool:
+        """Called with the sums of `flags` in each backward pass; False discards the gradients."""
+        return True
+
+    def is_lost(self, failure: RuntimeError) -> bool:
+        """Whether `failure` says that a worker is lost, and the loop goes on: gradients are discarded."""
+        return False
 
 
 class DataParallel(nn.Module):
@@ -95,7 +111,12 @@ class DataParallel(nn.Module):
         self._sums = 0
         self._norms: WorkerNorms | None = None
         self._sync: AllReduce | None = None
-        self._topology = topology
+        self.topology = topology
+        self.rules = StepRules()
+        # Whether gradients are discarded until `connect`: a worker was lost, or takes no part any more.
+        self.is_broken = False
+        # Whether the last forward with gradients was in training mode.
+        self._was_training = True
         self._is_copy = False
         self._start()
 
@@ -103,46 +124,114 @@ class DataParallel(nn.Module):
         """Connect the copies of the model; all workers call it together."""
         self._is_copy = False
         if self.world.world_size > 1:
-            check_same_model("DataParallel", self.module, self.world)
+            check_same_model("DataParallel", self.module)
             copy_of_first([*self.module.parameters(), *self.module.buffers()], self.world)
-            self._sync = self._make_sync(self._topology)
+            self.connect()
+
+    def connect(self) -> None:
+        """Sum gradients with the workers that `world` has now, who all call it with equal models."""
+        self.close()
+        self._usual, self._is_summed, self._in_backward, self.is_broken = 1.0, True, False, False
+        if self.world.world_size > 1:
+            self._sync = self._make_sync()
+        if self._norms is not None:
+            self.measure_parts()
+
+    def fail(self, loss: BaseException) -> None:
+        """End the waits of a sum, from any thread: a worker is lost."""
+        if (sync := self._sync) is not None:
+            sync.fail(loss)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy of the model; workers that train it, too, are connected at its first forward."""
         alone = replace(self.world, world_size=1)
         module = copy.deepcopy(self.module, memo)
-        copied = DataParallel(module, self._topology, self._samples, self._broadcasts, alone)
+        copied = DataParallel(module, self.topology, self._samples, self._broadcasts, alone)
         copied.world, copied._is_copy = self.world, True
         copied.training = self.training
         memo[id(self)] = copied
         return copied
 
-    def _make_sync(self, topology: str) -> AllReduce:
+    def _make_sync(self) -> AllReduce:
         members = self.world.members
         sync = AllReduce(
             self._trained.parameters, members=members, copy_gradients=True, on_gradient=self._begin_backward
         )
-        spec, device = read_topology_spec(topology), self._trained.parameters[0].device
+        spec, device = self._topology_spec(), self._trained.parameters[0].device
         sync.begin(keep_gradients=True)
-        sync.switch(resolve_topology(spec, members, sync.gradient_bytes, device)[0])
+        topology, chosen = resolve_topology(spec, members, sync.gradient_bytes, device)
+        # Measured once, also if workers change.
+        self.topology = chosen or self.topology
+        sync.switch(topology)
         return sync
+
+    def _topology_spec(self) -> TopologySpec:
+        """The topology, or the default one if it does not fit workers that have changed."""
+        spec = read_topology_spec(self.topology)
+        try:
+            check_topology(spec, self.world.world_size)
+        except TopologyError:
+            if self.world.launched is None:
+                raise
+            return TopologySpec()
+        return spec
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._is_copy and torch.is_grad_enabled():
             self._start()
         if self._sync is not None and torch.is_grad_enabled():
             self._trained.check()
-            if self._broadcasts and self._is_summed and self.training:
-                buffers = [module._buffers[name] for module, name in self._buffer_names]
-                with self._all_workers("forward"):
-                    copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)
+            self._was_training = self.training
+            if self._is_summed:
+                self._copy_buffers()
             self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
             self._is_summed = False
         return self.module(*inputs, **named)
 
+    def _copy_buffers(self) -> None:
+        """Copy the buffers of rank 0 to all workers, before the first forward of a step."""
+        if not self._broadcasts or not self._was_training or self.is_broken:
+            return
+        buffers = [module._buffers[name] for module, name in self._buffer_names]
+        try:
+            copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)
+        except RuntimeError as failure:
+            self._discard_if_lost(failure, "forward")
+
+    def _discard_if_lost(self, failure: RuntimeError, what: str) -> None:
+        """Go on without gradients until `connect` if a worker is lost; otherwise raise.
+
+        The error says in words that another worker took no part in a `what` pass, which all run together.
+        """
+        if self.rules.is_lost(failure):
+            self._discard()
+            return
+        if type(failure) is RuntimeError and "gloo" not in str(failure):
+            raise failure
+        kind, peer, why = LostPeer.GONE, None, "a connection to another worker failed"
+        if isinstance(failure, PeerError):
+            kind, peer, why = failure.kind, failure.peer, str(failure)
+        raise PeerError(
+            f"DataParallel: not all workers took part in {what} pass {self._sums + 1} of worker "
+            f"{self.world.rank} ({why}). If the other worker shows no error, it had fewer batches: all "
+            "workers run the same number of backward passes. plait.DataLoader gives all the same number; "
+            "with another loader, give workers that have no samples left tensors of length 0, and skip a "
+            "batch on all workers or on none",
+            kind,
+            peer,
+        ) from failure
+
+    def _discard(self) -> None:
+        self.is_broken = self._is_summed = True
+        if self._sync is not None:
+            self._sync.begin(keep_gradients=True)
+        for parameter in self._trained.parameters:
+            # Zeros, as the loop may clip or unscale them.
+            parameter.grad = torch.zeros_like(parameter)
+
     def _begin_backward(self) -> None:
         """Start the sums at the first gradient of a backward pass; its end completes them."""
-        if self._in_backward or not self._is_syncing:
+        if self._in_backward or not self._is_syncing or self.is_broken:
             return
         assert self._sync is not None
         self._in_backward = True
@@ -158,16 +247,20 @@ class DataParallel(nn.Module):
         assert self._sync is not None
         self._in_backward = False
         factor, seen = self._factor, self._seen
-        # The last one is the squared norm of this worker's gradient, which is sent times the factor.
-        scalars = torch.tensor([factor, seen, 1.0, 0.0], dtype=torch.float64)
         weigh_norm = None if self._norms is None else seen / factor**2 if factor else 0.0
-        with self._all_workers("backward"):
-            sums = self._sync.sum_gradients(scalars, factor, weigh_norm)
+        try:
+            sums = self._sync.sum_gradients(self._scalars(factor, seen), factor, weigh_norm)
+        except RuntimeError as failure:
+            self._discard_if_lost(failure, "backward")
+            return
         self._sums += 1
         self._trained.check_hooks()
+        total, _, _, *flags, _ = sums.tolist()
+        if not self.rules.are_gradients_kept(flags):
+            self._discard()
+            return
         if self._norms is not None:
-            self._norms.sums = sums[[3, 1, 2]]
-        total = float(sums[0])
+            self._norms.sums = sums[[-1, 1, 2]]
         # What no_sync accumulates from now on stays with the parameters.
         self._sync.begin(keep_gradients=True)
         self._is_summed = True
@@ -178,26 +271,18 @@ class DataParallel(nn.Module):
         if grads and abs(total - 1) > _ROUNDING:
             torch._foreach_div_(grads, total)
 
-    @contextmanager
-    def _all_workers(self, what: str) -> Iterator[None]:
-        """Say in words that another worker takes no part in a `what` pass, which all run together."""
-        try:
-            yield
-        except (PeerError, dist.DistError, RuntimeError) as failure:
-            if type(failure) is RuntimeError and "gloo" not in str(failure):
-                raise
-            kind, peer, why = LostPeer.GONE, None, "a connection to another worker failed"
-            if isinstance(failure, PeerError):
-                kind, peer, why = failure.kind, failure.peer, str(failure)
-            raise PeerError(
-                f"DataParallel: not all workers took part in {what} pass {self._sums + 1} of worker "
-                f"{self.world.rank} ({why}). If the other worker shows no error, it had fewer batches: all "
-                "workers run the same number of backward passes. plait.DataLoader gives all the same number; "
-                "with another loader, give workers that have no samples left tensors of length 0, and skip a "
-                "batch on all workers or on none",
-                kind,
-                peer,
-            ) from failure
+    def _scalars(self, factor: float, seen: float) -> Tensor:
+        # The last one is the squared norm of this worker's gradient, which is sent times the factor.
+        return torch.tensor([factor, seen, 1.0, *self.rules.flags(), 0.0], dtype=torch.float64)
+
+    def sum_nothing(self) -> list[float]:
+        """Take part in the sums of a step of the others without samples; returns the sums of the flags."""
+        assert self._sync is not None
+        self._copy_buffers()
+        self._sync.begin()
+        self._sync.before_backward(last=False, factor=0.0)
+        _, _, _, *flags, _ = self._sync.sum_gradients(self._scalars(0.0, 0.0), 0.0).tolist()
+        return flags
 
     def measure_parts(self) -> WorkerNorms:
         """Measure the workers' gradients from now on, as `plait.GradientNoiseScale(model)` asks for."""

@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pickle
+import runpy
 import selectors
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
 from plait.core.errors import InputError, LaunchError
+from plait.launcher.display import Display
 from plait.launcher.environment import STORE
 from plait.launcher.fork_server import ForkServer, ServerGoneError
+from plait.launcher.messages import Launch
+from plait.launcher.supervisor import Interrupted, Supervisor, WorkerError
+from plait.schema.hosts import LOCAL, Host
+from plait.schema.placement import ElasticRules, Placement
+
+if TYPE_CHECKING:
+    from plait.launcher.worker_process import LaunchedWorker
 
 T = TypeVar("T")
 # How long the others may go on after one has failed: they usually fail because of it.
 _AFTER_FAILURE_S = 1.0
+# Imported once for all elastic workers. Torch imports the second with the first optimizer of a process.
+PRELOAD = ("plait.api.elastic", "torch._dynamo")
 
 
 def launch(
-    fn: Callable[..., T], *args: Any, workers: int = 2, timeout_s: float | None = None, **kwargs: Any
+    fn: Callable[..., T],
+    *args: Any,
+    workers: int = 2,
+    timeout_s: float | None = None,
+    elastic: str | None = None,
+    **kwargs: Any,
 ) -> list[T]:
     """What `fn(*args, **kwargs)` returns on each of `workers` new processes of this machine, by rank.
 
     In the function `plait.init()` connects them, as it does under torchrun. Functions of a notebook or of
     `__main__` are sent by value, so a script needs no `if __name__ == "__main__"`. If a process fails, all
     are ended and its traceback is raised; so they are after `timeout_s`, and when this process ends.
+
+    With `elastic`, the smallest and largest number of workers such as `"1:4"`, workers may come and go
+    (`plait.Elastic`): one that is killed is replaced, and the results are those of the workers that came to
+    the end, in the order of their numbers.
     """
     if workers < 1:
         raise InputError(f"workers: found {workers}, expected at least 1")
     content = cloudpickle.dumps((fn, args, kwargs))
+    if elastic is not None:
+        return _launch_elastic(content, workers, read_limits(elastic, workers), timeout_s)
     threads = max(1, (os.cpu_count() or 1) // workers)
     with tempfile.TemporaryDirectory(prefix="plait-launch-") as folder:
         server = ForkServer(["plait.api.world"], [path for path in sys.path if path])
@@ -62,6 +86,84 @@ def launch(
             server.close()
             for pipe in pipes:
                 pipe.close()
+
+
+def read_limits(text: str, workers: int) -> ElasticRules:
+    """The limits that `fewest:most` names, which a launch with `workers` has to keep."""
+    fewest, colon, most = text.partition(":")
+    if not (fewest.isdecimal() and (most.isdecimal() or not colon)):
+        raise InputError(f"elastic: found {text!r}, expected the fewest and the most workers, such as '1:4'")
+    limits = ElasticRules(int(fewest), int(most) if colon else None)
+    if not 1 <= limits.min_workers <= workers <= limits.max_allowed:
+        raise InputError(
+            f"elastic: found {text!r} for {workers} workers, expected limits such as '1:{workers}' that hold "
+            "from the start"
+        )
+    return limits
+
+
+class _Printing(Display):
+    """Prints what workers print."""
+
+    def printed(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def _launch_elastic(content: bytes, workers: int, limits: ElasticRules, timeout_s: float | None) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="plait-launch-") as folder:
+        path = Path(folder) / "function"
+        path.write_bytes(content)
+        placement = Placement(hosts=(Host(LOCAL, workers),), elastic=limits)
+        order = {"path": str(path), "modules": [each for each in sys.path if each]}
+        task = Launch(placement, f"{__name__}:call_function", order, preload=PRELOAD, saves=False)
+        supervisor = Supervisor(task, _Printing())
+        timer = threading.Timer(timeout_s or 0.0, supervisor.request_stop)
+        timer.daemon = True
+        if timeout_s is not None:
+            timer.start()
+        try:
+            results = supervisor.run()
+        except WorkerError as failure:
+            raise LaunchError(f"{failure}\n{failure.traceback}") from None
+        except Interrupted:
+            if timer.is_alive():
+                raise
+            raise LaunchError(f"no end of all workers within {timeout_s:g} s") from None
+        finally:
+            timer.cancel()
+    answers = (results[worker] for worker in sorted(results))
+    return [pickle.loads(base64.b64decode(answer)) for answer in answers if answer is not None]
+
+
+def call_function(worker: LaunchedWorker, order: Mapping[str, Any]) -> str | None:
+    """The entry of an elastic worker: its result, pickled; None if it has left."""
+    sys.path += [each for each in order["modules"] if each not in sys.path]
+    fn, args, kwargs = pickle.loads(Path(order["path"]).read_bytes())
+    answers: list[Any] = []
+    run_launched(worker, lambda: answers.append(fn(*args, **kwargs)))
+    return base64.b64encode(cloudpickle.dumps(answers[0])).decode() if answers else None
+
+
+def run_script(worker: LaunchedWorker, order: Mapping[str, Any]) -> None:
+    """The entry of a worker that runs a script, as `python SCRIPT` does."""
+    script = order["script"]
+    sys.argv[:] = [script, *order["arguments"]]
+    sys.path.insert(0, str(Path(script).parent))
+    run_launched(worker, lambda: runpy.run_path(script, run_name="__main__"))
+
+
+def run_launched(worker: LaunchedWorker, run: Callable[[], object]) -> None:
+    """Run a function or a script of the user as `worker`, to its end together with the others."""
+    from plait.api.world import init, set_launched
+
+    set_launched(worker)
+    try:
+        run()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    for finish in init().at_end:
+        finish()
 
 
 def run_worker(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:

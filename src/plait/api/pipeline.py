@@ -125,7 +125,7 @@ class Pipeline:
             updates_each = schedule is not None and find_schedule(schedule) is Schedule.STASH
             self._engine = WholeModel(model, self.world.device, options, updates_each)
             return
-        check_same_model("Pipeline", model, self.world)
+        check_same_model("Pipeline", model)
         copy_of_first([*model.parameters(), *model.buffers()], self.world)
         examples = two_examples(example_inputs, other_inputs, self.world.device)
         preparation = StagePreparation(self.world, model, examples, autocast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,39 @@ from plait.api.world import World
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError
 
+Ranks = tuple[int, int]
 
-def check_same_model(owner: str, module: nn.Module, world: World) -> None:
-    """Refuse models that differ between workers; `owner` is the class that is given the model."""
+
+def specs_of(module: nn.Module) -> dict[str, str]:
+    """The dtype, shape and requires_grad of each parameter and buffer."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    specs = {name: f"{t.dtype} {list(t.shape)} {t.requires_grad}" for name, t in tensors.items()}
+    return {name: f"{t.dtype} {list(t.shape)} {t.requires_grad}" for name, t in tensors.items()}
+
+
+def refuse_difference(owner: str, first: Mapping[str, str], there: Mapping[str, str], ranks: Ranks) -> None:
+    """Refuse models with unlike `specs_of` on two ranks."""
+    if list(first.items()) == list(there.items()):
+        return
+    names = [name for name in {**first, **there} if first.get(name) != there.get(name)]
+    what = "the order of its parameters differs"
+    if names:
+        kinds = [each.get(names[0], "not there") for each in (first, there)]
+        what = f"{names[0]} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} on rank {ranks[1]}"
+    raise InputError(
+        f"{owner}: the model differs between workers: {what} (dtype, shape, requires_grad); build the same "
+        "model on all of them"
+    )
+
+
+def check_same_model(owner: str, module: nn.Module) -> None:
+    """Refuse models that differ between workers; `owner` is the class that is given the model."""
+    specs = specs_of(module)
     digests = all_gather_values(hashlib.sha256(json.dumps(specs).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, there = (broadcast_value(specs, source) for source in (0, rank))
-    names = [name for name in {**first, **there} if first.get(name) != there.get(name)]
-    what = "the order of its parameters differs"
-    if names:
-        kinds = [each.get(names[0], "not there") for each in (first, there)]
-        what = f"{names[0]} is {kinds[0]} on rank 0 and {kinds[1]} on rank {rank}"
-    raise InputError(
-        f"{owner}: the model differs between workers: {what} (dtype, shape, requires_grad); build the same "
-        "model on all of them"
-    )
+    refuse_difference(owner, first, there, (0, rank))
 
 
 class TrainedParameters:

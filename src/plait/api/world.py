@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -15,21 +15,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from plait.adapt.members import BACKEND
 from plait.comm.groups import join_world
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, LaunchError
 from plait.launcher.environment import Environment, find_environment
+from plait.launcher.worker_process import LaunchedWorker
 from plait.sync.allreduce.reducers import Members, whole_world
 
 TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class World:
     """This process among those that run the script together.
 
     `hosts` names the host of each rank, and `device` is the device of this process: workers of one host take
     its GPUs in turn. `launcher` says who started it.
+
+    If workers come and go (`plait.Elastic`), ranks and their number are the present ones. A worker that joins
+    has rank -1 and a world of size 0 until it is a member.
     """
 
     rank: int
@@ -39,6 +44,15 @@ class World:
     device: torch.device
     launcher: str
     rendezvous: Rendezvous
+    # The worker of a supervisor, whose members may change; None if the script has a fixed world.
+    launched: LaunchedWorker | None = None
+    # What is called when the script has come to its end, by Plait's own launcher.
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+
+    def follow(self, worker: LaunchedWorker) -> None:
+        """Take over the members that `worker` has entered."""
+        self.rank, self.hosts, self.world_size = worker.rank, worker.hosts, worker.world_size
+        self.rendezvous = worker.rendezvous
 
     @property
     def is_first(self) -> bool:
@@ -70,15 +84,22 @@ class World:
 
 
 _world: World | None = None
+_launched: LaunchedWorker | None = None
+
+
+def set_launched(worker: LaunchedWorker) -> None:
+    """Let `init` return the world of `worker`, which Plait's supervisor has started."""
+    global _launched
+    _launched = worker
 
 
 def init(device: str | torch.device = "auto", timeout_s: float | None = None) -> World:
     """Connect this process with the others that run the same script; returns its `World`.
 
-    The processes may be started by torchrun, srun, mpirun or `plait.launch`. A process that was started
-    without them is a world of one. If torch.distributed is initialized already, its processes are taken; its
-    process group must have a backend for the CPU. Called again, it returns the same world, and refuses
-    another device or time limit.
+    The processes may be started by torchrun, srun, mpirun, `plait.launch` or `plait run`. A process that was
+    started without them is a world of one. If torch.distributed is initialized already, its processes are
+    taken; its process group must have a backend for the CPU. Called again, it returns the same world, and
+    refuses another device or time limit.
 
     `device` is `auto` (a GPU of this host if there is one), `cpu`, `cuda` or a device. `timeout_s` limits all
     waits for other processes, and is 300 s unless given.
@@ -123,7 +144,23 @@ def _from_torch(device: str | torch.device, timeout_s: float) -> World:
     return _make_world(known, store, device, timeout_s)
 
 
+def _from_launched(worker: LaunchedWorker, wanted: str | torch.device) -> World:
+    """The world of a worker whose members may change; one that joins is not yet among them."""
+    device = choose_device(wanted, worker.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    nowhere = Rendezvous(dist.HashStore(), b"", -1, ())
+    world = World(-1, worker.local_rank, 0, (), device, "plait run", nowhere, worker)
+    if worker.rank >= 0:
+        world.follow(worker)
+    if world.world_size > 1:
+        worker.join(BACKEND)
+    return world
+
+
 def _join(device: str | torch.device, timeout_s: float) -> World:
+    if _launched is not None:
+        return _from_launched(_launched, device)
     found = find_environment(os.environ)
     store = _open_store(found, timeout_s)
     world = _make_world(found, store, device, timeout_s)

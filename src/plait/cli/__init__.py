@@ -24,6 +24,7 @@ from plait.cli.new import new
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
 from plait.cli.runs import evaluate, resize, status, stop
+from plait.cli.script import OPTIONS_END, run
 from plait.cli.sweep import sweep
 from plait.cli.train import train
 from plait.core.errors import PlaitError
@@ -57,6 +58,7 @@ def _expanded(value: Any) -> Any:
     return Path(expand_path(str(value))) if isinstance(value, Path) else value
 
 
+app.command(context_settings=OPTIONS_END)(with_paths(run))
 for verb in (demo, new, check, profile, plan, train, sweep, evaluate, status, stop, resize, manifest, bench):
     app.command(cls=BenchCommand if verb is bench else None)(with_paths(verb))
 

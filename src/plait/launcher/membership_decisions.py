@@ -237,6 +237,18 @@ class Roster:
         if self.target.by == "launch" and most > self.target.workers:
             self.target = replace(self.target, workers=most, version=self.target.version + 1)
 
+    def without(self, worker: int) -> ControlRequest | None:
+        """The request to go on without a member that wants to leave; None if it is no member or leaves.
+
+        It is replaced only if there would be fewer workers than the job must have.
+        """
+        members, target = set(self.membership.members), self.target
+        if worker not in members or worker in target.without:
+            return None
+        workers = max(self.rules.min_workers, target.workers - 1)
+        leaving = sorted(target.without & members | {worker})
+        return ControlRequest(workers, without=tuple(leaving), by="worker", why=f"worker {worker} leaves")
+
     def close_host(self, index: int) -> None:
         """Start no more workers on that host: it is unreachable."""
         self.capacity[index] = 0

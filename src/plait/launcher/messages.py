@@ -304,6 +304,12 @@ class BreakReport(JobMessage):
     why: str
 
 
+class LeaveRequest(JobMessage):
+    """A member wants to leave."""
+
+    rank: int
+
+
 class ResizeRequest(JobMessage):
     """A policy asks for that number of workers."""
 

@@ -218,7 +218,7 @@ class LaunchedRun:
                 write_atomic(folder.path / name, content, private=True)
             workers = self.start(task, self._status)
             try:
-                with _controlled(workers, task.placement, folder):
+                with controlled(workers, task.placement, folder):
                     results = workers.run(self._prepare)
                 # The coordinator has the lowest number; otherwise the first remaining worker has the record.
                 result = finish(results[min(results)])
@@ -276,7 +276,7 @@ class LaunchedRun:
             write_atomic(self.folder.failure, f"{getattr(failure, 'traceback', '')}{failure}\n")
 
 
-def _controlled(
+def controlled(
     workers: Workers, placement: Placement, folder: RunDir
 ) -> contextlib.AbstractContextManager[None]:
     """Serve the control endpoint during an elastic job; does nothing for other jobs."""

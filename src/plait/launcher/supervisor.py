@@ -252,7 +252,7 @@ class Supervisor:
         if not self._begun:
             raise Interrupted("stopped before any worker had started; nothing was run")
         if not self._launch.saves:
-            raise Interrupted("stopped while measuring; nothing was trained")
+            raise Interrupted("stopped at once: these workers save nothing when they are asked to stop")
         self._display.stopping()
         self._roster.stop()
         self._broadcast(messages.Stop())
@@ -428,6 +428,9 @@ class Supervisor:
                 self._roster.on_joined(message.rank, message.version)
             case messages.BreakReport():
                 self._broken = self._broken or (message, time.monotonic())
+            case messages.LeaveRequest(rank):
+                if (request := self._roster.without(rank)) is not None:
+                    self._apply(request)
             case messages.ResizeRequest():
                 self._apply(ControlRequest(message.workers, by=POLICY, why=message.why))
 

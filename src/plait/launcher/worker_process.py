@@ -246,6 +246,10 @@ class LaunchedWorker:
         peer = None if loss.peer is None else current.members[loss.peer]
         self._agent.send(messages.BreakReport(self.id, current.version, peer, str(loss)))
 
+    def ask_to_leave(self) -> None:
+        """Ask the supervisor for a version without this worker, which is not replaced."""
+        self._agent.send(messages.LeaveRequest(self.id))
+
     def ask_to_resize(self, workers: int, why: str) -> None:
         """Ask the supervisor for that number of workers; the change waits until new workers are ready."""
         self._agent.send(messages.ResizeRequest(workers, why))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from plait.adapt.members import workers_changed
 from plait.api.objects import load_object, save_object
 from plait.core import events as core_events
 from plait.core import run_events
@@ -38,7 +39,6 @@ from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training import components
-from plait.training.change.members import workers_changed
 from plait.training.process import begin_process
 from plait.workloads.metrics import find_metric, find_modes, unknown_mode
 

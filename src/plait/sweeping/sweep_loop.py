@@ -16,6 +16,7 @@ import torch
 
 from plait.adapt.changes import BatchSizeChange, ChangeRequest
 from plait.adapt.history import SignalHistory
+from plait.adapt.members import loss_of
 from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.adapt.policy_source import PolicySource
 from plait.core.codec import encode, finite
@@ -43,7 +44,6 @@ from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
 from plait.training.batch_streams import find_stream, open_stream
 from plait.training.change.apply import asked_every, find_requests, is_due, policies_of
-from plait.training.change.members import loss_of
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.components import DataPair, TrialInit

@@ -15,11 +15,11 @@ from plait.adapt.changes import (
     TopologyChange,
     WorkersChange,
 )
+from plait.adapt.members import ProgressMark
 from plait.comm.collectives import broadcast_value
 from plait.core.errors import JobError, PeerError
 from plait.data.sampler import Position
 from plait.launcher.worker_process import Worker
-from plait.training.change.members import ProgressMark
 from plait.training.checkpoint import Checkpoint, EngineState
 
 

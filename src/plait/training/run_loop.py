@@ -6,22 +6,24 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SyncChange, TopologyChange
+from plait.adapt.members import NO_STATE, ElasticMembers, ProgressMark, WorkerLeft, loss_of
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.run_events import Changed
 from plait.data.sampler import Position
 from plait.launcher.membership import Membership
+from plait.launcher.worker_process import LaunchedWorker
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
 from plait.training.change.apply import apply_change, find_requests, is_due
-from plait.training.change.members import NO_STATE, ProgressMark, RunMembers, WorkerLeft, loss_of
+from plait.training.change.join_members import join_members
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.divergence import DivergenceCheck
 from plait.training.checks.loss_parts import describe_parts
@@ -76,7 +78,8 @@ class RunLoop(Loop):
         # The step after which changes were last applied, and how many.
         self._changes = (0, 0)
         self._checkpoints = RunCheckpoints(run)
-        self._members = RunMembers(run)
+        worker = cast("LaunchedWorker", run.worker)
+        self._members = ElasticMembers(worker, lambda: join_members(worker, run.settings))
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -124,22 +127,19 @@ class RunLoop(Loop):
         Workers that stay close their engine, join the process group of the new version, agree on the state
         that all continue from, and open the engine again.
         """
-        members = self._members
-        while True:
-            try:
-                self.engine.close()
-                members.enter(find())
-                # In a planned change, the old members have already asked after this step.
-                self.run.trial.asked_at = -1 if was_lost else self.run.trial.step
-                self._agree_on_state()
-                self._reopen(was_lost)
-                members.report_joined()
-                return
-            except RuntimeError as failure:
-                loss = loss_of(self.run.worker, failure)
-                if loss is None:
-                    raise
-            find, was_lost = partial(members.after, loss), True
+        self._members.go_on_among(find, lambda: self.engine.close(), self._take_up, was_lost)
+
+    def _take_up(self, was_lost: bool) -> None:
+        # In a planned change, the old members have already asked after this step.
+        self.run.trial.asked_at = -1 if was_lost else self.run.trial.step
+        self._agree_on_state()
+        self._reopen(was_lost)
+        self._report_joined()
+
+    def _report_joined(self) -> None:
+        change = self._members.report_joined(self.run.trial.step)
+        if change is not None:
+            self.run.metrics.record(change)
 
     def _agree_on_state(self) -> None:
         """Continue from the most advanced state that a member has; all members call it together."""
@@ -178,7 +178,7 @@ class RunLoop(Loop):
         self.start(resume)
         # Counted from the position: the batch size may have changed in earlier steps.
         self.begin(self._total_steps())
-        self._members.report_joined()
+        self._report_joined()
 
     def _finish(self, reason: str) -> dict[str, float]:
         # Only the worker that writes the record knows of a divergence; for the others the run was stopped.

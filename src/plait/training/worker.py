@@ -12,7 +12,7 @@ from plait.core.errors import PlaitError
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
 from plait.training import checkpoint as checkpoints
-from plait.training.change.members import join_members
+from plait.training.change.join_members import join_members
 from plait.training.checks.data_fingerprints import look_at_data
 from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.checks.plan_settings import check_pipeline

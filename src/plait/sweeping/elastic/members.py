@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from plait.adapt.members import BACKEND, loss_of
 from plait.core.codec import decode
 from plait.core.errors import PeerError
 from plait.launcher.membership import Membership
 from plait.launcher.worker_process import LaunchedWorker, Worker
 from plait.sweeping.group_client import make_worker_group
 from plait.sweeping.settings import SweepSettings
-from plait.training.change.members import BACKEND, loss_of
 from plait.training.process import join_workers
 from plait.training.worker_group import ALONE, WorkerGroup
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from plait.core.errors import PlaitError
 from plait.schema.topology import Topology
-from plait.sync.allreduce.reducers import Members, Native, Pending, Reducer, Spec
+from plait.sync.allreduce.reducers import FailedSum, Members, Native, Pending, Reducer, Spec
 from plait.sync.allreduce.topology_reduce import OverTopology
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -363,8 +363,15 @@ class AllReduce:
 
     def _send_full(self) -> None:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting == 0:
-            self._sending.append(self._reducer.start(self._next, self._buckets[self._next].fill))
+            self._sending.append(self._start(self._next, self._buckets[self._next].fill))
             self._next += 1
+
+    def _start(self, index: int, fill: Callable[[], None] | None) -> Pending:
+        """Start a sum in the middle of backward, which does not fail: the wait for the sum does."""
+        try:
+            return self._reducer.start(index, fill)
+        except RuntimeError as failure:
+            return FailedSum(failure)
 
     def _take_rest(self) -> None:
         """Fill gradients that the last backward pass did not reach: by those of earlier passes, or zeros."""

@@ -25,6 +25,16 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FailedSum:
+    """A sum that could not be started."""
+
+    failure: BaseException
+
+    def wait(self) -> None:
+        raise self.failure
+
+
 class Reducer(Protocol):
     """Sums the buffers of an all-reduce; all workers start the same ones in the same order."""
 

@@ -14,12 +14,12 @@ from plait.adapt.changes import (
     SyncChange,
     WorkersChange,
 )
+from plait.adapt.members import ElasticMembers
 from plait.adapt.policies.policy import Policy
 from plait.adapt.policies.registry import make_policy
 from plait.core.errors import JobError
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.sync_options import read_options
-from plait.training.change.members import RunMembers
 from plait.training.engine import Engine
 from plait.training.run import Run
 
@@ -84,7 +84,7 @@ def apply_change(
     request: ChangeRequest,
     run: Run,
     engine: Engine,
-    members: RunMembers,
+    members: ElasticMembers,
     make_engine: Callable[[], Engine] | None,
 ) -> Engine:
     """Apply a change between two steps; returns the engine to continue with.

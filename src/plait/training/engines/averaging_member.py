@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.adapt.members import ProgressMark, most_advanced
 from plait.adapt.monitors.squared_norms import trial_squared_norms
 from plait.data import loader
 from plait.launcher.worker_process import Worker
@@ -25,7 +26,6 @@ from plait.sync.make_averaging import (
     sources_from,
 )
 from plait.training.batch_streams import with_replacements
-from plait.training.change.members import ProgressMark, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engines.train_step import AnyComponents, TrainStep

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change
+from plait.adapt.members import ProgressMark, loss_of
 from plait.core import run_events
 from plait.core.events import Event
 from plait.data.loader import Batch, DataSource, load
@@ -31,7 +32,6 @@ from plait.training.audit.record import AuditRecord
 from plait.training.audit.replica_audit import ADVICE
 from plait.training.audit.schedule import is_audited
 from plait.training.batch_streams import order_of
-from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply

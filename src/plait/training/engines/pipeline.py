@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
+from plait.adapt.members import ProgressMark, loss_of
 from plait.core.errors import JobError, PeerError
 from plait.core.events import Event
 from plait.data.call_model import evaluated_weights
@@ -30,7 +31,6 @@ from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.op_timings import operations_event
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
-from plait.training.change.members import ProgressMark, loss_of
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, TopologyChange
+from plait.adapt.members import ProgressMark, loss_of, most_advanced
 from plait.data.loader import Batch, BatchStream, load
 from plait.data.sampler import GlobalBatch, Position
 from plait.launcher.worker_process import Worker
@@ -21,7 +22,6 @@ from plait.schema.settings import TrainSettings
 from plait.schema.topology import TopologyError
 from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
 from plait.training.batch_streams import next_batches
-from plait.training.change.members import ProgressMark, loss_of, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply

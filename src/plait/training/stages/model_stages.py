@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from plait.adapt.changes import PlanChange
+from plait.adapt.members import NO_STATE, ProgressMark, loss_of
 from plait.comm.collectives import all_gather_values, gather_in_turn
 from plait.core.errors import JobError
 from plait.core.run_events import LayersMoved
@@ -24,7 +25,6 @@ from plait.pipeline.named_state import Tensors, model_state, tensors_of, tied_al
 from plait.profiler.traced_model import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
-from plait.training.change.members import NO_STATE, ProgressMark, loss_of
 from plait.training.change.replanning import replan_together
 from plait.training.change.resharding import (
     LayerState,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.adapt.changes import PlanChange
+from plait.adapt.members import ProgressMark, most_advanced
 from plait.data import loader
 from plait.data.sampler import GlobalBatch, Position
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.schema.settings import TrainSettings
-from plait.training.change.members import ProgressMark, most_advanced
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply

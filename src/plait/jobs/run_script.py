@@ -1,0 +1,62 @@
+"""A script of the user on workers of Plait's supervisor, which may come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.api.launching import PRELOAD, read_limits
+from plait.core.errors import InputError
+from plait.launcher.display import Display
+from plait.launcher.environment import check_alone
+from plait.launcher.messages import Launch
+from plait.launcher.run import StatusFile, controlled
+from plait.launcher.run_dir import RunDir, new_run
+from plait.launcher.supervisor import Supervisor
+from plait.schema.hosts import LOCAL, Host, parse_hosts
+from plait.schema.placement import Placement
+
+
+def run_script(
+    script: Path,
+    arguments: Sequence[str],
+    workers: int | None,
+    hosts: str | None,
+    nic: str | None,
+    elastic: str,
+    run_dir: Path,
+    display: Display,
+) -> RunDir:
+    """Run `script` to its end on all workers; returns the folder with its status and logs.
+
+    `status`, `stop` and `resize` take that folder while the script runs.
+    """
+    if not script.is_file():
+        raise InputError(f"SCRIPT: found {str(script)!r}, expected the file of a Python script")
+    if workers is not None and hosts is not None:
+        raise InputError("-np and -H: found both; -H already says how many workers each host holds")
+    check_alone()
+    slots = (Host(LOCAL, workers or 1),) if hosts is None else parse_hosts(hosts.split(","), "-H")
+    limits = read_limits(elastic, sum(host.slots for host in slots))
+    placement = Placement(hosts=slots, nic=nic, elastic=limits)
+    folder = new_run(run_dir, script.stem)
+    order = {"script": str(script.absolute()), "arguments": list(arguments)}
+    with folder.lock():
+        status = StatusFile(folder, display, lambda: None)
+        task = Launch(
+            placement,
+            "plait.api.launching:run_script",
+            order,
+            folder.logs.absolute(),
+            preload=PRELOAD,
+            saves=False,
+        )
+        supervisor = Supervisor(task, status)
+        try:
+            with controlled(supervisor, placement, folder):
+                supervisor.run(status.write)
+        except BaseException:
+            status.write(state="failed")
+            raise
+        status.write(state="finished")
+    return folder
