@@ -106,7 +106,9 @@ class DataSource:
             return self.collated(self._reader.read(epoch, numbers, self.length))
         with KeptGenerators() as kept:
             if self._at_once:
-                return self._arrange(self.dataset.collated_batch(list(numbers)))
+                batch = self._arrange(self.dataset.collated_batch(list(numbers)))
+                self._drawn |= kept.changed()
+                return batch
             while True:
                 samples = self._read(epoch, numbers, seed)
                 if new := kept.changed() - self._drawn:
@@ -120,14 +122,21 @@ class DataSource:
                     self._drawn_to_collate |= new
                 kept.restore()
 
+    @property
+    def may_vary(self) -> bool:
+        """Whether epochs may have other samples: some drew random numbers, or the set is told the epoch."""
+        return bool(self._drawn or self._drawn_to_collate) or next(self._told_epochs(), None) is not None
+
     def _set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of a map-style set and of the sets within it."""
         if self.is_stream or epoch == self._epoch:
             return
         self._epoch = epoch
-        for each in (*_within(self.dataset), self._collate_fn):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+        for each in self._told_epochs():
+            each.set_epoch(epoch)
+
+    def _told_epochs(self) -> Iterator[Any]:
+        return (each for each in (*_within(self.dataset), self._collate_fn) if hasattr(each, "set_epoch"))
 
     def collated(self, samples: list[Any]) -> Any:
         """(inputs, target) of a list of samples, or None for an empty list."""
