@@ -9,15 +9,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset, default_collate, random_split
 
 from plait.core.errors import DataError, JobError
+from plait.data import generators
 from plait.data.batches import DataSource
 from plait.data.loader import cut, load
 from plait.data.sampler import Position, batches
+from plait.data.seeding import seed_all
 from plait.measure.profile_job import profile_job
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
@@ -123,6 +126,36 @@ def test_a_collate_function_draws_the_same_for_the_same_samples_however_they_are
     for dataset in (Numbers(), Subset(Numbers(), range(20)), Asked()):
         torch.rand(3)
         assert torch.equal(DataSource(dataset, mixed).batch(1, [3, 1, 4], seed=0)[0], wanted)
+
+
+class DrawingLater(Numbers):
+    """Samples of which only later ones draw, the last ones from a second generator, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = numpy.random.normal() if index > 7 else 0.0
+        return drawn + (random.gauss(0, 1) if index > 13 else 0.0), index
+
+
+@pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "states"])
+def test_samples_that_draw_late_are_seeded_and_leave_all_generators_as_they_were(
+    by_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generators._memory_shows_draws()
+    monkeypatch.setattr(generators, "_memory_shows_draws", lambda: by_memory)
+    seed_all(3)
+    wanted = [(numpy.random.normal(), random.gauss(0, 1), torch.rand(()).item()) for _ in range(8)]
+    found, drawn = [], []
+    seed_all(3)
+    for size in (1, 5):
+        source, values = DataSource(DrawingLater()), []
+        for step, numbers in enumerate(torch.arange(20).split(size)):
+            values += source.batch(0, numbers.tolist(), seed=1)[0].tolist()
+            if step < 4:  # the loop draws as well: each time the other half of a pair
+                found.append((numpy.random.normal(), random.gauss(0, 1), torch.rand(()).item()))
+        drawn.append(values)
+    assert found == wanted
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 13
 
 
 class Wrong(Numbers):

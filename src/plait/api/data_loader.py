@@ -221,8 +221,9 @@ class DataLoader:
 
     def _next_share(self, shares: Iterator[Batch]) -> Batch | None:
         try:
-            # Samples are seeded one by one; the generators of the loop stay as they are.
-            with keep_random_states() if self.num_workers == 0 else contextlib.nullcontext():
+            # The generators of the loop stay as they are; reading by number keeps those of the CPU itself.
+            may_change = self._source.is_stream or torch.cuda.is_initialized()
+            with keep_random_states() if may_change and self.num_workers == 0 else contextlib.nullcontext():
                 return next(shares, None)
         except (DataError, LoaderError) as failure:
             raise type(failure)(in_words_of_a_loop(str(failure))) from failure

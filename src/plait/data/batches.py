@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Subset, default_collate
 
 from plait.core.errors import DataError
+from plait.data.generators import GENERATORS, Generator, KeptGenerators
 from plait.data.loader_processes import load_aside
-from plait.data.seeding import mix, random_states, same_states, seed_all
+from plait.data.seeding import mix, seed_all
 from plait.workloads.data import is_stream
 
 Collate = Callable[[list[Any]], Any]
@@ -61,8 +62,9 @@ class DataSource:
         self._at_once = collate_fn is None and hasattr(dataset, "collated_batch")
         self._collate_fn = collate_fn or own_collate_fn(dataset)
         self._arrange = arrange
-        # Whether samples were seen to draw random numbers.
-        self._draws = False
+        # The random number generators that samples, and the collate function, were seen to draw from.
+        self._drawn = set[Generator]()
+        self._drawn_to_collate = set[Generator]()
         self._reader: StreamReader | None = None
         self._counted: int | None = None
         self._epoch: int | None = None
@@ -98,18 +100,43 @@ class DataSource:
         if not numbers:
             return None
         self._set_epoch(epoch)
-        if self._at_once:
-            return self._arrange(self.dataset.collated_batch(list(numbers)))
-        return self.collated(self._read(epoch, numbers, seed))
+        if self.is_stream:
+            if self._reader is None:
+                self._reader = StreamReader(self.dataset, seed)
+            return self.collated(self._reader.read(epoch, numbers, self.length))
+        with KeptGenerators() as kept:
+            if self._at_once:
+                batch = self._arrange(self.dataset.collated_batch(list(numbers)))
+                self._drawn |= kept.changed()
+                return batch
+            while True:
+                samples = self._read(epoch, numbers, seed)
+                if new := kept.changed() - self._drawn:
+                    self._drawn |= new  # each sample has a seed of its own from now on
+                else:
+                    for generator in self._drawn_to_collate - self._drawn:
+                        generator.seed(mix(seed, epoch, numbers[-1]))
+                    batch = self.collated(samples)
+                    if not (new := kept.changed() - self._drawn - self._drawn_to_collate):
+                        return batch
+                    self._drawn_to_collate |= new
+                kept.restore()
+
+    @property
+    def may_vary(self) -> bool:
+        """Whether epochs may have other samples: some drew random numbers, or the set is told the epoch."""
+        return bool(self._drawn or self._drawn_to_collate) or next(self._told_epochs(), None) is not None
 
     def _set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of a map-style set and of the sets within it."""
         if self.is_stream or epoch == self._epoch:
             return
         self._epoch = epoch
-        for each in (*_within(self.dataset), self._collate_fn):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
+        for each in self._told_epochs():
+            each.set_epoch(epoch)
+
+    def _told_epochs(self) -> Iterator[Any]:
+        return (each for each in (*_within(self.dataset), self._collate_fn) if hasattr(each, "set_epoch"))
 
     def collated(self, samples: list[Any]) -> Any:
         """(inputs, target) of a list of samples, or None for an empty list."""
@@ -162,29 +189,19 @@ class DataSource:
         return None if order is None else lambda epoch: order(mix(seed, epoch), batch_size)
 
     def _read(self, epoch: int, numbers: Sequence[int], seed: int) -> list[Any]:
-        if self.is_stream:
-            if self._reader is None:
-                self._reader = StreamReader(self.dataset, seed)
-            return self._reader.read(epoch, numbers, self.length)
-        if not self._draws:
-            # The collate function may draw random numbers too.
-            seed_all(mix(seed, epoch, numbers[-1]))
-            before = random_states()
-            samples = self._read_unseeded(numbers)
-            if same_states(before, random_states()):
-                return samples
-            # Samples that draw random numbers are read one by one, each from its own seed.
-            self._draws = True
-        return [self.sample(epoch, number, seed) for number in numbers]
-
-    def _read_unseeded(self, numbers: Sequence[int]) -> list[Any]:
+        """Samples of a map-style set; those that draw random numbers one by one, each from its own seed."""
+        if self._drawn:
+            return [self.sample(epoch, number, seed, self._drawn) for number in numbers]
         if hasattr(self.dataset, "__getitems__"):
             return _as_samples(self.dataset.__getitems__(list(numbers)), len(numbers))
         return [self.dataset[number] for number in numbers]
 
-    def sample(self, epoch: int, number: int, seed: int) -> Any:
-        """One sample of a map-style set, seeded for that epoch."""
-        seed_all(mix(seed, epoch, number))
+    def sample(
+        self, epoch: int, number: int, seed: int, generators: Collection[Generator] = GENERATORS
+    ) -> Any:
+        """One sample of a map-style set; the generators are seeded for it and that epoch."""
+        for generator in generators:
+            generator.seed(mix(seed, epoch, number))
         return self.dataset[number]
 
 

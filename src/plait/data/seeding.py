@@ -1,15 +1,13 @@
-"""Seeds of samples, steps and trials, and the random number generators that they seed."""
+"""Seeds of samples, steps and trials."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy
 import torch
-from torch import Tensor
+
+from plait.data.generators import GENERATORS, KeptGenerators
 
 
 def mix(*numbers: int) -> int:
@@ -25,40 +23,17 @@ def mix(*numbers: int) -> int:
 
 def seed_all(number: int) -> None:
     """Seed all random number generators that model and data code may use."""
-    # torch.manual_seed would record a stack trace for uninitialized GPUs, a millisecond each time.
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-    random.seed(number)
-    numpy.random.seed(number & 0xFFFFFFFF)
-
-
-def random_states() -> tuple[Tensor, Any, Any]:
-    """The state of the generators of torch, Python and numpy."""
-    return torch.default_generator.get_state(), random.getstate(), numpy.random.get_state(legacy=True)
-
-
-def same_states(before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> bool:
-    """Whether two results of `random_states` are equal."""
-    (kind, keys, *rest), (kind_now, keys_now, *rest_now) = before[2], after[2]
-    return (
-        torch.equal(before[0], after[0])
-        and before[1] == after[1]
-        and (kind, rest) == (kind_now, rest_now)
-        and bool((keys == keys_now).all())
-    )
+    for generator in GENERATORS:
+        generator.seed(number)
 
 
 @contextmanager
-def keep_random_states() -> Iterator[None]:
+def keep_random_states() -> Iterator[KeptGenerators]:
     """Within it, draws and seeds change no generator: all are as before at its end."""
-    torch_state, python_state, numpy_state = random_states()
     gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        yield
+        with KeptGenerators() as kept:
+            yield kept
     finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
         if gpu_states:
             torch.cuda.set_rng_state_all(gpu_states)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from plait.core.codec import encode
 from plait.data.batches import DataSource
-from plait.data.seeding import random_states, same_states
+from plait.data.generators import looks
 from plait.schema.settings import TrainSettings
 from plait.training import components
 from plait.training.components import DataPair
@@ -85,9 +85,8 @@ def data_key(settings: TrainSettings) -> str:
 def _build(settings: TrainSettings) -> tuple[DataPair, bool]:
     """The two splits, and whether anything was drawn at random to make them."""
     components.seed_factory(settings.seed)
-    before = random_states()
+    before = looks()
     train_set = components.build_train_data(settings)
-    draws = not same_states(before, random_states())
+    draws = looks() != before
     test_set = components.build_data(settings, "test")
-    draws = draws or not same_states(before, random_states())
-    return (train_set, test_set), draws
+    return (train_set, test_set), draws or looks() != before

@@ -65,7 +65,7 @@ def _check_map_style(run: Run) -> None:
 
 
 def look_again(run: Run, is_last: bool) -> None:
-    """Read the first samples again, and warn if they have changed.
+    """Read the samples again that were compared at the start, and warn if they have changed.
 
     That is done after some steps, after twice as many, and so on, and after the last.
     """
@@ -75,7 +75,7 @@ def look_again(run: Run, is_last: bool) -> None:
         return
     run.audits.looked = run.trial.step
     with same_random_numbers(run.settings.seed):
-        now = checksum(source.batch(0, _first_samples(run), run.settings.seed))
+        now = checksum(source.batch(0, _first_and_last(run), run.settings.seed))
     if now != known:
         run.audits.samples = None
         run.metrics.warn(
@@ -87,9 +87,15 @@ def look_again(run: Run, is_last: bool) -> None:
 
 
 def _keeps_draws(run: Run) -> bool:
-    """Whether the last samples of the set are others in epoch 1 where they were read in epoch 0, too."""
-    source, count = run.components.train_set, len(run.components.train_set)
-    numbers = tuple(range(max(0, count - _SAMPLES), count))
+    """Whether some samples that were not read yet are others in epoch 1 where they were read in epoch 0, too.
+
+    They are read in other processes, unless those that this one has read are the same in all epochs.
+    """
+    source, middle = run.components.train_set, len(run.components.train_set) // 2
+    if not run.settings.data.loaders and not source.may_vary:
+        return False
+    numbers = tuple(range(max(0, middle - _SAMPLES // 2), middle + _SAMPLES // 2))
+    numbers = numbers[: len(source)]
 
     def read(*epochs: int) -> list[int] | None:
         return load_aside((checksum(source.batch(e, numbers, run.settings.seed)) for e in epochs), _ASIDE_S)
@@ -101,14 +107,16 @@ def _keeps_draws(run: Run) -> bool:
     return second is not None and first is not None and second[-1] != first[-1]
 
 
-def _first_samples(run: Run) -> tuple[int, ...]:
-    return tuple(range(min(_SAMPLES, len(run.components.train_set))))
+def _first_and_last(run: Run) -> tuple[int, ...]:
+    """The samples that are compared: some sets are sorted, and not all of their samples draw."""
+    numbers, half = range(len(run.components.train_set)), _SAMPLES // 2
+    return tuple(dict.fromkeys((*numbers[:half], *numbers[-half:])))
 
 
 def _read_in_turn(run: Run) -> Iterator[int]:
-    """Checksums of the same first samples, read twice by the process that reads the run's data."""
+    """Checksums of the same samples, read twice by the process that reads the run's data."""
     source, loaders, seed = run.components.train_set, run.settings.data.loaders, run.settings.seed
-    samples = _first_samples(run)
+    samples = _first_and_last(run)
     # Loader processes take turns: the first is asked first and last.
     order = itertools.repeat(GlobalBatch(0, samples, Position()), max(loaders, 1) + 1)
     with same_random_numbers(seed):

@@ -1,0 +1,137 @@
+"""The global random number generators: their seeds and states, and whether they were drawn from.
+
+To read and compare the states of Python's and numpy's takes longer than to load a small batch, so their
+memory is compared instead, and a state is only read if it has changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy
+import torch
+
+# What the functions of the modules draw from.
+_PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
+_NUMPY: numpy.random.RandomState = numpy.random.random_sample.__self__  # type: ignore[attr-defined]
+# Numpy's Mersenne Twister: 624 words and a position.
+_TWISTER_BYTES = 4 * 625
+
+
+@dataclass(eq=False)
+class Generator:
+    """One of the generators; `look` returns another value after each draw, and the same until then."""
+
+    look: Callable[[], object]
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    seed: Callable[[int], object]
+    _known: tuple[object, Any] = field(default=(None, None))
+
+    def state(self) -> tuple[object, Any]:
+        """What `look` returns, and the state."""
+        look = self.look()
+        if self._known[0] != look:
+            self._known = look, self.get()
+        return self._known
+
+
+class KeptGenerators:
+    """Context after which all generators are as before it; those of GPUs are not looked at."""
+
+    def __enter__(self) -> KeptGenerators:
+        self._kept = [(generator, *generator.state()) for generator in GENERATORS]
+        return self
+
+    def changed(self) -> set[Generator]:
+        """Those that were drawn from, or seeded."""
+        return {generator for generator, look, _ in self._kept if generator.look() != look}
+
+    def restore(self) -> None:
+        for generator, look, state in self._kept:
+            if generator.look() != look:
+                generator.set(state)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+
+def _seed_torch(number: int) -> None:
+    # torch.manual_seed would record a stack trace for uninitialized GPUs, a millisecond each time.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
+def _look_at_torch() -> object:
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _look_at_python(generator: random.Random = _PYTHON) -> object:
+    if not _memory_shows_draws():
+        return generator.getstate()
+    return _memory(generator), generator.gauss_next  # type: ignore[attr-defined]
+
+
+def _look_at_numpy(generator: numpy.random.RandomState = _NUMPY) -> object:
+    twister = generator._bit_generator
+    if not isinstance(twister, numpy.random.MT19937) or not _memory_shows_draws():
+        return str(generator.get_state(legacy=False))
+    # It has half of a pair of normal numbers itself.
+    return _memory(generator), ctypes.string_at(twister.ctypes.state_address, _TWISTER_BYTES)
+
+
+def _memory(value: object) -> bytes:
+    """The memory of an object, without its type and reference count."""
+    header = object.__basicsize__
+    return ctypes.string_at(id(value) + header, type(value).__basicsize__ - header)
+
+
+@functools.cache
+def _memory_shows_draws() -> bool:
+    """Whether the memory of generators changes with each draw here, and only then."""
+    python, legacy = random.Random(0), numpy.random.RandomState(0)
+    address = legacy._bit_generator.ctypes.state_address
+
+    def look() -> tuple[bytes, ...]:
+        return _memory(python), _memory(legacy), ctypes.string_at(address, _TWISTER_BYTES)
+
+    for draw in (python.random, legacy.random_sample, legacy.standard_normal, legacy.standard_normal):
+        before = look()
+        stays = before == look()
+        draw()
+        if not stays or before == look():
+            return False
+    return True
+
+
+def _seed_numpy(number: int) -> None:
+    numpy.random.seed(number & 0xFFFFFFFF)
+
+
+GENERATORS = (
+    Generator(
+        _look_at_torch, torch.default_generator.get_state, torch.default_generator.set_state, _seed_torch
+    ),
+    Generator(_look_at_python, random.getstate, random.setstate, random.seed),
+    Generator(
+        _look_at_numpy, lambda: numpy.random.get_state(legacy=False), numpy.random.set_state, _seed_numpy
+    ),
+)
+
+
+def looks() -> list[object]:
+    """Another value after each draw from any of them."""
+    return [generator.look() for generator in GENERATORS]
