@@ -53,7 +53,9 @@ def find_layout(
     if microbatches is not None and microbatches < 1:
         raise InputError(f"microbatches: found {microbatches}, expected at least 1")
     if isinstance(plan, Plan):
-        layout = _of_plan(plan, world.world_size, wanted)
+        # Workers that have measured the model themselves have planned it otherwise.
+        first = decode(Plan, _of_first(world, lambda: encode(plan)))
+        layout = _of_plan(first, world.world_size, wanted)
     elif plan == "auto":
         layout = _measured(world, wanted or Schedule.FLUSH, microbatches, profile_model)
     elif isinstance(plan, int) and not isinstance(plan, bool):
