@@ -14,8 +14,7 @@ world = plait.init("cpu")
 torch.manual_seed(0)
 x = torch.randn(128, 8, dtype=torch.float64)
 y = x.sin().sum(1, keepdim=True)
-net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
-model = plait.DataParallel(net)
+model = plait.DataParallel(net := nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 loss_of = nn.MSELoss()
 
@@ -28,12 +27,12 @@ def step(inputs: torch.Tensor, target: torch.Tensor) -> None:
 
 for number, batch in enumerate(torch.arange(len(x)).split(32)):
     share = batch[world.rank :: world.world_size]
-    inputs, target = x[share], y[share]
     if number == 0:
-        report = plait.audit(partial(step, inputs, target), net, optimizer, loss_of, (inputs, target))
+        samples = x[share], y[share]
+        report = plait.audit(partial(step, *samples), net, optimizer, loss_of, samples)
         report.check()  # raises with what differs
     else:
-        step(inputs, target)
+        step(x[share], y[share])
 
 if world.is_first:
     print(f"{report}\nloss {loss_of(net(x), y).item():.12f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import runpy
 import subprocess
@@ -47,7 +48,7 @@ def losses_in(*texts: str) -> list[float]:
 
 def net(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for width, following in zip(sizes, sizes[1:]):
+    for width, following in itertools.pairwise(sizes):
         layers += [nn.Linear(width, following), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).double()
 
@@ -194,7 +195,9 @@ def steps_under_unlike_plans(rank: int) -> tuple[int, float]:
 
 
 def test_a_pipeline_takes_the_plan_of_rank_0():
-    assert run_ranks(2, steps_under_unlike_plans)[0] == run_ranks(2, steps_under_unlike_plans)[1]
+    first, other = run_ranks(2, steps_under_unlike_plans)
+    assert first == other
+    assert first[0] == 2
 
 
 @pytest.mark.extended  # the tests above run them in processes that have torch
