@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import plait
@@ -18,7 +21,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages, GradientNorms,
 from plait.adapt.monitors.moving_average import MovingAverage
 from plait.adapt.monitors.squared_norms import squared_norm, trial_squared_norms
 from plait.core.errors import InputError
-from support.world import run_ranks
+from support.world import WorldError, run_ranks
 
 FEATURES, NOISE = 8, 0.5
 
@@ -115,6 +118,7 @@ def all_loops(rank: int, steps: int) -> tuple[list[float], ...]:
         workers_with_an_all_reduce_of_their_own(rank, SHARES, steps),
         workers_with(DistributedDataParallel, rank, (8, 8, 8), steps),
         workers_with(plait.DataParallel, rank, SHARES, steps),
+        workers_with(fully_shard, rank, (8, 8, 8), steps),
     )
 
 
@@ -124,6 +128,7 @@ def test_workers_that_average_gradients_see_what_all_their_gradients_say():
     assert found[0][0] == pytest.approx(directly(SHARES, 10), rel=1e-9)
     assert found[0][1] == pytest.approx(directly((8, 8, 8), 10), rel=1e-9)
     assert found[0][2] == pytest.approx(directly(SHARES, 10), rel=1e-9)
+    assert found[0][3] == pytest.approx(directly((8, 8, 8), 10), rel=1e-9)
 
 
 def test_one_worker_with_data_parallel_has_no_parts_and_no_value():
@@ -208,3 +213,14 @@ def test_squared_norms_are_those_of_the_elements_also_by_trial():
         expected = sum(tensor[trial].double().square().sum() for tensor in tensors)
         assert float(by_trial[trial]) == pytest.approx(float(expected), rel=1e-5)
     assert float(squared_norm([])) == 0.0
+
+
+def sharded_over_two_dimensions(rank: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return workers_with(partial(fully_shard, mesh=mesh), rank, (8,) * 4, 1)
+
+
+def test_of_models_in_shards_only_those_over_one_mesh_of_one_dimension_are_measured():
+    assert run_ranks(1, partial(workers_with, fully_shard), (8,), 2) == [[None, None, None]]
+    with pytest.raises(WorldError, match="needs fully_shard over one mesh of one dimension, found"):
+        run_ranks(4, sharded_over_two_dimensions)

@@ -6,8 +6,8 @@ Each step must provide the gradient of a part of the batch besides that of the w
   and `update` before `optimizer.step()`. Each microbatch's loss is weighted by its share of the batch.
 - Several workers that average gradients: `before_average` gives three numbers to be summed over the workers
   along with the gradients, and `update` takes the sums.
-- torch's DistributedDataParallel or plait's DataParallel: pass it as the model. The numbers are sent with the
-  gradients, and only `update` must be called.
+- torch's DistributedDataParallel or fully_shard, or plait's DataParallel: pass it as the model. The numbers
+  are sent with the gradients, or after them, and only `update` must be called.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.adapt.monitors.gradient_noise import DECAY, GradientAverages, GradientNorms
+from plait.adapt.monitors.sharded_norms import ShardedNorms, ShardsGradients
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.core.errors import InputError
 
@@ -127,6 +128,8 @@ def _norms_of(model: object) -> PartNorms | None:
     """What measures the parts of a batch in the model's backward pass, if it sums gradients itself."""
     if isinstance(model, DistributedDataParallel):
         return _BucketNorms(model)
+    if isinstance(model, ShardsGradients) and isinstance(model, nn.Module):
+        return ShardedNorms(model)
     return model.measure_parts() if isinstance(model, MeasuresParts) else None
 
 

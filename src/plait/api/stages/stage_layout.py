@@ -51,7 +51,9 @@ def find_layout(
     """
     wanted = None if schedule is None else find_schedule(schedule)
     if isinstance(plan, Plan):
-        layout = _of_plan(plan, world.world_size, wanted)
+        # Workers that have measured the model themselves have planned it otherwise.
+        first = decode(Plan, _of_first(world, lambda: encode(plan)))
+        layout = _of_plan(first, world.world_size, wanted)
     elif plan == "auto":
         layout = _measured(world, wanted or Schedule.FLUSH, microbatches, profile_model)
     elif isinstance(plan, int) and not isinstance(plan, bool):
