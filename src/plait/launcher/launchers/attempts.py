@@ -79,7 +79,8 @@ def run_on_hosts(
                     failure.args = (f"{failure}; {missing}",)
                     raise failure from None
                 names = ", ".join(host.name for host in hosts)
-                display.printed(f"warning: {failure}; going on from the newest checkpoint on {names}")
+                why = str(failure).partition(";")[0]
+                display.printed(f"warning: {why}; going on from the newest checkpoint on {names}")
     finally:
         launcher.give_back(hosts)
 
@@ -97,8 +98,9 @@ def on_hosts(job: Job) -> Iterator[Job]:
 
 def _ask_again(launcher: Launcher, display: Display, folder: RunDir) -> None:
     """Have the engine start the command again, unless the user has stopped the run."""
-    if not folder.stop_request.exists() and launcher.ask_again():
-        display.printed(f"{folder.path}: queued again; it goes on from the newest checkpoint")
+    if not folder.stop_request.exists():
+        message = f"{folder.path}: queued again; it goes on from the newest checkpoint"
+        launcher.ask_again(lambda: display.printed(message))
 
 
 def _step_of(folder: Path | None) -> int:
