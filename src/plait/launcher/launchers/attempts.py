@@ -32,12 +32,7 @@ class Ended(Protocol):
 T = TypeVar("T", bound=Ended)
 
 
-def run_on_hosts(
-    job: Job,
-    display: Display,
-    run: Callable[[Job, Launcher, Path | None], T],
-    launcher: Launcher | None = None,
-) -> T:
+def run_on_hosts(job: Job, display: Display, run: Callable[[Job, Launcher, Path | None], T]) -> T:
     """Call `run` with the job on its hosts; again after hosts were lost, with the folder to go on in.
 
     At most `cluster.restarts` times without progress. If the engine takes the hosts away, or too few are
@@ -45,7 +40,7 @@ def run_on_hosts(
     """
     if job.engine == "local":
         _hint_at_slurm(display)
-    launcher = launcher or launcher_of_job(job)
+    launcher = launcher_of_job(job)
     fewest, most = job.node_range
     folder: Path | None = None
     left, furthest, lost = job.cluster.restarts, -1, set[str]()
