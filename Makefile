@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where it is set, every process would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test wheel-test test-all test-unprivileged test-container lint types unit quick format bench clean
+.PHONY: setup demo test wheel-test test-all test-unprivileged test-container test-slurm test-ray lint types unit quick format bench clean
 
 setup: .venv/ready
 
@@ -63,6 +63,10 @@ wheel-test: setup
 # Further workloads, models, faults and settings of what `make test` shows once.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m extended
+
+# On a real Slurm cluster of three nodes in network namespaces: root, and Debian's slurm-wlm and munge.
+test-slurm: .venv/compiled
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -m extended tests/launch/test_slurm.py
 
 # What starts no workers and no commands and takes no second: for a look between two edits.
 quick: .venv/compiled
