@@ -33,13 +33,25 @@ EPOCHS, STEPS = 4, 24
 KILLED, JOINED, LEFT, ENDED = 4, 6, 11, 17
 
 
+class Counted(nn.Linear):
+    """A layer that counts its forwards in training."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(input)
+
+
 class Loop:
     """A loop over 4 epochs of 6 batches, the last of which is smaller, with all that may be registered."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         x = torch.randn(33, 3, dtype=torch.float64)
-        self.model = plait.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+        self.model = plait.DataParallel(nn.Sequential(Counted(), nn.Tanh(), nn.Linear(4, 1)).double())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler, self.of_epochs = StepLR(self.optimizer, 5), ExponentialLR(self.optimizer, 0.5)
         self.loader = plait.DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=6)
@@ -61,7 +73,8 @@ class Loop:
 
     def result(self) -> dict[str, Any]:
         weights = [parameter.tolist() for parameter in self.model.parameters()]
-        rate, steps = self.optimizer.param_groups[0]["lr"], (self.elastic.step, self.counts["steps"])
+        rate, (seen,) = self.optimizer.param_groups[0]["lr"], self.model.buffers()
+        steps = (self.elastic.step, self.counts["steps"], int(seen))
         changes = [(c.step, c.members, c.joined, c.left, c.lost) for c in self.elastic.changes]
         stalls = [change.seconds for change in self.elastic.changes]
         return {"weights": weights, "rate": rate, "steps": steps, "changes": changes, "stalls": stalls}
@@ -112,7 +125,7 @@ def test_workers_that_are_killed_join_leave_and_end_change_no_step():
     (alone,) = run_ranks(1, run_alone)
     (last,) = plait.launch(eventful, workers=3, elastic="1:3", timeout_s=100.0)
     assert close_to(alone, last)
-    assert last["steps"] == alone["steps"] == (STEPS, STEPS)
+    assert last["steps"] == alone["steps"] == (STEPS, STEPS, STEPS)
     assert last["rate"] == alone["rate"]
     # Worker 3 came in the place of worker 1, and has seen what followed.
     assert last["changes"] == [(LEFT, (0, 3), (), (2,), ()), (ENDED, (3,), (), (0,), ())]

@@ -143,7 +143,7 @@ class Elastic:
                     "Elastic: found a loader of another world than the model's; give both the same"
                 )
             loader.boundary = self._boundary
-        self.model.rules = _Rules(self)
+        self.model.rules = _Rules(self, self._members.can_change)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
         self.world.at_end.append(self.finish)
@@ -289,8 +289,8 @@ class Elastic:
 class _Rules(StepRules):
     """What the model asks in its steps."""
 
-    def __init__(self, elastic: Elastic) -> None:
-        self._elastic = elastic
+    def __init__(self, elastic: Elastic, keeps_buffers: bool) -> None:
+        self._elastic, self.keeps_buffers = elastic, keeps_buffers
 
     def flags(self) -> Sequence[float]:
         return self._elastic.flags()
