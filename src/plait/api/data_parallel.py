@@ -220,7 +220,7 @@ class DataParallel(nn.Module):
         restore(self._kept_buffers)
 
     def forget_buffers(self) -> None:
-        """A step begins: its first forward keeps the buffers anew."""
+        """Drop what was kept: the first forward of the next step keeps its buffers."""
         self._kept_buffers = []
 
     def _discard_if_lost(self, failure: RuntimeError) -> None:

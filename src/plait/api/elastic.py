@@ -66,7 +66,7 @@ class Elastic:
         self._was_lost = False
         # Whether the last step that was begun is completed: nothing is left to take again.
         self._is_complete = True
-        # Whether this worker has come to the end of its loop, takes no more steps, and has left the others.
+        # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
         # Whether the last change took over the state of a worker at the end of its loop.
         self.is_at_end = False
@@ -110,7 +110,7 @@ class Elastic:
         raise SystemExit(0)
 
     def finish(self) -> None:
-        """Wait until all workers have come to the end of the loop; others go on without this one.
+        """Wait until all workers are at the end of the loop; others go on without this one.
 
         The launcher calls it at the end of a worker's function or script.
         """
