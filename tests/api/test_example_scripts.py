@@ -100,6 +100,17 @@ def data_parallel() -> list[float]:
     return [F.mse_loss(model(x), y).item()]
 
 
+def elastic_loop() -> list[float]:
+    torch.manual_seed(0)
+    x = torch.randn(101, 8, dtype=torch.float64)
+    y, model = x.square().sum(1, keepdim=True), net(8, 16, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    plain_steps(model, optimizer, F.mse_loss, shuffled(x, y, 12, 5))
+    return [F.mse_loss(model(x), y).item()]
+
+
 def fused_loop() -> list[float]:
     x = torch.randn(192, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     y, losses = (x[:, :3] + x[:, 3:6]).argmax(1), []
@@ -147,19 +158,26 @@ def plan_loop() -> list[float]:
 
 PLAIN = {
     f"{each.__name__}.py": each
-    for each in (averaging_loop, audit_loop, data_parallel, fused_loop, noise_scale, pipeline_loop, plan_loop)
-}
+    for each in (
+        averaging_loop, audit_loop, data_parallel, elastic_loop, fused_loop, noise_scale, pipeline_loop, plan_loop
+    )
+}  # fmt: skip
+
+
+def words_of(name: str, folder: Path) -> list[str]:
+    """The arguments of a script: where it saves its state, if it does."""
+    return [str(folder / "state")] if name == "data_parallel.py" else []
 
 
 def test_every_script_is_short_and_tested():
-    assert set(SCRIPTS) <= {*PLAIN, "launch_workers.py", "no_loop.py", "elastic_loop.py"}
+    assert set(SCRIPTS) <= {*PLAIN, "launch_workers.py", "no_loop.py"}
     assert [name for name in SCRIPTS if len((EXAMPLES / name).read_text().splitlines()) >= 40] == []
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_script_has_the_loss_of_a_plain_loop(name: str, workers: int, tmp_path: Path):
-    printed = run_ranks(workers, run_example, name, str(tmp_path / "state"))
+    printed = run_ranks(workers, run_example, name, *words_of(name, tmp_path))
     assert losses_in(*printed) == pytest.approx(sorted(PLAIN[name]()), abs=1e-10)
 
 
@@ -203,7 +221,16 @@ def test_a_pipeline_takes_the_plan_of_rank_0():
 @pytest.mark.extended  # the tests above run them in processes that have torch
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_same_holds_under_torchrun(name: str, tmp_path: Path):
-    command = [sys.executable, *TORCHRUN, str(EXAMPLES / name), str(tmp_path / "state")]
+    command = [sys.executable, *TORCHRUN, str(EXAMPLES / name), *words_of(name, tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert losses_in(done.stdout) == pytest.approx(sorted(PLAIN[name]()), abs=1e-10)
+
+
+@pytest.mark.extended
+def test_workers_of_plait_run_have_the_loss_of_a_plain_loop(tmp_path: Path):
+    script = [str(EXAMPLES / "elastic_loop.py")]
+    command = [sys.executable, "-m", "plait", "run", "-np", "2", "--run-dir", str(tmp_path), *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses_in(done.stdout) == pytest.approx(elastic_loop(), abs=1e-10)

@@ -46,7 +46,7 @@ class StepBoundary:
     compares = True
 
     def change(self, at_end: bool) -> bool:
-        """Apply a change of workers that is due; returns whether the data is read anew, from its position.
+        """Apply a change of workers that is due; returns whether data is read again from its position.
 
         `at_end` says that the epoch has no further batch, unless the last one is given again.
         """

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
+from plait.api.same_model import (
+    Copies,
+    TrainedParameters,
+    check_same_model,
+    copies_of,
+    copy_of_first,
+    restore,
+)
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
 from plait.schema.topology import TopologyError
@@ -53,6 +60,9 @@ class WorkerNorms:
 
 class StepRules:
     """What happens besides sums in steps of a `DataParallel`: nothing, unless `plait.Elastic` sets others."""
+
+    # Whether `DataParallel` must be able to restore the buffers from before a step.
+    keeps_buffers = False
 
     def flags(self) -> Sequence[float]:
         """Numbers that are summed over the workers together with the gradients."""
@@ -115,6 +125,8 @@ class DataParallel(nn.Module):
         self.rules = StepRules()
         # Whether gradients are discarded until `connect`: a worker was lost, or takes no part any more.
         self.is_broken = False
+        # The buffers from before the first forward of this step.
+        self._kept_buffers: Copies = []
         # Whether the last forward with gradients was in training mode.
         self._was_training = True
         self._is_copy = False
@@ -182,7 +194,7 @@ class DataParallel(nn.Module):
         if self._sync is not None and torch.is_grad_enabled():
             self._trained.check()
             self._was_training = self.training
-            if self._is_summed:
+            if self._is_summed and not self.is_broken:
                 self._copy_buffers()
             self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
             self._is_summed = False
@@ -190,13 +202,27 @@ class DataParallel(nn.Module):
 
     def _copy_buffers(self) -> None:
         """Copy the buffers of rank 0 to all workers, before the first forward of a step."""
-        if not self._broadcasts or not self._was_training or self.is_broken:
-            return
-        buffers = [module._buffers[name] for module, name in self._buffer_names]
+        found = (module._buffers[name] for module, name in self._buffer_names)
+        buffers = [buffer for buffer in found if buffer is not None]
         try:
-            copy_of_first((buffer for buffer in buffers if buffer is not None), self.world)
+            if self._broadcasts and self._was_training:
+                sent = copy_of_first(buffers, self.world)
+                if self.rules.keeps_buffers:
+                    copies = [(same, flat.clone() if len(same) == 1 else flat) for same, flat in sent]
+                    self._kept_buffers = copies
+                return
         except RuntimeError as failure:
             self._discard_if_lost(failure, "forward")
+        if self.rules.keeps_buffers:
+            self._kept_buffers = copies_of(buffers)
+
+    def restore_buffers(self) -> None:
+        """Undo what the forwards since the last update have changed in the buffers."""
+        restore(self._kept_buffers)
+
+    def forget_buffers(self) -> None:
+        """Drop what was kept: the first forward of the next step keeps its buffers."""
+        self._kept_buffers = []
 
     def _discard_if_lost(self, failure: RuntimeError, what: str) -> None:
         """Go on without gradients until `connect` if a worker is lost; otherwise raise.

@@ -66,7 +66,7 @@ class Elastic:
         self._was_lost = False
         # Whether the last step that was begun is completed: nothing is left to take again.
         self._is_complete = True
-        # Whether this worker has come to the end of its loop, takes no more steps, and has left the others.
+        # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
         # Whether the last change took over the state of a worker at the end of its loop.
         self.is_at_end = False
@@ -110,7 +110,7 @@ class Elastic:
         raise SystemExit(0)
 
     def finish(self) -> None:
-        """Wait until all workers have come to the end of the loop; others go on without this one.
+        """Wait until all workers are at the end of the loop; others go on without this one.
 
         The launcher calls it at the end of a worker's function or script.
         """
@@ -143,7 +143,7 @@ class Elastic:
                     "Elastic: found a loader of another world than the model's; give both the same"
                 )
             loader.boundary = self._boundary
-        self.model.rules = _Rules(self)
+        self.model.rules = _Rules(self, self._members.can_change)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
         self.world.at_end.append(self.finish)
@@ -289,8 +289,8 @@ class Elastic:
 class _Rules(StepRules):
     """What the model asks in its steps."""
 
-    def __init__(self, elastic: Elastic) -> None:
-        self._elastic = elastic
+    def __init__(self, elastic: Elastic, keeps_buffers: bool) -> None:
+        self._elastic, self.keeps_buffers = elastic, keeps_buffers
 
     def flags(self) -> Sequence[float]:
         return self._elastic.flags()

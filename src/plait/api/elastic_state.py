@@ -50,8 +50,6 @@ class LoopState:
         self._model, self._optimizer = model, optimizer
         self.registered = {name: _as_stateful(name, each) for name, each in registered.items()}
         self._check_sendable()
-        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-        self._kept_buffers: list[Tensor] = []
         self._kept: tuple[list[dict[str, Any]], dict[str, Any]] = ([], {})
 
     @property
@@ -70,12 +68,8 @@ class LoopState:
         return [each for each in self.registered.values() if isinstance(each, DataLoader)]
 
     def keep(self) -> None:
-        """Keep what a step that is not completed may change: all but parameters and the optimizer's state."""
-        if not self._kept_buffers:
-            self._kept_buffers = [torch.empty_like(buffer) for buffer in self._buffers]
-        if self._buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._kept_buffers, self._buffers)
+        """Keep what a step that is not completed may change; buffers are kept by the model."""
+        self._model.forget_buffers()
         groups = [
             {key: _copied(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
@@ -85,9 +79,7 @@ class LoopState:
     def undo(self) -> None:
         """Go back to what was kept last."""
         groups, states = self._kept
-        if self._kept_buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._kept_buffers)
+        self._model.restore_buffers()
         for group, kept in zip(self._optimizer.param_groups, groups):
             group.update(copy.deepcopy(kept))
         for name, state in states.items():

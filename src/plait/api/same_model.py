@@ -16,6 +16,8 @@ from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError
 
 Ranks = tuple[int, int]
+# Tensors of one type, and their values in one.
+Copies = list[tuple[list[Tensor], Tensor]]
 
 
 def specs_of(module: nn.Module) -> dict[str, str]:
@@ -106,8 +108,12 @@ class TrainedParameters:
 
 
 @torch.no_grad()
-def copy_of_first(tensors: Iterable[Tensor], world: World) -> None:
-    """Copy the tensors of rank 0 to all workers."""
+def copy_of_first(tensors: Iterable[Tensor], world: World) -> Copies:
+    """Copy the tensors of rank 0 to all workers; returns what was sent.
+
+    The values of a single tensor are its own memory, those of several are copies.
+    """
+    copies: Copies = []
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -117,3 +123,17 @@ def copy_of_first(tensors: Iterable[Tensor], world: World) -> None:
         dist.broadcast(flat.view(torch.uint8), 0)  # backends lack some types
         if world.rank != 0:
             torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))
+        copies.append((same, flat))
+    return copies
+
+
+def copies_of(tensors: Iterable[Tensor]) -> Copies:
+    """Copies of the tensors, for `restore`."""
+    return [([tensor], tensor.detach().clone().reshape(-1)) for tensor in tensors if tensor.numel()]
+
+
+@torch.no_grad()
+def restore(copies: Copies) -> None:
+    """Give tensors the values that they had when they were copied."""
+    for same, flat in copies:
+        torch._foreach_copy_(same, _unflatten_dense_tensors(flat, same))

@@ -47,7 +47,7 @@ class World:
     rendezvous: Rendezvous
     # The worker of a supervisor, whose members may change; None if the script has a fixed world.
     launched: LaunchedWorker | None = None
-    # What is called when the script has come to its end, by Plait's own launcher.
+    # What Plait's own launcher calls when the script has ended.
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def follow(self, worker: LaunchedWorker) -> None:

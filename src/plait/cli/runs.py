@@ -87,7 +87,8 @@ def stop(
     else:
         print(printable(f"{folder.path}: {content['state']} at step {content['progress'].get('step', 0)}"))
         kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
-        print(f"next: {kind.resume_command(folder.path, folder.job)}")
+        if folder.record.exists():  # otherwise it ran a script, which resumes by itself
+            print(f"next: {kind.resume_command(folder.path, folder.job)}")
 
 
 def resize(

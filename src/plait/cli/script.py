@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.train import HostsOption, NicOption, WorkersOption
+from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption
 
 # What follows the script is for the script.
 OPTIONS_END = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -25,15 +26,18 @@ def run(
     ] = "1",
     run_dir: Annotated[Path, typer.Option(help="The folder of the run's logs and status.")] = Path("runs"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
+    json_: JsonFlag = False,
 ) -> None:
-    """Run a script with a loop of its own on workers that may come and go (plait.Elastic).
+    """Run a script with a training loop on workers that may come and go (plait.Elastic).
 
     Example: plait run -np 3 examples/elastic_loop.py
     """
     from plait.jobs.run_script import run_script
     from plait.report.terminal import RunDisplay
 
-    with os_errors_as_messages(), RunDisplay(quiet) as display:
+    with os_errors_as_messages(), RunDisplay(quiet or json_) as display:
         folder = run_script(script, arguments or [], workers, hosts, nic, elastic, run_dir, display)
-    if not quiet:
+    if json_:
+        print(json.dumps({"run": str(folder.path), "state": "finished"}))
+    elif not quiet:
         print(f"finished; the output of its workers is in {folder.logs}")

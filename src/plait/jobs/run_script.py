@@ -12,7 +12,7 @@ from plait.launcher.environment import check_alone
 from plait.launcher.messages import Launch
 from plait.launcher.run import StatusFile, controlled
 from plait.launcher.run_dir import RunDir, new_run
-from plait.launcher.supervisor import Supervisor
+from plait.launcher.supervisor import Interrupted, Supervisor
 from plait.schema.hosts import LOCAL, Host, parse_hosts
 from plait.schema.placement import Placement
 
@@ -55,8 +55,8 @@ def run_script(
         try:
             with controlled(supervisor, placement, folder):
                 supervisor.run(status.write)
-        except BaseException:
-            status.write(state="failed")
+        except BaseException as failure:
+            status.write(state="stopped" if isinstance(failure, Interrupted) else "failed")
             raise
         status.write(state="finished")
     return folder

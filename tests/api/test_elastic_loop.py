@@ -1,0 +1,197 @@
+"""`plait.Elastic`: workers come, go and are lost, and the weights stay those of one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+
+import plait
+from plait.api import world as worlds
+from plait.comm.handshake import Address
+from plait.comm.store import StoreClient, StoreServer
+from plait.core.errors import InputError, LostPeer, PeerError
+from support.elastic import ScriptedAgent, elastic_worker, membership
+from support.elastic_loop import ENDED, LEFT, STEPS, Loop, eventful, run_alone
+from support.meeting import SECRET
+from support.world import run_ranks
+
+
+def close_to(expected: dict[str, Any], found: dict[str, Any]) -> bool:
+    pairs = zip(expected["weights"], found["weights"], strict=True)
+    differences = [(torch.tensor(one) - torch.tensor(other)).abs().max().item() for one, other in pairs]
+    return max(differences) < 1e-10
+
+
+def test_workers_that_are_killed_join_leave_and_end_change_no_step():
+    (alone,) = run_ranks(1, run_alone)
+    (last,) = plait.launch(eventful, workers=3, elastic="1:3", timeout_s=100.0)
+    assert close_to(alone, last)
+    assert last["steps"] == alone["steps"] == (STEPS, STEPS, STEPS)
+    assert last["rate"] == alone["rate"]
+    # Worker 3 came in the place of worker 1, and has seen what followed.
+    assert last["changes"] == [(LEFT, (0, 3), (), (2,), ()), (ENDED, (3,), (), (0,), ())]
+    assert all(0 < seconds < 10 for seconds in last["stalls"])
+
+
+def half_summed(rank: int, address: str) -> dict[str, Any] | None:
+    """The loop of worker `rank` of 3; worker 1 dies in the last step of an epoch, taken by worker 0 alone."""
+    torch.distributed.destroy_process_group()
+    agent = ScriptedAgent(rank, membership(2, (0, 2), lost=(1,)), store=address)
+    worlds.set_launched(elastic_worker(rank, [(0, (0, 1, 2))], address, agent))
+    store = StoreClient(Address(address), SECRET, rank)
+    loop = Loop()
+
+    def look_at(flags: Any) -> bool:
+        if loop.elastic.step == 5 and not loop.elastic.changes:
+            if rank == 1:
+                store.wait(["0 has it"], 30.0)
+                store.set("1 dies", "")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2:
+                store.wait(["1 dies"], 30.0)
+                loop.elastic.lose(PeerError("worker 1 is lost", LostPeer.GONE, 1))
+                return False
+            store.set("0 has it", "")
+        return kept(flags)
+
+    kept = loop.model.rules.are_gradients_kept
+    with mock.patch.object(loop.model.rules, "are_gradients_kept", look_at):
+        for batch in loop.batches():
+            loop.step(*batch)
+    loop.elastic.finish()
+    return loop.result()
+
+
+def test_a_worker_that_missed_the_last_sum_of_an_epoch_goes_on_from_one_that_has_it():
+    (alone,) = run_ranks(1, run_alone)
+    store = StoreServer(SECRET)
+    try:
+        first, _, other = run_ranks(3, half_summed, store.address.text, may_die=(1,))
+    finally:
+        store.close()
+    for found in (first, other):
+        assert close_to(alone, found)
+        assert (found["steps"], found["rate"]) == (alone["steps"], alone["rate"])
+    assert first["changes"] == other["changes"] == [(6, (0, 2), (), (), (1,))]
+
+
+def resumed(rank: int) -> tuple[dict[str, Any], int]:
+    """A fixed world of two that goes on from the state of an earlier loop, and numbers of steps."""
+    begun = Loop()
+    for _, batch in zip(range(8), begun.batches()):
+        begun.step(*batch)
+    saved = copy.deepcopy(begun.elastic.state_dict())
+    loop = Loop()
+    loop.elastic.load_state_dict(saved)
+    for batch in loop.batches():
+        loop.step(*batch)
+    loop.elastic.finish()
+    return loop.result(), loop.elastic.step
+
+
+def test_a_fixed_world_trains_as_one_process_and_goes_on_from_a_checkpoint():
+    (alone,) = run_ranks(1, run_alone)
+    for found, steps in run_ranks(2, resumed):
+        assert close_to(alone, found)
+        assert steps == STEPS
+        assert found["changes"] == []
+
+
+def test_a_loop_without_loader_takes_its_numbered_steps():
+    model = plait.DataParallel(nn.Linear(2, 1), world=worlds.world_of_one("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    elastic = plait.Elastic(model, optimizer)
+    taken = []
+    for step in elastic.steps(3):
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        taken.append(step)
+    assert taken == [0, 1, 2]
+    with pytest.raises(InputError, match=r"without a new batch.*loader=loader.*elastic\.steps"):
+        optimizer.step()
+    with pytest.raises(InputError, match="workers of this world are fixed"):
+        elastic.leave()
+    next(elastic.steps(4))
+    with pytest.raises(InputError, match="was given a closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def parallel(module: nn.Module) -> plait.DataParallel:
+    return plait.DataParallel(module, world=worlds.world_of_one("cpu"))
+
+
+class Handle:
+    """A state that no other process can have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": object()}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def make(case: str) -> None:
+    layer = nn.Linear(2, 1)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    match case:
+        case "plain model":
+            plait.Elastic(layer, sgd)  # type: ignore[arg-type]
+        case "DDP":
+            plait.Elastic(DistributedDataParallel.__new__(DistributedDataParallel), sgd)  # type: ignore[arg-type]
+        case "scheduler as optimizer":
+            plait.Elastic(parallel(layer), StepLR(sgd, 1))  # type: ignore[arg-type]
+        case "optimizer of another model":
+            plait.Elastic(parallel(nn.Linear(2, 1)), sgd)
+        case "number":
+            plait.Elastic(parallel(layer), sgd, epoch=3)
+        case "torch's loader":
+            plait.Elastic(parallel(layer), sgd, loader=torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
+        case "unsendable":
+            plait.Elastic(parallel(layer), sgd, log=Handle())
+        case "other names":
+            elastic = plait.Elastic(parallel(layer), sgd, counts={})
+            elastic.load_state_dict({**elastic.state_dict(), "state": {"scheduler": {}}})
+        case "limits":
+            plait.launch(make, workers=2, elastic="3:4")
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("plain model", "found a Linear, expected a plait.DataParallel.*model = plait.DataParallel"),
+        ("DDP", "DistributedDataParallel, whose workers are fixed; use plait.DataParallel"),
+        ("scheduler as optimizer", "found a StepLR, expected the torch optimizer.*scheduler=scheduler"),
+        ("optimizer of another model", r"param_groups\[0\].*\[1, 2\] that is not one of the model's"),
+        ("number", "epoch is a int without state_dict; expected a dict that holds it"),
+        ("torch's loader", "loader is a DataLoader without state_dict; expected a plait.DataLoader"),
+        ("unsendable", "state of 'log' holds a builtins.object, which cannot be sent"),
+        ("other names", "found a state with scheduler, expected counts"),
+        ("limits", "found '3:4' for 2 workers, expected limits such as '1:2'"),
+    ],
+)
+def test_wrong_input_is_refused_in_words(case: str, words: str):
+    with pytest.raises(InputError, match=words):
+        make(case)
+
+
+def unlike(rank: int) -> str:
+    """What a worker is told whose registered names are not those of the first."""
+    layer = plait.DataParallel(nn.Linear(2, 1))
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    try:
+        plait.Elastic(layer, sgd, **{f"state{rank}": {}})
+    except InputError as failure:
+        return str(failure)
+    return ""
+
+
+def test_workers_that_register_other_names_are_told_so():
+    assert run_ranks(2, unlike)[1].startswith("Elastic: found state1 on rank 1, but state0 on rank 0")
