@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where it is set, every process would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-unprivileged test-container test-ray lint types unit quick format bench clean
+.PHONY: setup demo test test-all test-unprivileged test-container test-slurm test-ray lint types unit quick format bench clean
 
 setup: .venv/ready
 
@@ -55,6 +55,10 @@ test-container: .venv/compiled
 # Further workloads, models, faults and settings of what `make test` shows once.
 test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m extended
+
+# On a real Slurm cluster of three nodes in network namespaces: root, and Debian's slurm-wlm and munge.
+test-slurm: .venv/compiled
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -m extended tests/launch/test_slurm.py
 
 # Runs and sweeps on real raylets in network namespaces; needs root and ray (pip install -e '.[ray]').
 test-ray: .venv/compiled

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import plait
 from plait.api.launching import launch
-from plait.api.world import choose_device, name_hosts
+from plait.api.world import choose_backend, choose_device, name_hosts
 from plait.core.errors import InputError, LaunchError
 from plait.launcher.environment import Environment, find_environment, first_node
 from support.commands import forked_commands
@@ -101,6 +103,45 @@ def test_devices_are_chosen_in_words():
             choose_device("cuda", 0)
     with pytest.raises(InputError, match="device: found 'gpu', expected auto, cpu, cuda or"):
         choose_device("gpu", 0)
+
+
+class FakeStore:
+    """The keys that the other workers have set, of whose GPUs two may be the same."""
+
+    def __init__(self, gpus: list[str]) -> None:
+        self.keys = {f"plait/gpu/{rank}": gpu.encode() for rank, gpu in enumerate(gpus)}
+
+    def set(self, key: str, value: str) -> None:
+        self.keys[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.keys[key]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "backend"),
+    [
+        # Two hosts with two GPUs each, all visible; and each worker sees only its own.
+        (["a0", "a1", "b0", "b1"], 2, "cpu:gloo,cuda:nccl"),
+        (["a0", "a1", "b0", "b1"], 1, "cpu:gloo,cuda:nccl"),
+        (["a0", "a0", "b0", "b1"], 1, "gloo"),  # two workers share a GPU
+        (["a0", "", "b0", "b1"], 2, "gloo"),  # one has none
+    ],
+)
+def test_workers_take_the_visible_gpus_of_their_host_in_turn_and_nccl_if_each_has_its_own(
+    gpus: list[str], visible: int, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    hosts = ("a", "a", "b", "b")
+    for rank in range(4):
+        # What CUDA_VISIBLE_DEVICES leaves is what torch counts.
+        monkeypatch.setattr(torch.cuda, "is_available", lambda rank=rank: bool(gpus[rank]))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+        device = choose_device("auto", local_rank=rank % 2)
+        expected = torch.device("cuda", rank % 2 % visible) if gpus[rank] else torch.device("cpu")
+        assert device == expected
+        monkeypatch.setattr("plait.api.world.name_of", lambda device, rank=rank: gpus[rank])
+        meeting: Any = SimpleNamespace(store=FakeStore(gpus), rank=rank, hosts=hosts)
+        assert choose_backend(meeting, device) == backend
 
 
 def test_a_process_that_nobody_launched_is_a_world_of_one():

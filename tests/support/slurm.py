@@ -80,6 +80,8 @@ class SlurmCluster:
         text += "".join(f"NodeName={node} NodeAddr={address(node)} CPUs=2 State=UNKNOWN\n" for node in NODES)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "state").mkdir()
+        lines = [f"{address(host)} {host}\n" for host in (CONTROLLER, *NODES)]
+        (self.folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -105,9 +107,13 @@ class SlurmCluster:
         self._nodes[node] = self._start(self.on(node, ["slurmd", "-D", "-N", node]))
 
     def on(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command in the namespace of a host; not by `ip netns exec`, which hides /sys/fs/cgroup."""
+        """The command in the namespace of a host, where the hosts have names.
+
+        Not by `ip netns exec`, which hides /sys/fs/cgroup.
+        """
         space = f"--net=/run/netns/{self.hosts.space(host)}"
-        return ["nsenter", space, "unshare", "-u", "sh", "-c", f'hostname {host}; exec "$@"', "sh", *command]
+        named = f'hostname {host}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
+        return ["nsenter", space, "unshare", "-um", "sh", "-c", named, "sh", *command]
 
     def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         output = (self.folder / "daemons.log").open("ab")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from plait.comm.groups import join_world
+from plait.comm.links.cuda_ipc import name_of
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, LaunchError
 from plait.launcher.environment import Environment, find_environment
@@ -227,11 +228,10 @@ def choose_device(wanted: str | torch.device, local_rank: int) -> torch.device:
 def choose_backend(rendezvous: Rendezvous, device: torch.device) -> str:
     """The backend of the process group of all workers, which call it together.
 
-    NCCL where every worker has a GPU to itself, else gloo, which goes through the host.
+    NCCL where every worker has a GPU to itself, else gloo, which goes through the host. A launcher may show
+    each worker only its own GPU (CUDA_VISIBLE_DEVICES), so GPUs are compared by their names.
     """
-    hosts, rank, store = rendezvous.hosts, rendezvous.rank, rendezvous.store
-    has_gpu = device.type == "cuda" and hosts.count(hosts[rank]) <= torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
-    store.set(f"plait/backend/{rank}", backend)
-    backends = {store.get(f"plait/backend/{other}").decode() for other in range(len(hosts))}
-    return backend if len(backends) == 1 else "gloo"
+    store = rendezvous.store
+    store.set(f"plait/gpu/{rendezvous.rank}", name_of(device) if device.type == "cuda" else "")
+    gpus = {store.get(f"plait/gpu/{rank}") for rank in range(len(rendezvous.hosts))}
+    return "cpu:gloo,cuda:nccl" if len(gpus - {b""}) == len(rendezvous.hosts) else "gloo"

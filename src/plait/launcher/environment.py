@@ -125,7 +125,8 @@ def _from_mpi(mpi: _Variables, variables: Mapping[str, str]) -> Environment:
         if variables.get(mpi.local_size) != str(size):
             raise InputError(
                 f"{mpi.launcher} started {size} processes, and they may be on several hosts: say where "
-                "the first one is, with the variable MASTER_ADDR (for example mpirun -x MASTER_ADDR=$(hostname) ...)"
+                "the first one is, with the variable MASTER_ADDR (for example mpirun -x "
+                "MASTER_ADDR=$(hostname) ...)"
             )
         address = "127.0.0.1"
     job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""

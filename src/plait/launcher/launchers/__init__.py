@@ -6,7 +6,7 @@ The supervisor knows launchers by the methods of `Launcher` alone. It imports no
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -89,9 +89,8 @@ class Launcher:
         """
         return False
 
-    def ask_again(self) -> bool:
+    def ask_again(self, announce: Callable[[], None]) -> None:
         """Have the engine start this command again later, because its hosts are taken away or were lost.
 
-        False if it cannot, or was not asked to.
+        Calls `announce` before; does nothing if the engine cannot, or was not asked to.
         """
-        return False

@@ -32,12 +32,7 @@ class Ended(Protocol):
 T = TypeVar("T", bound=Ended)
 
 
-def run_on_hosts(
-    job: Job,
-    display: Display,
-    run: Callable[[Job, Launcher, Path | None], T],
-    launcher: Launcher | None = None,
-) -> T:
+def run_on_hosts(job: Job, display: Display, run: Callable[[Job, Launcher, Path | None], T]) -> T:
     """Call `run` with the job on its hosts; again after hosts were lost, with the folder to go on in.
 
     At most `cluster.restarts` times without progress. If the engine takes the hosts away, or too few are
@@ -45,7 +40,7 @@ def run_on_hosts(
     """
     if job.engine == "local":
         _hint_at_slurm(display)
-    launcher = launcher or launcher_of_job(job)
+    launcher = launcher_of_job(job)
     fewest, most = job.node_range
     folder: Path | None = None
     left, furthest, lost = job.cluster.restarts, -1, set[str]()
@@ -79,7 +74,8 @@ def run_on_hosts(
                     failure.args = (f"{failure}; {missing}",)
                     raise failure from None
                 names = ", ".join(host.name for host in hosts)
-                display.printed(f"warning: {failure}; going on from the newest checkpoint on {names}")
+                why = str(failure).partition(";")[0]
+                display.printed(f"warning: {why}; going on from the newest checkpoint on {names}")
     finally:
         launcher.give_back(hosts)
 
@@ -97,8 +93,9 @@ def on_hosts(job: Job) -> Iterator[Job]:
 
 def _ask_again(launcher: Launcher, display: Display, folder: RunDir) -> None:
     """Have the engine start the command again, unless the user has stopped the run."""
-    if not folder.stop_request.exists() and launcher.ask_again():
-        display.printed(f"{folder.path}: queued again; it goes on from the newest checkpoint")
+    if not folder.stop_request.exists():
+        message = f"{folder.path}: queued again; it goes on from the newest checkpoint"
+        launcher.ask_again(lambda: display.printed(message))
 
 
 def _step_of(folder: Path | None) -> int:

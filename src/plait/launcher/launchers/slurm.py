@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ _SRUN = [
     "--unbuffered",
     "--kill-on-bad-exit",
     "--export=ALL",
-    "--cpu-bind=none",
 ]
 # Of states such as DOWN*, IDLE+NOT_RESPONDING or ALLOCATED+DRAIN, which goes on with what it runs.
 _GONE = re.compile(r"DOWN|FAIL|NOT_RESPONDING|POWERED_DOWN|UNKNOWN|\*")
@@ -98,19 +98,16 @@ class SlurmLauncher(Launcher):
             self._ends_at = time.monotonic() + self._access.grace_s
         return True
 
-    def ask_again(self) -> bool:
+    def ask_again(self, announce: Callable[[], None]) -> None:
         """Queue the job again, unless it was cancelled or Slurm has done so itself."""
         if os.environ.get(REQUEUE) != "1":
-            return False
+            return
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
         job = f"{array}_{task}" if array and task else self._job
-        try:
-            if _ask("squeue", "-h", "-j", self._job, "-o", "%T") != "RUNNING":
-                return False
-            _ask("scontrol", "requeue", job)
-        except LaunchError:
-            return False
-        return True
+        with contextlib.suppress(LaunchError):
+            if _ask("squeue", "-h", "-j", self._job, "-o", "%T") == "RUNNING":
+                announce()  # it may end this process, too
+                _ask("scontrol", "requeue", job)
 
 
 def _ask(*command: str) -> str:
@@ -183,7 +180,6 @@ def batch_script(job: Job, kind: RunKind, arguments: Sequence[str], folder: Path
     options: dict[str, Any] = {
         "job-name": job.name,
         "nodes": fewest if job.cluster.nodes is None or most == fewest else f"{fewest}-{most}",
-        "ntasks-per-node": 1,
         "requeue": True,
         "no-kill": True,
         "open-mode": "append",
@@ -220,12 +216,12 @@ _SETTLED = {RunKind.TRAIN: (), RunKind.SWEEP: ("--over", "--plan", "--set")}
 
 
 def _without(arguments: Sequence[str], *options: str) -> list[str]:
-    """The arguments of a command without --submit and these options; --set of `cluster` is kept."""
+    """The arguments of a command without those of --submit and these; --set of `cluster` is kept."""
     kept: list[str] = []
     rest = iter(arguments)
     for word in rest:
         name, equals, _ = word.partition("=")
-        if word == "--submit":
+        if word in ("--submit", "--json"):
             continue
         if name not in options:
             kept.append(word)
