@@ -68,6 +68,10 @@ test-all: test
 test-slurm: .venv/compiled
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:cacheprovider -m extended tests/launch/test_slurm.py
 
+# Runs and sweeps on real raylets in network namespaces; needs root and ray (pip install -e '.[ray]').
+test-ray: .venv/compiled
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'extended or not extended' tests/launch/test_ray.py
+
 # What starts no workers and no commands and takes no second: for a look between two edits.
 quick: .venv/compiled
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not processes and not slow and not extended'

@@ -156,12 +156,8 @@ def plan_loop() -> list[float]:
     return of_a_pipeline(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1)
 
 
-PLAIN = {
-    f"{each.__name__}.py": each
-    for each in (
-        averaging_loop, audit_loop, data_parallel, elastic_loop, fused_loop, noise_scale, pipeline_loop, plan_loop
-    )
-}  # fmt: skip
+LOOPS = (audit_loop, averaging_loop, data_parallel, elastic_loop, fused_loop, noise_scale, pipeline_loop)
+PLAIN = {f"{each.__name__}.py": each for each in (*LOOPS, plan_loop)}
 
 
 def words_of(name: str, folder: Path) -> list[str]:

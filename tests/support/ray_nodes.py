@@ -16,7 +16,7 @@ from support.hosts import Hosts, missing_for_hosts
 PORT = 6399
 HEAD = "head"
 # For each command; a raylet takes a few seconds to start.
-DEADLINE_S = 90
+DEADLINE_S = 180
 
 
 def missing_for_ray() -> str | None:
@@ -40,6 +40,7 @@ class RayNodes:
         head = ["--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false"]
         try:
             self._start(HEAD, [*head, f"--temp-dir={self._folder.name}"])
+            # One after the other: raylets of one machine look which names of sockets are free.
             for name in names:
                 self.start(name)
         except BaseException:
@@ -70,6 +71,7 @@ class RayNodes:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DISABLE_IMPORT_WARNING": "1",
             "OMP_NUM_THREADS": "1",
+            "RAY_raylet_start_wait_time_s": str(DEADLINE_S),
         }
 
     def run(self, name: str, command: list[str]) -> str:
@@ -100,6 +102,11 @@ class RayNodes:
         """End a node as a pulled plug would: its link is down, and all of its processes are gone."""
         self._hosts.cut(name)
         self._end(self.processes(name))
+
+    def restart(self, name: str) -> None:
+        """Plug it in again."""
+        self._hosts.join(name)
+        self.start(name)
 
     def processes(self, name: str) -> list[int]:
         space = self._hosts.space(name)

@@ -22,6 +22,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, LaunchError
 from plait.launcher.environment import Environment, find_environment
 from plait.launcher.worker_process import LaunchedWorker
+from plait.schema.hosts import interface_of
 from plait.sync.allreduce.reducers import Members, whole_world
 
 TIMEOUT_S = 300.0
@@ -212,6 +213,7 @@ def _make_world(found: Environment, store: dist.Store, wanted: str | torch.devic
         secret = bytes.fromhex(store.get("secret").decode())
         if len(set(hosts)) > 1:
             address = _own_address(found.address)
+            _use_interface(address)
     local_rank = hosts[:rank].count(hosts[rank])
     device = choose_device(wanted, local_rank)
     if device.type == "cuda":
@@ -255,6 +257,16 @@ def _own_address(peer: str) -> str:
         address = "127.0.0.1"
     # The host of rank 0 may reach itself by loopback.
     return socket.gethostbyname(socket.gethostname()) if address.startswith("127.") else address
+
+
+def _use_interface(address: str) -> None:
+    """Let gloo and NCCL use the interface of `address`, unless the user has named one.
+
+    gloo takes the address that the host's name resolves to, which on Debian is one of loopback.
+    """
+    if (nic := interface_of(address)) is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, nic)
 
 
 def choose_device(wanted: str | torch.device, local_rank: int) -> torch.device:

@@ -29,6 +29,7 @@ EXTRAS = {
     "PIL": "images",
     "matplotlib": "plots",
     "optuna": "optuna",
+    "ray": "ray",
     "tensorboard": "tensorboard",
     "transformers": "transformers",
 }
