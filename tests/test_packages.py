@@ -19,6 +19,7 @@ ORDER = (
     "core",
     "schema",
     "workloads",
+    "callbacks",
     "data",
     "comm",
     "launcher",

@@ -54,7 +54,7 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     try:
         result = loop.train(resume=request.resume)
     except BaseException:
-        loop.run.metrics.flush()
+        loop.run.metrics.fail()
         raise
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and not worker.memberships.can_change:
