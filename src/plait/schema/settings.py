@@ -261,6 +261,7 @@ class CommonSettings:
     seed: Annotated[int, KeyLimits(ge=0, lt=1 << 63)] = 0
     precision: Precision = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
     clip_norm: Annotated[float, KeyLimits(gt=0)] | None = None
     accumulate: Count = 1
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
