@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from plait.comm.channels import Channels
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.core.errors import InputError
 from plait.data.call_model import as_arguments, compile_in_place, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
@@ -36,7 +35,7 @@ from plait.pipeline.gradient_sync import (
     new_members,
     stage_replicas,
 )
-from plait.pipeline.layout import PipelineLayout
+from plait.pipeline.layout import PipelineLayout, check_compiled
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
@@ -610,15 +609,6 @@ class PipelineExecutor:
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
-
-
-def check_compiled(schedule: Schedule) -> None:
-    """Refuse a schedule that needs parts of a backward which compiled stages do not have."""
-    if schedule is Schedule.ZERO_BUBBLE:
-        raise InputError(
-            "compile: found schedule zero-bubble, which takes backward apart, and that of a compiled stage "
-            "is one piece; use schedule flush, or do not compile"
-        )
 
 
 def pack_tree(target: Any) -> tuple[list[Tensor | None], str]:
