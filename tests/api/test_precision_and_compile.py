@@ -125,12 +125,13 @@ def test_compiled_models_and_stages_train_as_plain_ones() -> None:
 def test_a_compiled_run_is_audited_against_the_plain_model_and_ends_as_it(tmp_path: Path) -> None:
     x, y = batch(torch.float64)
     common: dict[str, Any] = {"data": ((x, y), (x, y)), "steps": 4, "batch_size": 10, "precision": "float64"}
+    dropping = nn.Sequential(net(torch.float64), nn.Dropout(0.3), nn.Linear(4, 4, dtype=torch.float64))
     runs = [
-        plait.train(model=net(torch.float64), run_dir=str(tmp_path), compile=compiled, **common)
+        plait.train(model=dropping, run_dir=str(tmp_path), compile=compiled, **common)
         for compiled in (True, False)
     ]
     assert runs[0].test == pytest.approx(runs[1].test, abs=1e-10)
-    assert runs[0].audited_steps
+    assert (runs[0].audited_steps, runs[1].audited_steps) == (2, None)
 
 
 def test_what_cannot_be_compiled_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

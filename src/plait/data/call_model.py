@@ -40,7 +40,8 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def compile_in_place(module: torch.nn.Module, device: torch.device, key: str) -> None:
     """Let `module` run compiled from its next call on, by torch.compile; its names and state stay the same.
 
-    `key` is what asks for it, for the error where the device needs a compiler that is not there.
+    It draws the random numbers that it would draw otherwise. `key` is what asks for it, for the error where
+    the device needs a compiler that is not there.
     """
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else _COMPILERS
     if device.type == "cpu" and not any(map(shutil.which, compilers)):
@@ -48,7 +49,7 @@ def compile_in_place(module: torch.nn.Module, device: torch.device, key: str) ->
             f"{key}: torch.compile on the CPU needs a C++ compiler, and there is none of "
             f"{', '.join(compilers)}; install one (apt install g++), or leave {key} out"
         )
-    module.compile()
+    module.compile(options={"fallback_random": True})
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

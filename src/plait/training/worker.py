@@ -50,7 +50,7 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     if worker.rank >= 0:  # those that join later go on with what works already
         message = try_evaluation(components, settings, worker.rank, worker.world_size)
     if settings.compile and not settings.in_stages:
-        # Audits repeat steps with copies, which are not compiled.
+        # Audits repeat steps with a model that is not compiled.
         compile_in_place(components.model, device, "compile")
     loop = make_job_loop(worker, settings, components, folder, request.resume)
     if message:
