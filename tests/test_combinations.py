@@ -195,6 +195,15 @@ ROWS: dict[tuple[str, str], list[Refused]] = {
         Refused("adapt[0].kind: found plan", {"adapt": [{"kind": "plan"}]}, stages=(1, 1), over=RATES),
         Refused("adapt[0].kind: found topology", {"adapt": [{"kind": "topology"}]}, over=RATES),
     ],
+    ("`compile: true`", "a sweep; schedule `zero-bubble`"): [
+        Refused("compile: found true, but trials", {"compile": True}, over=RATES),
+        Refused(
+            "compile: found schedule zero-bubble",
+            {"compile": True},
+            stages=(1, 1),
+            schedule=Schedule.ZERO_BUBBLE,
+        ),
+    ],
     ("`parallel.sync: auto`", "elastic pipelines"): [
         Refused("parallel.sync: found 'auto'", {}, {"sync": "auto", "elastic": True}, stages=(2, 2))
     ],

@@ -18,14 +18,17 @@ from pathlib import Path
 import pytest
 
 import plait
+from plait.callbacks.callback import check_callbacks
 from plait.core.errors import InputError
 from plait.core.names import EXTRAS
+from plait.launcher.launchers.choose import make_launcher
 from plait.planner.schedules.simulator import Simulation
 from plait.planner.schedules.timeline import draw
 from plait.report.sweep import write_sweep
 from plait.schema.job import make_job
+from plait.schema.placement import HostAccess
 from plait.schema.results import SweepResult
-from plait.schema.settings import SearchSettings
+from plait.schema.settings import CallSettings, SearchSettings
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.search.values import check as check_search
 from plait.sweeping.settings import SweepSettings
@@ -143,9 +146,12 @@ def check_asha() -> None:
 USES: dict[str, Callable[[], object]] = {
     "PIL": lambda: image_folder("train", Path("none")),
     "matplotlib": lambda: draw(Simulation((), 1, {}), Path("x.png"), ""),
+    "mlflow": lambda: check_callbacks([CallSettings("plait.callbacks:MLflow")]),
     "optuna": check_asha,
+    "ray": lambda: make_launcher("ray", HostAccess(), ()).take_hosts(1, 1),
     "tensorboard": check_board,
     "transformers": lambda: from_config("GPT2LMHeadModel"),
+    "wandb": lambda: check_callbacks([CallSettings("plait.callbacks:WandB")]),
 }
 
 

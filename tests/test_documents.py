@@ -169,7 +169,7 @@ def test_every_key_of_a_job_is_described(key: str):
 def test_the_described_defaults_are_those_of_the_settings():
     defaults, described = job_defaults(), described_defaults()
     # Lists of sections are there too, not only the keys in them, and what all kinds of data take.
-    others = {"optimizer.groups", "adapt", "data.synthetic"}
+    others = {"optimizer.groups", "adapt", "data.synthetic", "callbacks", "evaluate.metrics"}
     assert described.keys() - KEY_ALIASES.keys() - defaults.keys() == others
     for key, default in defaults.items():
         words = described.get(key)

@@ -23,8 +23,11 @@ from plait.schema.plans.plan import Layout
 from plait.schema.results import RunResult
 from plait.schema.settings import (
     UNVERIFIED,
+    CallSettings,
     DataSettings,
+    EmaSettings,
     EvaluateSettings,
+    MetricSettings,
     ModelSettings,
     OptimizerSettings,
     PolicySettings,
@@ -40,6 +43,7 @@ from support.further import but_further
 from support.plans import placed, planned, with_graph
 from support.sweeping import sweep_of, sweep_rank
 from support.syncs import settings_of
+from support.told import told
 from support.training import digits_job, largest_difference, saved_weights, train_here, train_rank
 from support.world import run_ranks
 
@@ -51,17 +55,27 @@ COMMON: dict[str, Any] = {
     "steps": STEPS,
     "adapt": (TABLE,),
     "data": DataSettings("support.training:digits", 60),
-    "evaluate": EvaluateSettings(every_steps=4),
+    "evaluate": EvaluateSettings(
+        every_steps=4,
+        metrics=(
+            MetricSettings("accuracy"),
+            MetricSettings("support.told:ranked"),
+            MetricSettings("support.told:Farthest", {"scale": 2.0}, name="twice"),
+        ),
+    ),
+    "callbacks": (CallSettings("support.told:Told"),),
     "verify": UNVERIFIED,
 }
-JOB = digits_job(**COMMON)
+EMA = EmaSettings(0.7)
+RULE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
+JOB = digits_job(**COMMON, optimizer=OptimizerSettings("sgd", RULE, ema=EMA))
 # The mean of two workers' steps is the step by the mean of their gradients, for an optimizer without memory.
-MEMORYLESS = OptimizerSettings("sgd", {"lr": 0.05})
+MEMORYLESS = OptimizerSettings("sgd", {"lr": 0.05}, ema=EMA)
 RATES = "optimizer.lr=0.01,0.03,0.05"
 
 
 def in_stages(*replicas: int) -> TrainSettings:
-    return planned(replicas, Schedule.FLUSH, MICROBATCHES, **COMMON)
+    return planned(replicas, Schedule.FLUSH, MICROBATCHES, **COMMON, optimizer=JOB.optimizer)
 
 
 def several_stages() -> TrainSettings:
@@ -119,13 +133,15 @@ class Outcome:
     metrics: dict[str, dict[str, float]]
     best: dict[str, Any]
     weights: dict[str, Any]
+    told: list[list[Any]]
 
 
 def outcome_of(result: Any, folder: Path) -> Outcome:
     if isinstance(result, RunResult):
-        return Outcome(result.reason, {"{}": result.test}, {}, saved_weights(folder))
+        return Outcome(result.reason, {"{}": result.test}, {}, saved_weights(folder), told(folder))
     metrics = {str(trial["values"]): trial["metrics"] for trial in result["trials"]}
-    return Outcome(result["reason"], metrics, result["best"]["values"], saved_weights(folder))
+    weights = saved_weights(folder)
+    return Outcome(result["reason"], metrics, result["best"]["values"], weights, told(folder))
 
 
 def train(rank: int, row: Row, folder: Path, **how: Any) -> Any:
@@ -184,7 +200,21 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, O
     assert (resumed.reason, resumed.best) == (whole.reason, whole.best)
     assert largest_difference(resumed.weights, whole.weights) <= allowed
     for values, metrics in whole.metrics.items():
-        assert resumed.metrics[values] == pytest.approx(metrics, rel=0.0, abs=allowed)
+        # The moving average that is evaluated is the mean of members' only where these synchronize.
+        assert resumed.metrics[values] == pytest.approx(metrics, rel=0.0, abs=1e-12)
+
+
+def test_callbacks_are_told_once_what_each_trial_came_to(trained: tuple[Row, Outcome, Outcome]) -> None:
+    _, whole, resumed = trained
+    assert len(whole.told) == len(whole.metrics)
+    for told_of in whole.told:
+        assert (told_of[0][:2], told_of[-1]) == (["start", 0], ["end", STEPS, "finished"])
+        assert [each[1] for each in told_of if each[0] == "evaluate"] == [4, 8, STEPS]
+    last = [[each for each in told_of if each[0] == "evaluate"][-1][2] for told_of in whole.told]
+    assert sorted(each["loss"] for each in last) == sorted(each["loss"] for each in whole.metrics.values())
+    assert {name for each in last for name in each} == {"loss", "accuracy", "ranked", "twice"}
+    # The part that was stopped has an end, too.
+    assert {told_of[-1][2] for told_of in resumed.told} >= {"finished"}
 
 
 # Of five workers in pipelines of two, one waits; then all that have a stage but one leave.

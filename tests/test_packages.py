@@ -22,6 +22,7 @@ ORDER = (
     "core",
     "schema",
     "workloads",
+    "callbacks",
     "data",
     "comm",
     "launcher",

@@ -15,9 +15,9 @@ import plait
 SOURCE = Path(plait.__file__).parent
 # The packages whose prose was rewritten; add one here after doing the same for it.
 PACKAGES = (
-    "adapt", "api", "cli", "comm", "core", "data", "fusion", "graph", "jobs", "launcher", "measure",
-    "pipeline", "planner", "profiler", "report", "schema", "sweeping", "sync", "training", "verification",
-    "workloads",
+    "adapt", "api", "callbacks", "cli", "comm", "core", "data", "fusion", "graph", "jobs", "launcher",
+    "measure", "pipeline", "planner", "profiler", "report", "schema", "sweeping", "sync", "training",
+    "verification", "workloads",
 )  # fmt: skip
 NOT_YET = {
     "pipeline/executor.py",

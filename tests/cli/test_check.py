@@ -59,7 +59,8 @@ def test_what_is_wrong_is_named_by_its_key_and_nothing_stays(tmp_path: Path) -> 
     for override, why in (
         ("optimizer.lr=much", "optimizer.lr"),
         ("model=support.training:no_net", "no_net"),
-        ("evaluate.metric=torch.nn.functional:cross_entropy", "evaluate.metric"),
+        ("evaluate.metric=operator:is_", "evaluate.metric"),
+        ("callbacks=[support.training:NanAtFirst]", "callbacks"),
     ):
         done = CliRunner().invoke(app, ["check", str(path), "--set", override, "--json"])
         assert isinstance(done.exception, PlaitError)

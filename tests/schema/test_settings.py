@@ -28,7 +28,17 @@ from plait.schema.settings import (
 from plait.schema.sync_options import KINDS
 
 # Names that say unlike things in unlike sections.
-OF_THEIR_SECTION = {"kind", "options", "metric", "batch_size", "every_steps", "seed"}
+OF_THEIR_SECTION = {
+    "kind",
+    "options",
+    "metric",
+    "batch_size",
+    "every_steps",
+    "seed",
+    "mode",
+    "name",
+    "evaluate",
+}
 # Settings that workers receive in another form than the job: parsed, read from a file, or with options.
 IN_ANOTHER_FORM = {"model", "plan", "hosts", "sync", "slow", "jitter", "topology", "elastic"}
 

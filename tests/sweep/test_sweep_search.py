@@ -12,6 +12,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import plait
+from plait.callbacks import EndRecord, EvaluationRecord, StartRecord, StepRecord
+from plait.callbacks.tensorboard import MOST_OPEN, TensorBoard
 from plait.core import run_events
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError, JobError
@@ -19,7 +21,7 @@ from plait.core.run_events import TrialStep
 from plait.schema.settings import EvaluateSettings, ModelSettings, TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.coordinator import check_comparable, choose_metric
-from plait.sweeping.progress import MOST_OPEN, SweepProgress, TrialBoards
+from plait.sweeping.progress import SweepProgress
 from plait.sweeping.scheduler import Report, TrialScheduler
 from plait.sweeping.search.pruning import goes_on
 from plait.sweeping.search.tpe import Past
@@ -334,14 +336,17 @@ def test_a_sweep_writes_the_curves_of_each_trial_for_tensorboard(tmp_path: Path)
         assert set(found.Tags()["scalars"]) == {"train/loss", "test/loss", "test/accuracy"}
         assert [point.step for point in found.Scalars("train/loss")] == [1, 2, 3, 4]
         assert [point.step for point in found.Scalars("test/accuracy")] == [2, 4]
-    # Few files are open at a time, and none where nobody asks for them.
-    boards = TrialBoards(tmp_path / "many")
-    for trial in range(2 * MOST_OPEN):
-        boards.add(trial, 1, {"train/loss": 0.5, "test/loss": None})
-    assert len(boards._open) == MOST_OPEN
-    boards.close()
-    assert len(list((tmp_path / "many").glob("*/events*"))) == 2 * MOST_OPEN
-    TrialBoards(None).add(0, 1, {"train/loss": 0.5})
+    # Few files are open at a time.
+    boards = [TensorBoard() for _ in range(2 * MOST_OPEN)]
+    for trial, board in enumerate(boards):
+        board.on_start(StartRecord("many", tmp_path / "many", 0, {}, trial))
+        board.on_step(StepRecord(1, 0.5))
+        board.on_evaluate(EvaluationRecord(1, {"loss": math.nan}))
+    assert len(TensorBoard._open) == MOST_OPEN
+    for board in boards:
+        board.on_end(EndRecord(1, "finished"))
+    assert len(list((tmp_path / "many").glob("tensorboard/*/events*"))) == 2 * MOST_OPEN
+    assert not TensorBoard._open
 
 
 def test_a_diverged_member_of_a_population_goes_on_as_a_copy_of_a_good_one(tmp_path: Path):

@@ -28,7 +28,7 @@ from plait.comm.collectives import broadcast_value
 from plait.core.errors import DataError, InputError
 from plait.core.shown import shown
 from plait.core.splits import split
-from plait.data.call_model import set_mode
+from plait.data.call_model import is_compiled, set_mode
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.microbatches import microbatch_count
@@ -87,6 +87,7 @@ class Pipeline:
         autocast: makes the context of forwards, such as `partial(torch.autocast, "cuda", torch.bfloat16)`.
         recompute: the stages that compute their activations again in backward.
         topology: the graph that sums of the replicas of a stage travel.
+        compile: whether each stage (in one process the model) runs compiled, by torch.compile.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Pipeline:
         autocast: Autocast = contextlib.nullcontext,
         recompute: Collection[int] = (),
         topology: str = "default",
+        compile: bool = False,
         verify: bool = True,
         world: World | None = None,
     ) -> None:
@@ -118,7 +120,8 @@ class Pipeline:
         # The layers of each stage, named as in a profile; none in one process.
         self.stages: Stages = ()
         checked = CheckedLoss(loss) if verify and microbatches != 1 else loss
-        options = StepOptions(checked, partial(_make_optimizer, optimizer), autocast, clip_norm)
+        made = partial(_make_optimizer, optimizer)
+        options = StepOptions(checked, made, autocast, clip_norm, compile=compile)
         model = model.to(self.world.device)
         self._engine: _Engine
         if self.world.world_size == 1:
@@ -266,6 +269,11 @@ def _check_arguments(model: object, loss: object, optimizer: object, microbatche
         raise InputError(f"microbatches: found {microbatches}, expected at least 1")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found {shown(model)}, expected a torch.nn.Module")
+    if is_compiled(model):
+        raise InputError(
+            "model: found one that is compiled already, which cannot be cut into stages; pass the model "
+            "itself and compile=True: each stage is then compiled"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model: no parameter requires a gradient, so there is nothing to train")
     for name, parameter in model.named_parameters():

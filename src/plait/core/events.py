@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
@@ -63,10 +63,12 @@ class EventLog:
 
     Lines are buffered and written every second, after an urgent event and on close, each line whole or not
     at all. A full disk does not end the run: the newest lines are kept until they can be written, with one
-    warning. Opening the file of a killed run first removes an incomplete last line.
+    warning. Opening the file of a killed run first removes an incomplete last line. `on_event` is called with
+    each event once it is recorded.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, on_event: Callable[[Event], None] = lambda event: None) -> None:
+        self._on_event = on_event
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _drop_half_line(path)
@@ -83,6 +85,7 @@ class EventLog:
         self._kept.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         if event.is_urgent or time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
+        self._on_event(event)
 
     def flush(self) -> None:
         self._flushed = time.monotonic()

@@ -28,10 +28,12 @@ _CORE_FOLDER = Path(__file__).parent
 EXTRAS = {
     "PIL": "images",
     "matplotlib": "plots",
+    "mlflow": "mlflow",
     "optuna": "optuna",
     "ray": "ray",
     "tensorboard": "tensorboard",
     "transformers": "transformers",
+    "wandb": "wandb",
 }
 
 
@@ -127,10 +129,10 @@ def _import(module_name: str, path: str, key: str, error: type[InputError]) -> A
                 f"are searched too)"
             ) from None
         raise error(
-            f"{failed}: {shortened(str(missing), 500)}{_line_of(missing)}{_hidden(module_name)}"
+            f"{failed}: {shortened(str(missing), 500)}{line_of(missing)}{_hidden(module_name)}"
         ) from missing
     except (Exception, SystemExit) as failure:  # importing a user's module may raise anything
-        raise error(f"{failed}: {in_words(failure)}{_line_of(failure)}") from failure
+        raise error(f"{failed}: {in_words(failure)}{line_of(failure)}") from failure
 
 
 def has_extra(package: str) -> bool:
@@ -156,7 +158,7 @@ def not_in_script(name: str) -> str:
     )
 
 
-def _line_of(failure: BaseException) -> str:
+def line_of(failure: BaseException) -> str:
     """` (file, line 3)`: the line of the user's code that failed, if known."""
     if isinstance(failure, SyntaxError):
         return ""  # its message has it

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from plait.core.errors import DataError
+from plait.core.errors import DataError, JobError
 
+_COMPILERS = ("c++", "g++", "clang++")
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
@@ -32,6 +35,26 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
                 module.train(mode)
         for module, mode in before:
             module.training = mode
+
+
+def compile_in_place(module: torch.nn.Module, device: torch.device, key: str) -> None:
+    """Let `module` run compiled from its next call on, by torch.compile; its names and state stay the same.
+
+    It draws the random numbers that it would draw otherwise. `key` is what asks for it, for the error where
+    the device needs a compiler that is not there.
+    """
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else _COMPILERS
+    if device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise JobError(
+            f"{key}: torch.compile on the CPU needs a C++ compiler, and there is none of "
+            f"{', '.join(compilers)}; install one (apt install g++), or leave {key} out"
+        )
+    module.compile(options={"fallback_random": True})
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a model is what torch.compile returned, or is compiled in place."""
+    return hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
 
 
 def has_modes(optimizer: object) -> bool:

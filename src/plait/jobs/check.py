@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from plait.callbacks.callback import callbacks_of, check_callbacks
 from plait.core.codec import encode
 from plait.core.errors import PlaitError
 from plait.core.events import Event, read
+from plait.core.names import searching
 from plait.core.run_events import CheckpointSaved, Evaluated, RunEnded, RunStarted, Step
 from plait.jobs.train import train
 from plait.launcher.display import Display, Silent
@@ -70,6 +73,8 @@ def check(
     is raised as by `train`.
     """
     job, display = as_job(job), display or Silent()
+    with searching(os.getcwd(), job.folder):
+        check_callbacks(callbacks_of(job))  # they are not called
     folder = new_run(Path(job.run_dir), f"{job.name}-check")
     is_kept = False
     try:
@@ -97,6 +102,7 @@ def _shortened(job: Job, steps: int) -> Job:
         log_every_steps=1,
         early_stop=None,
         tensorboard=False,
+        callbacks=(),
         evaluate=replace(job.evaluate, every_steps=None),
         checkpoint=replace(job.checkpoint, every_steps=steps, keep_best=None),
     )

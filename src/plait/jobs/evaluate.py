@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training.components import Components, as_source, build_without_data
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
-from plait.workloads.metrics import Metric
+from plait.workloads.metrics import NamedMetric
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,9 @@ def measure_run(
 
 
 def measure_on(
-    folder: RunDir, best: bool, dataset: Any, metrics: Sequence[tuple[str, Metric]] | None
+    folder: RunDir, best: bool, dataset: Any, metrics: tuple[NamedMetric, ...] | None
 ) -> dict[str, float]:
-    """Loss and metrics of a run's checkpoint on `dataset`; None stands for its test split, or its metric."""
+    """Loss and metrics of a run's checkpoint on `dataset`; None stands for its test split, or its metrics."""
     settings = read_settings(folder)
     state = read_state(folder, best)
     device = choose_device(settings.device, 0)
@@ -55,11 +55,9 @@ def measure_on(
         raise InputError(f"{folder.path}: its data has no test split; pass a data set to evaluate on")
     check_same_data(state.progress, components.test_set.dataset, settings.data)
     load_state(components, state)
-    found = dict[str, float]()
-    chosen: list[tuple[str, Metric] | None] = [components.metric] if metrics is None else [*metrics]
-    for metric in chosen or [None]:
-        found |= evaluate_parts(replace(components, metric=metric), settings)
-    return found
+    if metrics is not None:
+        components = replace(components, metrics=metrics)
+    return evaluate_parts(components, settings)
 
 
 def read_state(folder: RunDir, best: bool) -> checkpoints.Checkpoint:

@@ -25,6 +25,7 @@ from plait.schema.results import RunResult
 from plait.training.optimizers.build import optimizer_kinds
 from plait.verification import unchanged_random_numbers
 from plait.workloads.losses import describe
+from plait.workloads.metrics import name_of
 
 BATCH_SIZE = 32
 _SETS = "(train_set, test_set), the second None where there is none"
@@ -88,11 +89,24 @@ def job_of_objects(given: Mapping[str, Any]) -> tuple[Job, KeptObjects]:
     code |= _model_code(model, tree)
     code |= _data_code(data, tree)
     code |= _optimizer_code(tree)
+    lists = {"callback": _calls(keys, tree, "callbacks"), "metric": _calls(keys, tree, "metrics")}
+    code |= {f"{key}_{n}": each["call"] for key, calls in lists.items() for n, each in enumerate(calls)}
+    code = {key: each for key, each in code.items() if not isinstance(each, str)}
+    for each in lists["metric"]:
+        if not isinstance(each["call"], str):
+            each.setdefault("name", name_of(each["call"]))
     kept = keep(code)
     names = {"model": model, "loss": loss, "metric": metric, **kept.names}
     tree |= {key: names[key] for key in ("model", "loss") if names[key] is not None}
     if names["metric"] is not None:
         tree["evaluate"] = {**tree.get("evaluate", {}), "metric": names["metric"]}
+    for key, calls in lists.items():
+        for number, each in enumerate(calls):
+            each["call"] = kept.names.get(f"{key}_{number}", each["call"])
+    if lists["metric"]:
+        tree["evaluate"] = {**tree.get("evaluate", {}), "metrics": lists["metric"]}
+    if lists["callback"]:
+        tree["callbacks"] = lists["callback"]
     for key in ("data", "optimizer"):
         if key in kept.names:
             tree[key] = {**tree.get(key, {}), "kind": kept.names[key]}
@@ -102,11 +116,8 @@ def job_of_objects(given: Mapping[str, Any]) -> tuple[Job, KeptObjects]:
 
 
 def _check_keys(keys: Mapping[str, Any]) -> None:
-    known = {each.name for each in fields(Job)} - {"content", "folder", "taken"} | {
-        "batch_size",
-        "workers",
-        "metric",
-    }
+    known = {each.name for each in fields(Job)} - {"content", "folder", "taken"}
+    known |= {"batch_size", "workers", "metric", "metrics"}
     for key in keys:
         if key not in known:
             raise JobError(f"{key}: plait.train takes no {key!r}{did_you_mean(key, known)}")
@@ -138,6 +149,18 @@ def _sections(keys: dict[str, Any]) -> dict[str, Any]:
     if "workers" in keys:
         parallel["workers"] = keys.pop("workers")
     return {"data": data, **({"parallel": parallel} if parallel else {})}
+
+
+def _calls(keys: dict[str, Any], tree: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The items of a list of code, each a section with its object or name as `call`."""
+    given = keys.get(key) or ()
+    tree.pop(key, None)
+    if not isinstance(given, (list, tuple)):
+        raise JobError(f"{key}: found {shown(given)}, expected a list: {key}=[...]")
+    for each in given:
+        if isinstance(each, Mapping) and "call" not in each:
+            raise JobError(f"{key}: found {shown(each)}, expected an object, a name, or a dict with 'call'")
+    return [dict(each) if isinstance(each, Mapping) else {"call": each} for each in given]
 
 
 def _checked_function(key: str, value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ from plait.core import events, run_events
 from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean, searching
+from plait.core.shown import shown
 from plait.data.call_model import set_mode
 from plait.jobs import evaluate
 from plait.jobs.from_objects import as_set
 from plait.launcher.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import RunResult
+from plait.schema.settings import MetricSettings, TrainSettings
 from plait.training.components import build_without_data
 from plait.verification import unchanged_random_numbers
-from plait.workloads.metrics import Metric, find_metric
+from plait.workloads.metrics import NamedMetric, check_names, find_metric, name_of, named_metric
 
 # What the steps of a run have in their record, by name.
 _OF_STEPS = ("loss", "lr", "epoch")
@@ -101,26 +103,38 @@ class OpenedRun:
                 curves.setdefault(name, {})[step] = value
         return curves
 
-    def model(self, best: bool = False) -> nn.Module:
-        """The trained model of the newest, or the best, checkpoint: on the CPU, in evaluation mode."""
+    def model(self, best: bool = False, ema: bool | None = None) -> nn.Module:
+        """The trained model of the newest, or the best, checkpoint: on the CPU, in evaluation mode.
+
+        Where the run keeps a moving average of the weights, `ema` says whether the model has it; by default
+        it has the weights that the run evaluates.
+        """
         with self._importing():
-            settings = evaluate.read_settings(self._folder)
+            settings = self._with_ema(evaluate.read_settings(self._folder), ema)
             state = evaluate.read_state(self._folder, best)
             components = build_without_data(settings, torch.device("cpu"))
             evaluate.load_state(components, state)
             set_mode(components.optimizer, training=False)
         return components.model.eval()
 
+    def _with_ema(self, settings: TrainSettings, ema: bool | None) -> TrainSettings:
+        optimizer = settings.optimizer
+        if optimizer.ema is None or ema is None:
+            if ema:
+                raise InputError(f"ema: {self.folder} has none; set optimizer.ema in the job")
+            return settings
+        return replace(settings, optimizer=replace(optimizer, ema=replace(optimizer.ema, evaluate=ema)))
+
     def evaluate(
-        self, dataset: Any = None, metrics: Sequence[str | Metric] | None = None, best: bool = False
+        self, dataset: Any = None, metrics: Sequence[object] | None = None, best: bool = False
     ) -> dict[str, float]:
         """Loss and metrics on `dataset`, or the run's test split, of the newest, or the best, checkpoint.
 
-        Each of `metrics` is a name, such as `accuracy`, or a function of (output, target) that returns a sum
-        and a count; without them it is the job's.
+        Each of `metrics` is as in `plait.train`: a name, such as `accuracy`, a function of (output, target),
+        a metric of torchmetrics, or a dict with one of them as `call`; without them they are the job's.
         """
         with self._importing():
-            chosen = None if metrics is None else [_metric_of(each) for each in metrics]
+            chosen = None if metrics is None else _metrics_of(metrics)
             return evaluate.measure_on(self._folder, best, as_set(dataset, "test"), chosen)
 
     @contextlib.contextmanager
@@ -132,10 +146,19 @@ class OpenedRun:
             yield
 
 
-def _metric_of(metric: str | Callable[..., Any]) -> tuple[str, Metric]:
-    if not isinstance(metric, str):
-        return getattr(metric, "__name__", type(metric).__name__), metric
-    found = find_metric(metric, "cross-entropy")
-    if found is None:
-        raise InputError("metrics: found 'none'; pass an empty list for the loss alone")
-    return found
+def _metrics_of(given: Sequence[object]) -> tuple[NamedMetric, ...]:
+    metrics = []
+    for each in given:
+        section: dict[str, Any] = dict(each) if isinstance(each, Mapping) else {"call": each}
+        call = section.pop("call", None)
+        unknown = next((key for key in section if key not in ("mode", "name", "options")), None)
+        if unknown is not None or call is None:
+            raise InputError(f"metrics: found {shown(each)}, expected a dict with call, name and options")
+        settings = MetricSettings(call if isinstance(call, str) else name_of(call), **section)
+        if not isinstance(call, str):
+            metrics.append(named_metric(settings.name or settings.call, call, settings, "metrics"))
+        elif (metric := find_metric(settings, "cross-entropy", "metrics")) is not None:
+            metrics.append(metric)
+        else:
+            raise InputError("metrics: found 'none'; pass an empty list for the loss alone")
+    return check_names(metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ def train(
     loss: Callable[..., Tensor] | str | None = None,
     optimizer: Mapping[str, Any] | Callable[..., Optimizer] | str | None = None,
     metric: Callable[..., Any] | str | None = None,
+    metrics: Sequence[object] | None = None,
+    callbacks: Sequence[object] | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
@@ -50,7 +52,10 @@ def train(
     worker trains a copy. `data` is a data set, or one to train with and one to test with; a tuple of tensors
     is a data set, too. `loss` takes the output and the target and returns the mean over the batch;
     `optimizer` is a dict, such as `{"kind": "adamw", "lr": 0.01}`, or `functools.partial(torch.optim.AdamW,
-    lr=0.01)`; `metric` returns a sum and a count. `batch_size` is that of all workers, 32 unless given.
+    lr=0.01)`; `metric` is a function of the output and the target, or a metric of torchmetrics, and `metrics`
+    are several. `callbacks` are objects with some of the methods of `plait.callbacks.Callback`, or classes of
+    such. Each of both lists may be a name `module:name`, or a dict with `call` and `options`, a metric's also
+    with `mode` and `name`. `batch_size` is that of all workers, 32 unless given.
     `keys` are those of a job file. Code of a script or a notebook is kept by value in the run folder. One
     worker is this process itself.
     """
@@ -61,6 +66,8 @@ def train(
         "loss": loss,
         "optimizer": optimizer,
         "metric": metric,
+        "metrics": metrics,
+        "callbacks": callbacks,
         "epochs": epochs,
         "steps": steps,
         "batch_size": batch_size,

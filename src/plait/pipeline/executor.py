@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from plait.comm.channels import Channels
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.data.call_model import as_arguments, evaluation_mode
+from plait.data.call_model import as_arguments, compile_in_place, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.check_model import check_buffers, check_stages
@@ -35,7 +35,7 @@ from plait.pipeline.gradient_sync import (
     new_members,
     stage_replicas,
 )
-from plait.pipeline.layout import PipelineLayout
+from plait.pipeline.layout import PipelineLayout, check_compiled
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
@@ -100,6 +100,8 @@ class PipelineParts:
     # and new groups, which all workers of the world make together.
     everyone: dist.ProcessGroup | None = None
     members_of: MembersOf | None = None
+    # Whether stages run compiled, by torch.compile.
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,15 @@ class PipelineExecutor:
         # statistics.
         self._seen = {s: torch.zeros(parts.stages.trials or 1, dtype=torch.float64) for s in stages}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
+        if parts.compile:
+            check_compiled(pipeline_layout.schedule)
+            for module in self.modules.values():
+                compile_in_place(module, parts.device, "compile")
         self.parameters = _first_named(stages)
         self._aliases = tied_aliases(traced.model)
         stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
         self._fast_layers: list[nn.Module] = []
-        if parts.device.type == "cpu" and parts.stages.trials is None:
+        if parts.device.type == "cpu" and parts.stages.trials is None and not parts.compile:
             tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
             for number, module in self.modules.items():
                 add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE

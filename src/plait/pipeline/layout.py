@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
-from plait.core.errors import PlanError
+from plait.core.errors import InputError, PlanError
 from plait.planner.schedules import orders
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.merge_orders import ReplicaOrder, merged_order
@@ -264,3 +264,12 @@ def oldest_needed(pipeline_layout: PipelineLayout, worker: int, update: Update) 
     backwards = update.version * (microbatches_per_update(pipeline_layout, stage) // replicas)
     forwards = backwards + _depth(pipeline_layout, stage) - 1
     return version_of(pipeline_layout, stage, replica + forwards * replicas)
+
+
+def check_compiled(schedule: Schedule) -> None:
+    """Refuse a schedule that needs parts of a backward which compiled stages do not have."""
+    if schedule is Schedule.ZERO_BUBBLE:
+        raise InputError(
+            "compile: found schedule zero-bubble, which takes backward apart, and that of a compiled stage "
+            "is one piece; use schedule flush, or do not compile"
+        )

@@ -67,15 +67,25 @@ class GroupSettings:
 
 
 @dataclass(frozen=True)
+class EmaSettings:
+    """An exponential moving average of the weights, and whether evaluations use it in their place."""
+
+    decay: Annotated[float, KeyLimits(ge=0, lt=1)] = 0.999
+    evaluate: bool = True
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """`kind` is any optimizer of torch.optim in lower case, or `package.module:name`.
 
-    The options of the first of `groups` that a parameter's name matches override the others.
+    The options of the first of `groups` that a parameter's name matches override the others. With `ema` an
+    average of the weights is part of its state.
     """
 
     kind: str = "sgd"
     options: ExtraKeys = field(default_factory=dict)
     groups: tuple[GroupSettings, ...] = ()
+    ema: EmaSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,24 @@ class LrScheduleSettings:
 
 
 @dataclass(frozen=True)
+class CallSettings:
+    """A user's code, as `package.module:name`, and the options that it is called with."""
+
+    call: NonEmpty
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MetricSettings(CallSettings):
+    """A metric: a name, or code; what it is called in results, and whether less or more of it is better."""
+
+    mode: Mode | None = None
+    name: NonEmpty | None = None
+
+
+@dataclass(frozen=True)
 class EvaluateSettings:
-    """When to evaluate on the test split, and the metric to compute besides the loss.
+    """When to evaluate on the test split, and the metric to compute besides the loss, or several `metrics`.
 
     `mode` says whether a smaller or a larger metric is better, for a metric that does not define it. The
     first `sanity_batches` are evaluated before the first step, so that errors appear early.
@@ -97,6 +123,7 @@ class EvaluateSettings:
 
     every_steps: Count | None = None
     metric: str = "auto"
+    metrics: tuple[MetricSettings, ...] = ()
     mode: Mode | None = None
     batch_size: Count | None = None
     sanity_batches: CountFromZero = 2
@@ -234,12 +261,14 @@ class CommonSettings:
     seed: Annotated[int, KeyLimits(ge=0, lt=1 << 63)] = 0
     precision: Precision = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
     clip_norm: Annotated[float, KeyLimits(gt=0)] | None = None
     accumulate: Count = 1
     evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
     early_stop: EarlyStopSettings | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tensorboard: bool = False
+    callbacks: tuple[CallSettings, ...] = ()
     log_every_steps: Count | None = None
     stop_on_nan: bool = True
     verify: VerifySettings = field(default_factory=VerifySettings)

@@ -17,6 +17,8 @@ import torch
 
 from plait.adapt.members import workers_changed
 from plait.api.objects import load_object, save_object
+from plait.callbacks.callback import TrialCallbacks, callbacks_of
+from plait.callbacks.records import StartRecord
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode, encode, finite
@@ -31,7 +33,7 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
 from plait.sweeping.elastic.group_formation import WorkerGroups
-from plait.sweeping.progress import SweepProgress, TrialBoards
+from plait.sweeping.progress import SweepProgress
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
 from plait.sweeping.search.study import NO_STUDY, OptunaTrials, StudyTrials, check_study, open_study
@@ -40,7 +42,7 @@ from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.process import begin_process
-from plait.workloads.metrics import find_metric, find_modes, unknown_mode
+from plait.workloads.metrics import find_metrics, find_modes, modes_of, unknown_mode
 
 REPORT_S = 0.2
 _SYNC_OF_ELASTIC = run_events.SyncChosen(
@@ -98,7 +100,8 @@ class Coordinator:
         self._past = [recorded.event for recorded in earlier]
         self._sync = run_events.last_sync(self._past)
         self._topologies = [event for event in self._past if isinstance(event, TopologyChosen)]
-        self._log = EventLog(folder.events(), rank=0)
+        self._callbacks = TrialCallbacks(callbacks_of(settings.train), folder.path, self._start_of)
+        self._log = EventLog(folder.events(), rank=0, on_event=self._callbacks.handle)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
         # Audited steps, and the largest difference found in them.
@@ -122,7 +125,6 @@ class Coordinator:
         # The workers that asked for trials when none waited; those that wait now are for them.
         self._idle: set[int] = set()
         self._progress = SweepProgress(self.scheduler, self.arrays, self._past)
-        self._boards = TrialBoards(folder.tensorboard if settings.train.tensorboard else None)
         self._reported = 0.0
         self._has_begun = False
         # The questions of workers, and the methods that answer them.
@@ -173,6 +175,12 @@ class Coordinator:
             torch=torch.__version__,
             replicas=settings.replicas,
         )
+
+    def _start_of(self, trial: int) -> StartRecord:
+        """What the callbacks of a trial are told of it."""
+        scheduled, folder = self.scheduler.trials[trial], self._folder.path
+        settings, step = encode(scheduled.settings), self._progress.step_of(trial)
+        return StartRecord(self._settings.train.name, folder, step, settings, trial, scheduled.values)
 
     def _steps_of(self, settings: TrainSettings) -> int:
         samples = self._data_of(settings).samples
@@ -397,12 +405,10 @@ class Coordinator:
         for values in changes:
             self._log.record(run_events.Changed(*values))
         for trial, step, loss in losses:
-            self._progress.count(trial, step, loss)
             self._log.record(run_events.TrialStep(trial, step, loss))
-            self._boards.add(trial, step, {"train/loss": loss})
+            self._progress.count(trial, step, loss)
         for trial, step, values in metrics:
             self._log.record(run_events.TrialEvaluated(trial, step, values))
-            self._boards.add(trial, step, {f"test/{name}": value for name, value in values.items()})
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
         return {}
@@ -481,8 +487,8 @@ class Coordinator:
         seconds, rate = self._progress.seconds, round(self._progress.trial_steps_per_s, 1)
         number = None if best is None else best.number
         self._keep(run_events.SweepEnded(reason, self.scheduler.ended, number, round(seconds, 3), rate))
+        self._callbacks.end("stopped")
         self._log.close()
-        self._boards.close()
         self._send_report(self._progress.report())
         return SweepResult(
             reason=reason,
@@ -539,13 +545,13 @@ def study_url(folder: RunDir) -> str:
 def choose_metric(settings: SweepSettings) -> str:
     """The metric that trials are compared by; InputError if evaluation does not give it."""
     train, name = settings.train, settings.search.metric
-    metric = find_metric(train.evaluate.metric, train.loss)
-    known = ["loss"] if metric is None else ["loss", metric[0]]
+    metrics = find_metrics(train.evaluate, train.loss)
+    known = ["loss", *(metric.name for metric in metrics)]
     if name == "auto":
-        name = known[-1]
+        name = known[min(1, len(metrics))]
     if name not in known:
         raise InputError(f"--metric: found {name!r}, but evaluation gives {' and '.join(known)}")
-    if name not in find_modes(train.evaluate, train.loss):
+    if name not in modes_of(metrics):
         raise InputError(f"--metric: {unknown_mode(name)}, or compare by the loss: --metric loss")
     return name
 

@@ -1,12 +1,10 @@
-"""The progress of a sweep: the steps of its trials, how fast they are, which to show, and their curves."""
+"""The progress of a sweep: the steps of its trials, how fast they are, which to show."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from plait.core import run_events
@@ -15,15 +13,12 @@ from plait.core.events import Event
 from plait.schema.results import TrialResult
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
-from plait.training.run_record import open_board
 
 ROWS = 12
 # The most arrays in one progress report.
 LINES = 32
 # The time left is reported only after steps were counted for this long.
 SETTLED_S = 2.0
-# The most boards for TensorBoard that are open at once: each has a file and a thread.
-MOST_OPEN = 32
 
 
 class SweepProgress:
@@ -81,7 +76,7 @@ class SweepProgress:
     def steps(self) -> dict[int, int]:
         """How many steps each trial has taken."""
         trials = self._scheduler.trials
-        return {t.number: t.step if t.has_ended else max(t.step, self._step_of(t.number)) for t in trials}
+        return {t.number: t.step if t.has_ended else max(t.step, self.step_of(t.number)) for t in trials}
 
     def table(self) -> tuple[TrialResult, ...]:
         """All trials, best first, with the steps that unfinished ones have taken."""
@@ -117,31 +112,6 @@ class SweepProgress:
         loss = row.train_loss if row.train_loss is not None else self._latest.get(row.trial, (0, None))[1]
         return replace(row, step=steps[row.trial], train_loss=loss)
 
-    def _step_of(self, trial: int) -> int:
+    def step_of(self, trial: int) -> int:
+        """How far a trial is known to be."""
         return self._latest.get(trial, (0, None))[0]
-
-
-class TrialBoards:
-    """Writes scalars below `folder`, those of trial 3 in `trial-0003`; without a folder, none."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._open: dict[int, Any] = {}
-
-    def add(self, trial: int, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Write the scalars of a trial at a step by name; those that are not numbers are left out."""
-        if self._folder is None:
-            return
-        board = self._open.pop(trial, None) or open_board(self._folder / f"trial-{trial:04d}")
-        self._open[trial] = board
-        for name, value in scalars.items():
-            if value is not None and math.isfinite(value):
-                board.add_scalar(name, value, step)
-        for oldest in list(self._open)[:-MOST_OPEN]:
-            # Should it go on, it does so in a further file of its folder.
-            self._open.pop(oldest).close()
-
-    def close(self) -> None:
-        for board in self._open.values():
-            board.close()
-        self._open.clear()

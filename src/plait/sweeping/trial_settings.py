@@ -35,6 +35,7 @@ _COMMON = (
     "run_dir",
     "device",
     "tensorboard",
+    "callbacks",
     "log_every_steps",
     "parallel",
     "cluster",
@@ -101,7 +102,8 @@ def array_key(settings: TrainSettings) -> str:
     tree["data"] = {**tree["data"], "batch_size": None}
     # Arrays hold one of each option that is no number.
     switches = {name: value for name, value in settings.optimizer.options.items() if not is_number(value)}
-    tree["optimizer"] = {**tree["optimizer"], "options": switches}
+    ema = settings.optimizer.ema and {"evaluate": settings.optimizer.ema.evaluate}
+    tree["optimizer"] = {**tree["optimizer"], "options": switches, "ema": ema}
     tree["loss_args"] = _loss_switches(settings)
     tree["model"] = _model_key(settings.model)
     text = json.dumps(tree, sort_keys=True)

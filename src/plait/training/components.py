@@ -24,8 +24,9 @@ from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
 from plait.api.world import choose_device
+from plait.callbacks.callback import callbacks_of, check_callbacks
 from plait.core.errors import DataError, JobError
-from plait.core.names import check_arguments, check_extra, resolve
+from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource, as_arguments, as_pair
 from plait.data.call_model import forward
 from plait.data.loader import Batch, cut, to_device
@@ -40,7 +41,7 @@ from plait.sync.averaging.base import WhenSynchronized
 from plait.sync.averaging.optimizer_state import rest_of_state
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
-from plait.training.evaluate import sums_of, sums_over_share
+from plait.training.evaluate import Totals, totals_of_share
 from plait.training.fused.rounds import Round, TrialMicrobatch
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.optimizers.build import build_optimizer, check_groups
@@ -49,7 +50,7 @@ from plait.training.optimizers.traits import check_summed
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.workloads import data
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
-from plait.workloads.metrics import Metric, find_metric, find_modes, unknown_mode
+from plait.workloads.metrics import NamedMetric, find_metrics, modes_of, unknown_mode
 
 # A worker that builds the whole model must have room for its weights, a copy on the way to the device, and
 # an optimizer's state of a checkpoint.
@@ -73,7 +74,7 @@ class Components:
     model: torch.nn.Module
     names: Mapping[Tensor, str]
     loss: Loss
-    metric: tuple[str, Metric] | None
+    metrics: tuple[NamedMetric, ...]
     modes: Mapping[str, Mode]
     optimizer: torch.optim.Optimizer
     base_lrs: tuple[float, ...]
@@ -230,13 +231,17 @@ class Components:
         """What the loss of each trial, and so its gradients, are multiplied by until the update."""
         return torch.tensor([self.scaler.get_scale()])
 
-    def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
-        """The sums of the one trial over a share of the test split; see `evaluate.sums_of`."""
-        return sums_over_share(self, settings[0], *share).unsqueeze(0)
+    def totals(
+        self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]
+    ) -> list[Totals]:
+        """The totals of the one trial over a share of the test split."""
+        return [totals_of_share(self, settings[0], *share)]
 
-    def sums_of(self, slot: int, output: Any, target: Any, count: int) -> Tensor:
-        """The sums over a batch of `count` samples, of what the model returned; see `evaluate.sums_of`."""
-        return sums_of(self, output, target, count)
+    def add_to(
+        self, totals: Totals, slot: int, output: Any, target: Any, count: int, order: tuple[int, int]
+    ) -> None:
+        """Add a batch of `count` samples, for which the model returned `output`, to the trial's totals."""
+        totals.add(self, output, target, count, order)
 
     def state(self, slot: int = 0) -> EngineState:
         """The state of a model that this worker holds as a whole."""
@@ -273,9 +278,7 @@ def check(settings: TrainSettings) -> None:
     if isinstance(factory, type) and issubclass(factory, IterableDataset):
         check_stream(settings)
     find_collate_fn(settings.data)
-    if settings.tensorboard:
-        check_extra("tensorboard", "tensorboard: true", JobError)
-    known = ["loss", code.metric[0]] if code.metric is not None else ["loss"]
+    known = ["loss", *(metric.name for metric in code.metrics)]
     for key, name in (
         ("checkpoint.keep_best", settings.checkpoint.keep_best),
         ("early_stop.metric", settings.early_stop.metric if settings.early_stop else None),
@@ -290,6 +293,7 @@ def check(settings: TrainSettings) -> None:
     check_lr_schedule(settings.lr_schedule)
     for policy in settings.adapt:
         make_policy(policy.kind, policy.options)
+    check_callbacks(callbacks_of(settings))
 
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
@@ -315,8 +319,12 @@ class JobCode:
 
     model: Callable[..., torch.nn.Module]
     loss: Loss
-    metric: tuple[str, Metric] | None
-    modes: Mapping[str, Mode]
+    metrics: tuple[NamedMetric, ...]
+
+    @property
+    def modes(self) -> Mapping[str, Mode]:
+        """Whether less or more of the loss and of each metric is better, if known."""
+        return modes_of(self.metrics)
 
 
 def resolve_names(settings: TrainSettings) -> JobCode:
@@ -325,8 +333,7 @@ def resolve_names(settings: TrainSettings) -> JobCode:
     return JobCode(
         model=find_model(settings.model),
         loss=build_loss(settings.loss, settings.loss_args),
-        metric=find_metric(settings.evaluate.metric, settings.loss),
-        modes=find_modes(settings.evaluate, settings.loss),
+        metrics=find_metrics(settings.evaluate, settings.loss),
     )
 
 
@@ -560,7 +567,7 @@ def _with_optimizer(
         model=model,
         names=names,
         loss=code.loss,
-        metric=code.metric,
+        metrics=code.metrics,
         modes=code.modes,
         optimizer=optimizer,
         base_lrs=tuple(float(group["lr"]) for group in optimizer.param_groups),

@@ -1,4 +1,4 @@
-"""What rank 0 records while it trains: events, TensorBoard scalars, and progress for the supervisor."""
+"""What rank 0 records while it trains: events, for callbacks too, and progress for the supervisor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from plait.callbacks.callback import RunCallbacks, callbacks_of, make_callbacks
+from plait.callbacks.records import StartRecord
 from plait.core import run_events
-from plait.core.codec import finite
+from plait.core.codec import encode, finite
 from plait.core.events import Event, EventLog
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
@@ -51,10 +53,10 @@ class RunRecorder:
         self._parameters = sum(p.numel() for p in components.model.parameters())
         self._samples_of_epoch = components.train_set.length
         self._folder = folder
-        self._log = EventLog(folder.events(), worker.rank) if self._active else None
+        self._callbacks = self._make_callbacks()
+        self._log = EventLog(folder.events(), worker.rank, self._callbacks.handle) if self._active else None
         # The events of this worker, while another one keeps the record.
         self._own: EventLog | None = None
-        self._board = open_board(folder.tensorboard) if self._active and settings.tensorboard else None
         self._started = self._mark = self._reported = self._clock()
         self._loss: torch.Tensor | float = 0.0
         self._steps = self._samples = self._all_samples = 0
@@ -140,10 +142,6 @@ class RunRecorder:
         self.record(run_events.Step(step, epoch, finite(loss), lr, self._samples, round(seconds, 6)))
         assert self._last_loss is not None
         self.on_loss(step, loss, float(self._last_loss))
-        if self._board is not None:
-            self._board.add_scalar("train/loss", loss, step)
-            self._board.add_scalar("train/lr", lr, step)
-            self._board.add_scalar("train/samples_per_s", self._samples / seconds, step)
         self._training_s += seconds
         self._all_samples += self._samples
         # A running mean over a few seconds, so that the time left follows changes of speed.
@@ -169,9 +167,6 @@ class RunRecorder:
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
         numbers = {name: finite(value) for name, value in metrics.items()}
         self.record(run_events.Evaluated(step, numbers, samples, round(seconds, 6)))
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(f"test/{name}", value, step)
         self._progress |= {f"test_{name}": value for name, value in numbers.items()}
         self._report(force=True)
         self.leave_out(seconds)
@@ -236,26 +231,30 @@ class RunRecorder:
         """Write the record from now on, in the events file of this worker: the previous writer is gone."""
         if self._active:
             return
-        self._active, self._log, self._own = True, self._own_log(), None
-        if self._settings.tensorboard:
-            self._board = open_board(self._folder.tensorboard)
+        self._active = True
+        self._callbacks = self._make_callbacks()
+        if self._own is not None:
+            self._own.close()
+        self._log, self._own = self._open_own(self._callbacks.handle), None
         self._mark = self._clock()
 
     def leave(self) -> None:
         """Close the record: another worker writes it from now on."""
         self.log_rest()
+        self._callbacks.end("left")
         self._close()
 
     def _close(self) -> None:
-        for writer in (self._log, self._board, self._own):
+        for writer in (self._log, self._own):
             if writer is not None:
                 writer.close()
 
-    def flush(self) -> None:
-        """Write all that is pending, including steps that are in no event yet."""
+    def fail(self) -> None:
+        """Write all that is pending of a run that failed, including steps that are in no event yet."""
         with contextlib.suppress(Exception):  # a loss may be on a device that has failed
             self.log_rest()
-        for writer in (self._log, self._board, self._own):
+        self._callbacks.end("failed")
+        for writer in (self._log, self._own):
             if writer is not None:
                 writer.flush()
 
@@ -276,12 +275,22 @@ class RunRecorder:
         if self._active:
             self.record(event)
         else:
-            self._own = self._own_log()
+            self._own = self._own or self._open_own()
             self._own.record(event)
             self._own.flush()
 
-    def _own_log(self) -> EventLog:
-        return self._own or EventLog(self._folder.events(self._worker.id), self._worker.id)
+    def _open_own(self, on_event: Callable[[Event], None] = lambda event: None) -> EventLog:
+        return EventLog(self._folder.events(self._worker.id), self._worker.id, on_event)
+
+    def _make_callbacks(self) -> RunCallbacks:
+        """The callbacks of the run on the worker that keeps the record; none on others."""
+        settings, path = self._settings, self._folder.path
+        made = make_callbacks(callbacks_of(settings)) if self._active else []
+
+        def start(step: int) -> StartRecord:
+            return StartRecord(settings.name, path, step, encode(settings))
+
+        return RunCallbacks(made, self._folder.checkpoints, start)
 
     def record(self, event: Event) -> None:
         """Write an event into the record."""
@@ -293,10 +302,3 @@ class RunRecorder:
         if self._active and (force or now - self._reported >= REPORT_S):
             self._reported = now
             self._worker.report(self._progress)
-
-
-def open_board(folder: Path) -> Any:
-    """A TensorBoard writer for `folder`."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder))

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from plait.core.errors import PlaitError
+from plait.data.call_model import compile_in_place
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
 from plait.training import checkpoint as checkpoints
@@ -48,13 +49,16 @@ def train(worker: Worker, order: Mapping[str, Any]) -> dict[str, Any]:
     message = ""
     if worker.rank >= 0:  # those that join later go on with what works already
         message = try_evaluation(components, settings, worker.rank, worker.world_size)
+    if settings.compile and not settings.in_stages:
+        # Audits repeat steps with a model that is not compiled.
+        compile_in_place(components.model, device, "compile")
     loop = make_job_loop(worker, settings, components, folder, request.resume)
     if message:
         loop.run.metrics.warn(message)
     try:
         result = loop.train(resume=request.resume)
     except BaseException:
-        loop.run.metrics.flush()
+        loop.run.metrics.fail()
         raise
     # Where others may be gone, its end could wait for them.
     if dist.is_initialized() and not worker.memberships.can_change:

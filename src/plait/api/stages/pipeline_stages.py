@@ -52,6 +52,8 @@ class StepOptions:
     autocast: Autocast = contextlib.nullcontext
     clip_norm: float | None = None
     seed: int = 0
+    # Whether the model, or each stage, is compiled.
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class PipelineStages:
             world.rendezvous,
             options.clip_norm,
             topology,
+            compile=options.compile,
         )
         self._executor = PipelineExecutor(self._rank, layout, traced, self._channels, parts)
         free_other_stages(model, self._executor, traced)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from plait.api.stages.pipeline_stages import StepOptions
 from plait.data import loader
-from plait.data.call_model import evaluated_weights, evaluation_mode, forward
+from plait.data.call_model import compile_in_place, evaluated_weights, evaluation_mode, forward
 from plait.pipeline.named_state import Tensors, load_optimizer_state, optimizer_state
 
 
@@ -28,6 +28,8 @@ class WholeModel:
         self._updates_each = updates_each
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = options.optimizer(self._parameters)
+        if options.compile:
+            compile_in_place(model, device, "compile")
 
     def step(self, batch: tuple[Any, Any], samples: int, microbatches: int) -> Tensor:
         """Train on a batch; returns its mean loss."""

@@ -15,6 +15,7 @@ from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.optimizer_kinds import KINDS, kind_of
 from plait.fusion.optim.param_groups import torch_names
+from plait.sync.weight_ema import EMA, decay_of, evaluates_ema
 
 
 def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -40,9 +41,12 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
         for parameter in group["params"]:
             clock = group.counts(parameter)
             steps = (clock.steps if fused.kind.counts_steps else clock.pushes)[number].item()
-            if steps == 0:
-                continue
             state = fused.state[parameter]
+            if steps == 0:
+                # SGD without momentum counts no steps.
+                if EMA in state and clock.steps[number].item():
+                    single.state[parameters[parameter]] = {EMA: state[EMA][number].detach().clone()}
+                continue
             trial_state: dict[str, Any] = {
                 name: tensor[number].detach().clone() for name, tensor in state.items()
             }
@@ -90,7 +94,11 @@ def fuse_optimizers(
         _fused_group(fused, kind, [optimizer.param_groups[index] for optimizer in optimizers], names)
         for index, names in enumerate(_common_names(names_by_group))
     ]
+    decays = [decay_of(optimizer) for optimizer in optimizers]
+    if None not in decays:
+        options = {"ema": decays, **options}
     made = FusedOptimizer(fused, kind, params=groups, **options)
+    made.evaluates_ema = all(map(evaluates_ema, optimizers))
     for number, (optimizer, names_of) in enumerate(zip(optimizers, names_by_group)):
         _load_states(made, optimizer, number, names_of)
     return made
@@ -146,6 +154,8 @@ def load_trial(
             f"fuse_optimizers: trial {number}'s optimizer has {[len(group) for group in names_by_group]} "
             f"parameters in its groups, expected those of the array: {[len(group) for group in expected]}"
         )
+    if fused.ema is not None and (decay := decay_of(optimizer)) is not None:
+        fused.ema[number] = decay
     for group, single in zip(fused.groups, optimizer.param_groups):
         group.set_trial(number, {name: single[name] for name in torch_names(fused.kind)})
     _load_states(fused, optimizer, number, names_by_group)

@@ -25,6 +25,7 @@ from plait.fusion.optim.param_groups import (
 from plait.fusion.optim.trial_gradients import clip_gradients, unscale_gradients
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import trials_without_gradients
+from plait.sync.weight_ema import EMA, swap_ema
 
 # The parameters that have a gradient, with their states.
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
@@ -73,7 +74,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     them as in torch.optim; by default all parameters of the module. Coefficients are computed in float32, or
     in float64 for float64 parameters. `clip_norm` limits the norm of each trial's gradients, `steps` the
     number of its steps: after them a trial does not change. Under a torch.amp.GradScaler only the trials
-    whose gradients overflow skip a step.
+    whose gradients overflow skip a step. With `ema`, the decay of each trial, it keeps a moving average of
+    the weights in its state, which `eval` puts in the place of the weights until `train`.
     """
 
     # torch.amp.GradScaler then lets `step` decide which trials are updated.
@@ -86,6 +88,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         clip_norm: Number | None = None,
         steps: Sequence[int] | None = None,
         params: Iterable[Any] | None = None,
+        ema: Number | None = None,
         **options: Any,
     ) -> None:
         if kind not in KINDS:
@@ -95,7 +98,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         check_options(kind, options)
         defaults = {**torch_names(self.kind), **self.kind.common, **options}
         self._slices: dict[int, tuple[Any, Slices]] = {}
+        decays = None if ema is None else one_each("ema", ema, fused.trials)
+        self.ema = None if decays is None else torch.tensor(decays, dtype=torch.float64)
+        # Whether `eval` uses the averages, and whether they are in the place of the weights.
+        self.evaluates_ema, self._is_swapped = True, False
         super().__init__(fused.module.parameters() if params is None else params, defaults)
+        self.ema = None if self.ema is None else self.ema.to(self.device)
         limits = None if clip_norm is None else one_each("clip_norm", clip_norm, fused.trials)
         self.clip_norm = None if limits is None else torch.tensor(limits, dtype=torch.float64).to(self.device)
         self.limits = None if steps is None else list(steps)
@@ -160,7 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         A parameter may have been frozen until now, and without momentum there is no buffer.
         """
         state: dict[str, Tensor] = self.state[parameter]
-        for name in group.state_names:
+        for name in self._state_names(group):
             if name not in state:
                 if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise FusionError(
@@ -169,6 +177,22 @@ class FusedOptimizer(torch.optim.Optimizer):
                     )
                 state[name] = _first_state(group, parameter, name)
         return state
+
+    def _state_names(self, group: FusedGroup) -> tuple[str, ...]:
+        return group.state_names if self.ema is None else (*group.state_names, EMA)
+
+    def eval(self) -> None:
+        """Put the moving averages in the place of the weights; without `ema`, nothing changes."""
+        self._swap(True)
+
+    def train(self) -> None:
+        """Put the weights back that `eval` has taken away."""
+        self._swap(False)
+
+    def _swap(self, swapped: bool) -> None:
+        if self.evaluates_ema and swapped != self._is_swapped:
+            self._is_swapped = swapped
+            swap_ema(self)
 
     def set(self, **values: Any) -> None:
         """Set hyperparameters in all groups, from the next step on."""
@@ -278,7 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         absent = trials_without_gradients(parameters, self.fused.trials)
         states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in parameters]
-        if not all(map(set(group.state_names).issubset, states)):
+        if not all(map(set(self._state_names(group)).issubset, states)):
             states = [self.state_of(group, parameter) for parameter in parameters]
         updated: Updated = list(zip(parameters, states))
         gradients: list[Tensor] = [p.grad for p in parameters]
@@ -292,6 +316,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:
             _step_by_vectors(group, updated, gradients, clocks, moving)
             _advance(group, clocks, moving)
+        if self.ema is not None:
+            _update_ema(updated, self.ema, moving)
         for tensor, trials, before in kept:
             tensor[list(trials)] = before
 
@@ -357,6 +383,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.rewrite(change, numbers)
         for state in self.state.values():
             state.update({name: change(tensor) for name, tensor in state.items()})
+        if self.ema is not None:
+            self.ema = self.ema[list(numbers)]
         for name in ("clip_norm", "active"):
             vector = getattr(self, name)
             setattr(self, name, None if vector is None else change(vector))
@@ -392,7 +420,17 @@ def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one | other
 
 
+def _update_ema(updated: Updated, decays: Tensor, moving: Tensor | None) -> None:
+    """Move the averages towards the weights, by one minus the decay of each trial; of those that moved."""
+    for parameter, state in updated:
+        weights = (1.0 - decays).to(parameter.device, parameter.dtype.to_real())
+        weights = weights if moving is None else torch.where(moving, weights, 0.0)
+        state[EMA].lerp_(parameter.detach(), weights.view(-1, *(1,) * (parameter.dim() - 1)))
+
+
 def _first_state(group: FusedGroup, parameter: Tensor, name: str) -> Tensor:
+    if name == EMA:
+        return parameter.detach().clone()
     state = torch.zeros_like(parameter, requires_grad=False)
     if name == "sum" and "initial_accumulator_value" in group.vectors:
         start = group.vectors["initial_accumulator_value"]

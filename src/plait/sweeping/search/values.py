@@ -87,6 +87,11 @@ class Search:
 
 def check(settings: SweepSettings) -> None:
     """Refuse a search that cannot be made, saying what would make it one."""
+    if settings.train.compile:
+        raise InputError(
+            "compile: found true, but trials of a sweep train fused, which torch.compile cannot trace; leave "
+            "it out, and compile the run of the best trial"
+        )
     search, over = settings.search, settings.over
     if not over:
         raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.sync.averaging.base import WhenSynchronized
+from plait.sync.weight_ema import EMA
 
 # For each tensor of an optimizer's state its type, its shape, and whether it is on its parameter's device.
 Layout = dict[str, list[Any]]
@@ -32,7 +33,8 @@ class OptimizerState:
     """The floating tensors of an optimizer's state, the same on all workers that synchronize.
 
     A worker has no state before its first step, nor for a parameter that it never used. So workers publish
-    the layout of their state in the store, under `key`; missing tensors start from zeros.
+    the layout of their state in the store, under `key`; missing tensors start from zeros, an EMA from the
+    weights.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class OptimizerState:
             # Counters such as Adam's may be on the CPU, whatever device the weights are on.
             device = weight.device if is_per_element else torch.device("cpu")
             if path not in held:
-                zeros = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-                self._optimizer.state[weight][name] = zeros
+                first = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                self._optimizer.state[weight][name] = weight.detach().clone() if name == EMA else first
         self._is_filled = True
 
 

@@ -172,10 +172,11 @@ class ReplicaAudit:
         self, step: TrainStep, done: int, share: int, batches: Sequence[Batch], factors: Sequence[float]
     ) -> None:
         self._audited, trial = None, self.trials[0]
-        is_plain = self.together and self.worker.world_size == 1
+        together = self.together and self.worker.world_size > 1
+        is_plain = self.together and not together and not trial.settings.compile
         if not is_plain and is_audited(trial.settings, number := trial.step + done):
             seed = mix(trial.settings.seed, number, share)
-            self._audited = AuditedStep(trial, self.components, self.record, number, seed, self.together)
+            self._audited = AuditedStep(trial, self.components, self.record, number, seed, together)
             step.recorded = self._audited.parts
 
     def averaging_before_update(self) -> contextlib.AbstractContextManager[None]:

@@ -19,11 +19,11 @@ from plait.data.loader_processes import load_aside
 from plait.schema.settings import TrainSettings
 from plait.training.checks.collectives import CollectiveError
 from plait.training.components import Components
-from plait.training.evaluate import evaluation_batches, is_by_all, output_of, sums_of
+from plait.training.evaluate import Totals, evaluation_batches, is_by_all, output_of, results
+from plait.training.worker_group import ALONE
 from plait.verification import unchanged_random_numbers
 from plait.verification.loss_parts import rows_of
 from plait.verification.python_state import PythonState, changed, unchanged_state
-from plait.workloads.metrics import NAMED
 
 # How long a test batch may take to be read in another process.
 LONGEST_S = 60.0
@@ -52,7 +52,7 @@ def try_evaluation(components: Components, settings: TrainSettings, rank: int, w
             held = {
                 "model": components.model,
                 "loss": components.loss,
-                "metric": components.metric and components.metric[1],
+                **{f"metric {metric.name}": metric.call for metric in components.metrics},
             }
             with unchanged_random_numbers(), unchanged_state(held):
                 return _evaluate(components, batches)
@@ -83,7 +83,8 @@ def _read(
                 yield batch.content, batch.count, is_by_all_of(batch.total)
         source = components.test_set
         assert source is not None
-        if settings.evaluate.metric in ("auto", "none", *NAMED) or source.is_stream or wanted >= len(source):
+        is_known = all(metric.is_named for metric in components.metrics)
+        if is_known or source.is_stream or wanted >= len(source):
             return
         # For a custom metric also samples from the whole split, since the first ones may be alike.
         spread = [i * len(source) // size for i in range(min(size, len(source)))]
@@ -102,46 +103,58 @@ def _read(
 
 def _evaluate(components: Components, batches: list[Share]) -> str:
     message = ""
+    together = Totals(components)
     with torch.no_grad(), evaluation_mode(components.model):
-        for content, count, by_all in batches:
+        for number, (content, count, by_all) in enumerate(batches):
             output, target = output_of(components, content)
             copied = _own(components)
-            state = PythonState({} if copied.metric is None else {"": copied.metric[1]})
+            summed = [metric for metric in copied.metrics if metric.name not in together.over_all]
+            state = PythonState({metric.name: metric.call for metric in summed})
             before = state.tokens()
-            sums = sums_of(copied, output, target, count, by_all)
+            together.add(copied, output, target, count, (number, 0), by_all)
+            summed = [metric for metric in summed if metric.name not in together.over_all]
             names = [shown for _, shown in changed(before, state.tokens())]
-            if copied.metric is not None and names and not message:
+            if summed and names and not message:
                 message = (
-                    f"evaluate.metric: {copied.metric[0]} changes {names[0]} when it is called, but each "
+                    f"evaluate.metric: {summed[0].name} changes {names[0]} when it is called, but each "
                     f"worker calls it only for its local batches, and a resumed run starts over; return "
                     f"(sum, count) of each batch, and let `finish` compute what is reported from the quotient"
                 )
-            message = message or _describe_metric(components, output, target, count, sums[2:])
+            for metric in summed:
+                message = message or _describe_metric(components, metric.name, output, target, count)
+    # What is computed over all samples is computed once, here over those that were tried.
+    results(ALONE, [_own(components)], [together])
     return message
 
 
 def _own(components: Components) -> Components:
-    """The components with copies of loss and metric, so that their state is not changed."""
-    metric = components.metric and (components.metric[0], _copied(components.metric[1]))
-    return replace(components, loss=_copied(components.loss), metric=metric)
+    """The components with copies of loss and metrics, so that their state is not changed."""
+    metrics = tuple(replace(metric, call=_copied(metric.call)) for metric in components.metrics)
+    return replace(components, loss=_copied(components.loss), metrics=metrics)
 
 
-def _describe_metric(components: Components, output: Any, target: Any, count: int, whole_sums: Tensor) -> str:
+def _describe_metric(components: Components, name: str, output: Any, target: Any, count: int) -> str:
     """A warning if the metric of a batch is not the sum over its parts; else empty."""
-    if components.metric is None or count < 2:
+    if count < 2:
         return ""
 
     def sums(*ends: int) -> Tensor:
         """The sums over the parts with these ends."""
-        total = torch.zeros(2, dtype=torch.float64)
+        copied = _own(components)
+        totals = Totals(replace(copied, metrics=tuple(m for m in copied.metrics if m.name == name)))
         for begin, end in itertools.pairwise((0, *ends)):
+            own = _own(components)
+            own = replace(own, metrics=tuple(m for m in own.metrics if m.name == name))
             own_output, own_target = rows_of((output, target), count, begin, end)
-            total += sums_of(_own(components), own_output, own_target, end - begin)[2:]
-        return total
+            totals.add(own, own_output, own_target, end - begin)
+        return totals.sums[2:]
 
     few = min(count, _SINGLY)
     try:
-        tried = [(count, whole_sums, sums(count // 2, count)), (few, sums(few), sums(*range(1, few + 1)))]
+        tried = [
+            (count, sums(count), sums(count // 2, count)),
+            (few, sums(few), sums(*range(1, few + 1))),
+        ]
     except CollectiveError:  # it is called by all workers, but not for parts of their batches
         return ""
     except JobError:
@@ -152,9 +165,10 @@ def _describe_metric(components: Components, output: Any, target: Any, count: in
         if not torch.allclose(together, whole, rtol=1e-3, equal_nan=True):
             value, mean = (float(pair[0] / pair[1]) for pair in (whole, together))
             return (
-                f"evaluate.metric: {components.metric[0]} of {samples} test samples is {value:.6g}, but "
+                f"evaluate.metric: {name} of {samples} test samples is {value:.6g}, but "
                 f"{mean:.6g} by the sums and counts of their parts, so it depends on how samples are cut "
-                f"into batches and over workers; return (sum, count) over samples"
+                f"into batches and over workers; return (sum, count) over samples, or one number, and it is "
+                f"given all samples"
             )
     return ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.core.errors import JobError, PlanError
-from plait.pipeline.layout import PipelineLayout, arrange, check_depths, with_choices
+from plait.pipeline.layout import PipelineLayout, arrange, check_compiled, check_depths, with_choices
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import TrainSettings
 from plait.training.engines.replica_layout import check_replicas
@@ -42,6 +42,8 @@ def check_plan(settings: TrainSettings, workers: int | None) -> PipelineLayout:
             f"each updates separately; use bf16 or float32, or sync all-reduce and schedule flush, gpipe or "
             f"zero-bubble"
         )
+    if settings.compile:
+        check_compiled(plan.schedule)
     if settings.accumulate > 1:
         raise JobError("accumulate: a pipeline accumulates by itself; use parallel.microbatches instead")
     wrong = [stage for stage in settings.pipeline.recompute if not 0 <= stage < len(plan.stages)]

@@ -30,6 +30,7 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engines.train_step import AnyComponents, TrainStep
 from plait.training.engines.whole_model import StepAudit
+from plait.training.evaluate import Totals
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.trial import Trial
@@ -84,7 +85,7 @@ class Member(Protocol):
     def synchronize(self) -> None:
         """Give all members the same state; PeerError if one is lost."""
 
-    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+    def totals_over(self, slots: Sequence[int], share: int, shares: int) -> list[Totals]:
         """This worker's part of the sums of loss and metric of trials over a share of the test split."""
 
     def state(self, slot: int) -> EngineState | None:
@@ -247,9 +248,9 @@ class WholeModelMember:
     def synchronize(self) -> None:
         self.averaging.synchronize()
 
-    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+    def totals_over(self, slots: Sequence[int], share: int, shares: int) -> list[Totals]:
         settings = [trial.settings for trial in self._trials]
-        return self._components.sums(slots, settings, (share, shares))
+        return self._components.totals(slots, settings, (share, shares))
 
     def state(self, slot: int) -> EngineState | None:
         if self.place != 0:

@@ -39,7 +39,7 @@ from plait.training.engines.averaging_member import MakeMember, Member, MemberIn
 from plait.training.engines.throughput import ThroughputMeter
 from plait.training.engines.train_step import AnyComponents
 from plait.training.engines.work_queue import Speed, WorkItem, WorkQueue, sample_count
-from plait.training.evaluate import means
+from plait.training.evaluate import results
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
 
@@ -390,11 +390,10 @@ class DecentralizedEngine:
         return load(self._source(slot), order, seed=seed, rank=0, world_size=1, loaders=loaders, pin=pin)
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
-        """Mean loss and metric over the test split, of which each member takes a share."""
+        """Mean loss and metrics over the test split, of which each member takes a share."""
         member, components = self._member, self.components
-        sums = member.sums_over(slots, member.place, len(member.workers))
-        total = self._group.total(sums, components.device)
-        return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
+        totals = member.totals_over(slots, member.place, len(member.workers))
+        return results(self._group, [components.of_trial(slot) for slot in slots], totals)
 
     def state(self, slot: int = 0) -> EngineState | None:
         return self._member.state(slot)

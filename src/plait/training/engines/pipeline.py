@@ -35,7 +35,7 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, requests_of
-from plait.training.evaluate import in_order, means
+from plait.training.evaluate import Totals, in_order, results
 from plait.training.monitoring.stage_monitor import StageMonitor
 from plait.training.stages.loss_sums import DeferredStepReduce
 from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
@@ -252,12 +252,11 @@ class PipelineEngine:
         self._on_step(number + 1, losses, batch, ended)
 
     def evaluate(self, slots: Sequence[int] = (0,)) -> list[dict[str, float]]:
-        """Mean loss and metric over the test split, sent through the pipeline."""
+        """Mean loss and metrics over the test split, sent through the pipeline."""
         components = self.stages.components
         self._pipe.average_buffers()
-        sums = evaluation_sums(self.stages.layout, components, self._pipe, self.trials, slots)
-        total = self._group.total(sums, components.device)
-        return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
+        totals = evaluation_totals(self.stages.layout, components, self._pipe, self.trials, slots)
+        return results(self._group, [components.of_trial(slot) for slot in slots], totals)
 
     def state(self, slot: int = 0) -> EngineState | None:
         self._pipe.average_buffers()
@@ -339,17 +338,17 @@ class PipelineEngine:
         self._on_operations(event)
 
 
-def evaluation_sums(
+def evaluation_totals(
     layout: PipelineLayout,
     components: AnyComponents,
     pipeline: PipelineExecutor,
     trials: Sequence[Trial],
     slots: Sequence[int],
-) -> Tensor:
-    """This worker's part of the sums of loss and metric over the test split, for each trial in `slots`.
+) -> list[Totals]:
+    """This worker's part of the evaluation of each trial in `slots` on the test split.
 
     The pipelines of `layout` take microbatches of the test split in turn; all their workers call it together.
-    A worker of the last stage has the sums.
+    A worker of the last stage has totals, those of others are zero.
     """
     settings, tests = trials[slots[0]].settings, components.of_trial(slots[0]).test_set
     assert tests is not None
@@ -363,13 +362,13 @@ def evaluation_sums(
         seed=settings.seed,
         fetch=lambda local: load_microbatches(tests, settings, components, local),
     )
-    sums = torch.zeros(len(slots), 4, dtype=torch.float64)
+    totals = [Totals(components.of_trial(slot)) for slot in slots]
 
     def measure(output: Any, target: Any, microbatch: int) -> None:
-        count = len(work.microbatch(microbatch).samples)
-        for row, slot in zip(sums, slots):
-            row.add_(components.sums_of(slot, output, target, count))
+        given = work.microbatch(microbatch)
+        for own, slot in zip(totals, slots):
+            components.add_to(own, slot, output, target, len(given.samples), (given.index, 0))
 
     with evaluated_weights(pipeline.optimizer):
         pipeline.evaluate(layout.local(len(microbatches), layout.pipeline_of(pipeline.rank)), work, measure)
-    return sums
+    return totals

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from plait.comm.channels import Channels
@@ -25,10 +24,11 @@ from plait.sync.averaging.base import NoAveraging, WeightAveraging
 from plait.sync.make_averaging import PREFIX
 from plait.training.checkpoint import EngineState
 from plait.training.engines.averaging_member import Member, MemberInit, MemberState, load_sync
-from plait.training.engines.pipeline import evaluation_sums
+from plait.training.engines.pipeline import evaluation_totals
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import State
 from plait.training.engines.replica_layout import in_order
+from plait.training.evaluate import Totals
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.stages.replica_stages import ReplicaStages
 from plait.training.worker_group import WorkerGroup
@@ -153,9 +153,9 @@ class PipelineMember:
         self._pipeline.timings.clear()
         self.averaging.synchronize()
 
-    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
+    def totals_over(self, slots: Sequence[int], share: int, shares: int) -> list[Totals]:
         stages = self._stages
-        return evaluation_sums(stages.layout, stages.components, self._pipeline, self._trials, slots)
+        return evaluation_totals(stages.layout, stages.components, self._pipeline, self._trials, slots)
 
     def state(self, slot: int) -> EngineState | None:
         # All pipelines hold the same.
@@ -214,8 +214,8 @@ class WaitingWorker:
     def synchronize(self) -> None:
         return
 
-    def sums_over(self, slots: Sequence[int], share: int, shares: int) -> Tensor:
-        return torch.zeros(len(slots), 4, dtype=torch.float64)
+    def totals_over(self, slots: Sequence[int], share: int, shares: int) -> list[Totals]:
+        return [Totals(self._stages.components.of_trial(slot)) for slot in slots]
 
     def state(self, slot: int) -> EngineState | None:
         return gathered(self._stages, slot, ({}, {}), {}, self._group)

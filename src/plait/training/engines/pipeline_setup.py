@@ -255,6 +255,7 @@ def open_pipeline(
             loss_scale=LossScale(components.scaler) if components.scaler.is_enabled() else None,
             everyone=group.sums,
             members_of=None if links is None else links.members_of,
+            compile=settings.compile,
         ),
     )
     if links is None:

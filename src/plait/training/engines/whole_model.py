@@ -26,7 +26,7 @@ from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.engines.train_step import AnyComponents, StepRequests, TrainStep, requests_of
-from plait.training.evaluate import means
+from plait.training.evaluate import results
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.trial import Trial
 from plait.training.worker_group import ALONE, WorkerGroup, group_of_world
@@ -204,8 +204,8 @@ class WholeModelEngine:
         self._open_step.pause_monitor()
         self.synchronize()
         components, settings = self.components, [trial.settings for trial in self.trials]
-        total = self._group.total(components.sums(slots, settings, self._group.share), components.device)
-        return [means(components.of_trial(slot), row) for slot, row in zip(slots, total)]
+        totals = components.totals(slots, settings, self._group.share)
+        return results(self._group, [components.of_trial(slot) for slot in slots], totals)
 
     def state(self, slot: int = 0) -> EngineState | None:
         self._open_step.pause_monitor()

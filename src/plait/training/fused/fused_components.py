@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.adapt.monitors.squared_norms import gradients
-from plait.data.call_model import evaluation_mode, forward
+from plait.data.call_model import evaluated_weights, evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, to_device
 from plait.data.seeding import mix
 from plait.fusion import (
@@ -39,7 +39,7 @@ from plait.sync.averaging.optimizer_state import OptimizerState
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import Components, TrialInit
 from plait.training.components import build as build_components
-from plait.training.evaluate import evaluation_batches, sums_of, sums_over_share
+from plait.training.evaluate import Totals, evaluation_batches, totals_of_share
 from plait.training.fused.rounds import Round, TrialMicrobatch, most_rounds, rounds_of
 from plait.training.fused.trial_counters import TrialCounters
 from plait.training.fused.trial_norms import TrialNorms
@@ -312,39 +312,43 @@ class FusedComponents:
         """What the loss of each trial, and so its gradients, are multiplied by until the update."""
         return self.scales.scales if self.is_scaled else torch.ones(self.trials)
 
-    def sums(self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]) -> Tensor:
-        """The sums of the trials in `slots` over a share of the test split; see `evaluate.sums_of`."""
+    def totals(
+        self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]
+    ) -> list[Totals]:
+        """The totals of the trials in `slots` over a share of the test split."""
         sizes = {_evaluation_size(settings[slot]) for slot in slots}
-        # A forward of all trials costs more than those of a few.
-        if 2 * len(slots) <= self.trials or len(sizes) > 1:
-            return torch.stack([self._sums_alone(slot, share) for slot in slots])
-        return self._sums_together(slots, sizes.pop(), share)
+        with evaluated_weights(self.optimizer):
+            # A forward of all trials costs more than those of a few.
+            if 2 * len(slots) <= self.trials or len(sizes) > 1:
+                return [self._totals_alone(slot, share) for slot in slots]
+            return self._totals_together(slots, sizes.pop(), share)
 
-    def sums_of(self, slot: int, output: Any, target: Any, count: int) -> Tensor:
-        """The sums of the trial in `slot` over a batch of `count` samples that each trial was given."""
-        return sums_of(self.of_trial(slot), at(output, slot), at(target, slot), count)
+    def add_to(
+        self, totals: Totals, slot: int, output: Any, target: Any, count: int, order: tuple[int, int]
+    ) -> None:
+        """Add a batch of `count` samples that each trial was given to the totals of the one in `slot`."""
+        totals.add(self.of_trial(slot), at(output, slot), at(target, slot), count, order)
 
-    def _sums_together(self, slots: Sequence[int], size: int, share: tuple[int, int]) -> Tensor:
-        sums = torch.zeros(len(slots), 4, dtype=torch.float64)
+    def _totals_together(self, slots: Sequence[int], size: int, share: tuple[int, int]) -> list[Totals]:
+        totals = [Totals(self.of_trial(slot)) for slot in slots]
         first = self._entries[slots[0]]
         components, settings = first.components, first.settings
         with torch.no_grad(), evaluation_mode(self.fused):
-            for batch in evaluation_batches(components, settings, size, *share):
+            for number, batch in enumerate(evaluation_batches(components, settings, size, *share)):
                 if not batch.count:
                     continue
                 inputs, target = to_device(batch.content, components.device, components.dtype)
                 with components.autocast():
                     output = forward(self.fused, pytree.tree_map_only(Tensor, Shared, inputs))
-                for row, slot in enumerate(slots):
-                    sums[row] += sums_of(
-                        self._entries[slot].components, at(output, slot), target, batch.count
-                    )
-        return sums
+                for own, slot in zip(totals, slots):
+                    order = (number, share[0])
+                    own.add(self.of_trial(slot), at(output, slot), target, batch.count, order)
+        return totals
 
-    def _sums_alone(self, slot: int, share: tuple[int, int]) -> Tensor:
+    def _totals_alone(self, slot: int, share: tuple[int, int]) -> Totals:
         entry = self._entries[slot]
         components = replace(entry.components, model=self.fused.trial(slot))
-        return sums_over_share(components, entry.settings, *share)
+        return totals_of_share(components, entry.settings, *share)
 
     def of_trial(self, slot: int) -> Components:
         """The components for evaluating the trial in `slot`, without its weights."""

@@ -13,9 +13,10 @@ import torch
 from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, parameters_of, resolve
 from plait.core.shown import shown
-from plait.data.call_model import set_mode
+from plait.data.call_model import has_modes, set_mode
 from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
+from plait.sync.weight_ema import keep_ema
 from plait.training.optimizers.torch_kernels import use_fused_kernels
 
 
@@ -141,6 +142,10 @@ def build_optimizer(
         raise JobError(
             f"optimizer.kind: {settings.kind} returned {shown(optimizer)}, expected a torch.optim.Optimizer"
         )
+    if settings.ema is not None:
+        if has_modes(optimizer):
+            raise JobError(f"optimizer.ema: {settings.kind} evaluates an average already; leave it out")
+        keep_ema(optimizer, settings.ema.decay, settings.ema.evaluate)
     set_mode(optimizer, training=True)
     remember_start(optimizer)
     if not plain:
