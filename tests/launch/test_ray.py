@@ -129,6 +129,23 @@ def test_a_run_whose_node_is_killed_is_finished_on_the_spare(
     nodes.restart(name_of(nodes, lost))
 
 
+def test_a_run_whose_node_is_drained_goes_on_elsewhere(
+    nodes: RayNodes, folder: Path, uninterrupted: dict[str, torch.Tensor]
+):
+    run = folder / "drained"
+    driver = start(nodes, folder, "train", "job.yaml", "--run", "drained", *SLOWLY)
+    await_checkpoint(run, driver)
+    _, away = hosts_now(run)
+    nodes.drain(name_of(nodes, away))
+    out = finish(driver)
+    assert "the hosts are taken away in" in out
+    assert "going on from the checkpoint on" in out
+    assert away not in hosts_of(out)
+    assert are_equal(weights(run), uninterrupted)
+    nodes.kill(name_of(nodes, away))
+    nodes.restart(name_of(nodes, away))
+
+
 def test_a_driver_that_is_killed_leaves_nothing_on_the_nodes(nodes: RayNodes, folder: Path):
     run = folder / "orphan"
     driver = start(nodes, folder, "train", "job.yaml", "--run", "orphan", *SLOWLY)
@@ -245,4 +262,4 @@ def test_options_that_ray_does_not_take_are_refused(
 def test_the_head_has_no_worker_processes_of_the_job_left(nodes: RayNodes):
     """All drivers have ended, and the groups that they reserved nodes with are gone."""
     code = "import ray; ray.init(address='auto', logging_level='ERROR'); print(ray.available_resources())"
-    assert "'CPU': 6.0" in nodes.run(HEAD, [sys.executable, "-c", code])
+    assert "'CPU': 3.0" in nodes.run(HEAD, [sys.executable, "-c", code])

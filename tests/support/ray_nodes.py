@@ -29,7 +29,7 @@ def missing_for_ray() -> str | None:
 class RayNodes:
     """The cluster; the driver of a test runs on the head, which holds no workers."""
 
-    def __init__(self, *names: str, cpus: int = 2) -> None:
+    def __init__(self, *names: str, cpus: int = 1) -> None:
         self._hosts = Hosts()
         # Short: it holds sockets, whose paths have 107 characters at most.
         self._folder = tempfile.TemporaryDirectory(prefix="plr")
@@ -102,6 +102,15 @@ class RayNodes:
         """End a node as a pulled plug would: its link is down, and all of its processes are gone."""
         self._hosts.cut(name)
         self._end(self.processes(name))
+
+    def drain(self, name: str) -> None:
+        """Tell Ray that a node is taken away in a minute."""
+        find = "import ray; ray.init(address='auto', logging_level='ERROR'); "
+        find += f"print(*[n['NodeID'] for n in ray.nodes() if n['NodeName'] == {name!r} and n['Alive']])"
+        node = self.run(HEAD, [sys.executable, "-c", find]).split()[-1]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"]
+        reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"]
+        self.run(HEAD, [*ray, f"--node-id={node}", *reason, "--deadline-remaining-seconds=60"])
 
     def restart(self, name: str) -> None:
         """Plug it in again."""

@@ -144,6 +144,18 @@ def test_a_sweep_killed_after_any_event_leaves_no_trial_twice_in_its_study():
             assert list(trial.intermediate_values) == list(range(10, ended[number].step + 1, 10))
 
 
+def test_trials_that_are_found_again_draw_nothing_from_the_sampler():
+    class Once(optuna.samplers.RandomSampler):
+        def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+            assert not study.trials[trial.number].user_attrs
+            return super().infer_relative_search_space(study, trial)
+
+    study, over = optuna.create_study(sampler=Once(seed=1)), sweep_of(*OVER).over
+    drawn = OptunaTrials(study, over, "loss", "this run").ask(0)
+    assert OptunaTrials(study, over, "loss", "this run").ask(0) == drawn
+    assert OptunaTrials(study, over, "loss", "another").ask(0) != drawn
+
+
 def test_trials_end_in_the_study_as_they_ended(url: str):
     study = new_study(url)
     trials = OptunaTrials(study, sweep_of(*OVER).over, "loss", "this run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import IO, ClassVar, Protocol
 
 from plait.schema.hosts import Host
 
@@ -49,6 +49,8 @@ class Launcher:
     """
 
     signals: tuple[signal.Signals, ...] = ()
+    # Whether other hosts can be taken in place of those that are taken away.
+    has_others: ClassVar[bool] = False
 
     def take_hosts(self, fewest: int, most: int, lost: Collection[str] = ()) -> tuple[Host, ...]:
         """From `fewest` to `most` hosts for a job, in the order of its ranks; waits until they are there.

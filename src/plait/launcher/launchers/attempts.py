@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -16,6 +16,7 @@ from plait.launcher.launchers import Launcher
 from plait.launcher.launchers.choose import launcher_of_job
 from plait.launcher.run_dir import RunDir
 from plait.launcher.supervisor import HostLostError
+from plait.schema.hosts import Host
 from plait.schema.job_checks import check_combinations
 from plait.schema.job_settings import Job
 
@@ -51,16 +52,29 @@ def run_on_hosts(job: Job, display: Display, run: Callable[[Job, Launcher, Path 
             check_combinations(here)
             try:
                 result = run(here, launcher, folder)
-                if result.reason == "stopped" and launcher.notice() is not None:
-                    _ask_again(launcher, display, RunDir(Path(result.run)))
-                return result
+                if result.reason != "stopped" or launcher.notice() is None:
+                    return result
+                stopped = RunDir(Path(result.run))
+                if not launcher.has_others or stopped.stop_request.exists():
+                    _ask_again(launcher, display, stopped)
+                    return result
+                launcher.give_back(hosts)
+                try:
+                    hosts = launcher.take_hosts(fewest, most)
+                except LaunchError as missing:
+                    display.printed(f"warning: {missing}")
+                    return result
+                folder = stopped.path
+                display.printed(f"going on from the checkpoint on {_names(hosts)}")
             except HostLostError as failure:
                 folder = failure.folder or folder
                 step = _step_of(folder)
                 if step > furthest:
                     left, furthest = job.cluster.restarts, step
                 lost |= {*failure.hosts}
-                if not hosts or folder is None or step < 0 or launcher.notice() is not None:
+                if not hosts or folder is None or step < 0:
+                    raise
+                if launcher.notice() is not None and not launcher.has_others:
                     raise
                 if left == 0:
                     failure.args = (f"{failure}; it came no further in {job.cluster.restarts} restarts",)
@@ -73,9 +87,8 @@ def run_on_hosts(job: Job, display: Display, run: Callable[[Job, Launcher, Path 
                     _ask_again(launcher, display, RunDir(folder))
                     failure.args = (f"{failure}; {missing}",)
                     raise failure from None
-                names = ", ".join(host.name for host in hosts)
                 why = str(failure).partition(";")[0]
-                display.printed(f"warning: {why}; going on from the newest checkpoint on {names}")
+                display.printed(f"warning: {why}; going on from the newest checkpoint on {_names(hosts)}")
     finally:
         launcher.give_back(hosts)
 
@@ -96,6 +109,10 @@ def _ask_again(launcher: Launcher, display: Display, folder: RunDir) -> None:
     if not folder.stop_request.exists():
         message = f"{folder.path}: queued again; it goes on from the newest checkpoint"
         launcher.ask_again(lambda: display.printed(message))
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    return ", ".join(host.name for host in hosts)
 
 
 def _step_of(folder: Path | None) -> int:

@@ -37,6 +37,8 @@ _NODE_ID = "ray.io/node-id"
 # The option that says what a host reserves; all others are arguments of ray.init.
 BUNDLE = "bundle"
 
+Nodes = Callable[[], Sequence[Mapping[str, Any]]]
+
 
 @dataclass(frozen=True)
 class ReservedNode:
@@ -50,6 +52,8 @@ class ReservedNode:
 
 class RayLauncher(Launcher):
     """Nodes of the Ray cluster that `cluster.options` name by the arguments of `ray.init`."""
+
+    has_others = True
 
     def __init__(self, access: HostAccess) -> None:
         self._asked_slots = access.slots
@@ -88,7 +92,7 @@ class RayLauncher(Launcher):
         self._taken = {_name(each.node_id, each.address, addresses): each for each in reserved}
         for name, each in self._taken.items():
             self._make_actor(name, each)
-        self._watch = NodeWatch(self._nodes)
+        self._watch = NodeWatch(self._ray.nodes, self._nodes)
         return tuple(Host(name, self._slots, each.address) for name, each in self._taken.items())
 
     def _is_lost(self, name: str) -> bool:
@@ -112,12 +116,13 @@ class RayLauncher(Launcher):
         self._bundle = usual if self._asked_bundle is None else _checked_bundle(self._asked_bundle)
 
     def _nodes(self) -> list[Mapping[str, Any]]:
-        """The nodes that are there, and can have a host."""
+        """The nodes that are there to stay, and can have a host."""
+        away = self._lost_ids | _draining().keys()
         return [
             node
             for node in self._ray.nodes()
             if node["Alive"]
-            and node["NodeID"] not in self._lost_ids
+            and node["NodeID"] not in away
             and all(node["Resources"].get(name, 0) >= count for name, count in self._bundle.items())
         ]
 
@@ -229,13 +234,13 @@ class RayLauncher(Launcher):
 class NodeWatch:
     """Which nodes are gone, new, or taken away; looked up in a thread, since Ray may take its time.
 
-    `nodes` are those that are there, which are none that are new now.
+    `nodes` are all that Ray knows, and `usable` those that can have a host.
     """
 
-    def __init__(self, nodes: Callable[[], Sequence[Mapping[str, Any]]] = tuple) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: Nodes = tuple, usable: Nodes = tuple) -> None:
+        self._nodes, self._usable = nodes, usable
         self._known = {node["NodeID"] for node in nodes()}
-        self._there = frozenset(self._known)
+        self._gone: frozenset[str] = frozenset()
         self._new: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         # By node, when it is taken away.
         self._deadlines: Mapping[str, float] = {}
@@ -247,7 +252,7 @@ class NodeWatch:
         self._ended.set()
 
     def is_gone(self, node: str) -> bool:
-        return node in self._known and node not in self._there
+        return node in self._gone
 
     def take_new(self) -> list[Mapping[str, Any]]:
         """The nodes that came since the last call."""
@@ -261,12 +266,12 @@ class NodeWatch:
     def _look(self) -> None:
         while not self._ended.wait(LOOK_S):
             with contextlib.suppress(Exception):  # the head may be gone: the agents' own links tell
-                there = {node["NodeID"]: node for node in self._nodes()}
-                for node_id in there.keys() - self._known:
-                    self._new.put(there[node_id])
-                self._known |= there.keys()
-                self._there = frozenset(there)
+                self._gone = frozenset(node["NodeID"] for node in self._nodes() if not node["Alive"])
                 self._deadlines = _draining()
+                for node in self._usable():
+                    if node["NodeID"] not in self._known:
+                        self._known.add(node["NodeID"])
+                        self._new.put(node)
 
 
 def _draining() -> dict[str, float]:
