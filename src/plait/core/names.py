@@ -137,6 +137,8 @@ def _import(module_name: str, path: str, key: str, error: type[InputError]) -> A
 
 def has_extra(package: str) -> bool:
     """Whether an optional package is installed; it is not imported."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
     return importlib.util.find_spec(package) is not None
 
 
