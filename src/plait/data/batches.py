@@ -112,7 +112,7 @@ class DataSource:
             while True:
                 samples = self._read(epoch, numbers, seed)
                 if new := kept.changed() - self._drawn:
-                    self._drawn |= new  # each sample is seeded by itself from now on
+                    self._drawn |= new  # they are seeded for each sample from now on
                 else:
                     for generator in self._drawn_to_collate - self._drawn:
                         generator.seed(mix(seed, epoch, numbers[-1]))
