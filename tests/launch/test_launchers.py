@@ -183,7 +183,7 @@ def test_a_run_whose_hosts_are_taken_away_writes_a_checkpoint_and_is_queued_agai
     result = plait.train(job, display=display)
     assert (result.reason, provider.asked_again) == ("stopped", 1)
     assert result.step < 4000
-    assert "the hosts are taken away in 30 s: a checkpoint is written before" in " ".join(result.warnings)
+    assert "the run is to end within 30 s: a checkpoint is written before" in " ".join(result.warnings)
     assert display.lines[-1].endswith("queued again; it goes on from the newest checkpoint")
 
 
@@ -388,11 +388,11 @@ def test_a_signal_of_slurm_is_a_notice_and_the_job_is_queued_again_by_its_own_nu
     launcher.ask_again(lambda: announced.append(1))
     assert announced == []
     monkeypatch.setenv(slurm.REQUEUE, "1")
-    launcher.ask_again(lambda: announced.append(1))
+    SlurmLauncher(HostAccess()).ask_again(lambda: announced.append(1))
     assert (announced, asked[-1]) == ([1], ("scontrol", "requeue", "7"))
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "5")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
-    launcher.ask_again(lambda: announced.append(1))
+    SlurmLauncher(HostAccess()).ask_again(lambda: announced.append(1))
     assert asked[-1] == ("scontrol", "requeue", "5_2")
 
 

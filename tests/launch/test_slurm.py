@@ -97,7 +97,7 @@ def test_a_preempted_run_is_queued_again_and_ends_with_the_weights_of_one_in_pea
     cluster.run(["sbatch", "-p", "urgent", "-N3", "--exclusive", "--wrap", "sleep 1"])
     wait_until(lambda: cluster.state(job) == "PENDING", 40, f"queued again; {output('run', job)}")
     text = output("run", job)
-    assert "the hosts are taken away in" in text
+    assert "the run is to end within" in text
     assert "queued again; it goes on from the newest checkpoint" in text
     stopped_at = json.loads(Path("run/result.json").read_text())
     assert stopped_at["reason"] == "stopped"
@@ -121,6 +121,18 @@ def test_a_run_goes_on_without_a_node_that_is_lost(cluster: SlurmCluster):
     text = output("run", job)
     assert re.search("going on from the newest checkpoint on w0, w1\n", text), text
     assert noticed_s < 15, text
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_loses_the_node_of_its_supervisor_is_queued_again_by_the_others(cluster: SlurmCluster):
+    """Slurm itself would keep the other node, with nothing to do there."""
+    job = submit(cluster, "run", "--nodes", "1:2")
+    wait_until(lambda: step_of("run") >= 15, LONGEST_S, f"training; {output('run', job)}")
+    cluster.kill_node("w0")
+    wait_until(lambda: cluster.state(job) == "PENDING", 120, f"queued again; {output('run', job)}")
+    cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+    await_end(cluster, "run", job)
+    assert "2 workers on w1, w2" in output("run", job)
 
 
 def test_nothing_is_left_of_a_cancelled_job_or_without_its_supervisor(cluster: SlurmCluster):

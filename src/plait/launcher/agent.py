@@ -19,6 +19,7 @@ import select
 import selectors
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections import deque
@@ -53,6 +54,7 @@ MOST_UNREAD_BYTES = 4 << 20
 # Output without line ends, such as progress bars, is forwarded in parts of this many bytes.
 LONGEST_LINE = 1 << 16
 DRAIN_S = 2.0
+LAST_COMMAND_S = 20.0
 
 
 def main() -> None:
@@ -354,6 +356,9 @@ class Agent:
             message = f"no sign of life of plait for {longest_s:.0f} s: all workers on this host are ended\n"
             for worker in self._workers:
                 worker.outputs[1].keep(message.encode())
+            if self._request.if_silent:
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    subprocess.run(self._request.if_silent, timeout=LAST_COMMAND_S, check=False)
             raise EOFError
 
     def _worker_process(self, rank: int, folder: Path | None) -> _WorkerProcess:

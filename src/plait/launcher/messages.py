@@ -91,7 +91,8 @@ class AgentOrder(JobMessage):
 
     `capacity` is the largest number of workers on the host. An agent that has received nothing for
     `supervisor_timeout_s` ends; None if it notices at once that the supervisor has ended. `signals` are
-    those that are meant for the supervisor; all processes of a host may get them.
+    those that are meant for the supervisor; all processes of a host may get them. `if_silent` is a command
+    to run before the agent ends because it has received nothing.
     """
 
     launch: Launch
@@ -103,6 +104,7 @@ class AgentOrder(JobMessage):
     modules: tuple[str, ...]
     supervisor_timeout_s: float | None
     signals: tuple[int, ...] = ()
+    if_silent: tuple[str, ...] = ()
 
     @property
     def host(self) -> Host:

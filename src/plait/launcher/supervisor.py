@@ -210,6 +210,7 @@ class Supervisor:
             modules=tuple(user_folders()),
             supervisor_timeout_s=None if is_local else AGENT_TIMEOUT_FACTOR * self._agent_timeout_s,
             signals=self._launcher.signals,
+            if_silent=self._launcher.if_silent,
         )
 
     def _broadcast(self, message: JobMessage) -> None:
@@ -361,7 +362,7 @@ class Supervisor:
         seconds = self._launcher.notice()
         if seconds is not None and not self._is_noticed:
             self._is_noticed = True
-            self._warn(f"the hosts are taken away in {seconds:.0f} s: a checkpoint is written before")
+            self._warn(f"the run is to end within {seconds:.0f} s: a checkpoint is written before")
             if self._stops == 0:
                 self._on_stop()
         changes = self._launcher.changed()

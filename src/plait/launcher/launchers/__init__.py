@@ -45,12 +45,14 @@ class Launcher:
     """Starts commands on the hosts of a job. One that knows nothing of its hosts has these defaults.
 
     `signals` are those by which the engine says that it takes the hosts away; all processes of the job may
-    get them, and `signalled` is told.
+    get them, and `signalled` is told. `if_silent` is a command that agents run before they end because
+    nothing is heard of this process.
     """
 
     signals: tuple[signal.Signals, ...] = ()
     # Whether other hosts can be taken in place of those that are taken away.
     has_others: ClassVar[bool] = False
+    if_silent: tuple[str, ...] = ()
 
     def take_hosts(self, fewest: int, most: int, lost: Collection[str] = ()) -> tuple[Host, ...]:
         """From `fewest` to `most` hosts for a job, in the order of its ranks; waits until they are there.

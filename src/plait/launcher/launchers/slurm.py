@@ -60,6 +60,12 @@ class SlurmLauncher(Launcher):
                 "salloc or a batch script, or add --submit, which queues it"
             )
 
+        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+        job = f"{array}_{task}" if array and task else self._job
+        if os.environ.get(REQUEUE) == "1":
+            # Slurm does not do it where a job keeps its other nodes after the loss of this one.
+            self.if_silent = ("scontrol", "requeue", job)
+
     def take_hosts(self, fewest: int, most: int, lost: Collection[str] = ()) -> tuple[Host, ...]:
         nodes = _ask("squeue", "-h", "-j", self._job, "-o", "%N")
         names = _ask("scontrol", "show", "hostnames", nodes).split()
@@ -100,14 +106,10 @@ class SlurmLauncher(Launcher):
 
     def ask_again(self, announce: Callable[[], None]) -> None:
         """Queue the job again, unless it was cancelled or Slurm has done so itself."""
-        if os.environ.get(REQUEUE) != "1":
-            return
-        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-        job = f"{array}_{task}" if array and task else self._job
         with contextlib.suppress(LaunchError):
-            if _ask("squeue", "-h", "-j", self._job, "-o", "%T") == "RUNNING":
+            if self.if_silent and _ask("squeue", "-h", "-j", self._job, "-o", "%T") == "RUNNING":
                 announce()  # it may end this process, too
-                _ask("scontrol", "requeue", job)
+                _ask(*self.if_silent)
 
 
 def _ask(*command: str) -> str:
@@ -176,12 +178,13 @@ def submit(job: Job, arguments: Sequence[str], run: str | None, resume: bool) ->
 
 def batch_script(job: Job, kind: RunKind, arguments: Sequence[str], folder: Path) -> str:
     """The text of a batch script that runs the command in `folder`, or goes on with what is there."""
-    fewest, most = job.node_range
+    fewest, most = job.node_range if job.cluster.nodes is not None else (1, 1)
     options: dict[str, Any] = {
         "job-name": job.name,
-        "nodes": fewest if job.cluster.nodes is None or most == fewest else f"{fewest}-{most}",
+        "nodes": f"{fewest}-{most}" if fewest < most else fewest,
         "requeue": True,
-        "no-kill": True,
+        # A job that can do with fewer nodes keeps those that are left; others Slurm queues again.
+        "no-kill": fewest < most,
         "open-mode": "append",
         "output": str(folder / "slurm-%j.out"),
         "signal": f"B:TERM@{max(1, round(job.cluster.grace_s))}",
