@@ -253,7 +253,9 @@ def test_too_few_hosts_have_the_command_queued_again_unless_the_user_has_stopped
 
 # Of the run by itself: test_a_run_that_loses_a_host_goes_on_from_its_checkpoint_on_another_bit_for_bit.
 @pytest.mark.extended
-def test_a_host_behind_a_cut_link_is_reported_within_ten_seconds_and_replaced(tmp_path: Path, hosts: Hosts):
+def test_a_host_behind_a_cut_link_is_reported_within_ten_seconds_and_replaced(
+    tmp_path: Path, hosts: Hosts, in_peace: dict[str, torch.Tensor]
+):
     """Of three hosts two are used; the one that is cut off is replaced by the third."""
     hosts.make("w0", "w1", "w2")
     times: list[float] = []
@@ -280,6 +282,8 @@ def test_a_host_behind_a_cut_link_is_reported_within_ten_seconds_and_replaced(tm
     result = plait.train(job, display=display)
     assert display.seen == [("w0", "w1"), ("w0", "w2")], display.lines
     assert result.step == 40
+    resumed = weights(result.run)
+    assert all(torch.equal(in_peace[name], resumed[name]) for name in in_peace)
     began, noticed = times
     assert noticed - began < 10
     assert hosts.processes() == []

@@ -121,8 +121,13 @@ def placement_overrides(
         overrides += [("cluster.hosts", hosts.split(",")), ("parallel.workers", None)]
     if nic is not None:
         overrides.append(("cluster.nic", nic))
+    if workers is not None and (on or "local") != "local":
+        raise JobError("-np and --on: found both; say how many workers each host has with cluster.slots")
     if on is not None:
         overrides.append(("cluster.on", on))
+        if on in ("slurm", "ray") and hosts is None:
+            # They say which hosts there are, in place of what the job says.
+            overrides += [("cluster.hosts", []), ("parallel.workers", None)]
     if nodes is not None:
         overrides.append(("cluster.nodes", nodes))
     return overrides
