@@ -133,7 +133,8 @@ def test_a_run_whose_node_is_drained_goes_on_elsewhere(
     nodes: RayNodes, folder: Path, uninterrupted: dict[str, torch.Tensor]
 ):
     run = folder / "drained"
-    driver = start(nodes, folder, "train", "job.yaml", "--run", "drained", *SLOWLY)
+    # Telling Ray takes a while.
+    driver = start(nodes, folder, "train", "job.yaml", "--run", "drained", "--jitter", "1.0:1.0")
     await_checkpoint(run, driver)
     _, away = hosts_now(run)
     nodes.drain(name_of(nodes, away))

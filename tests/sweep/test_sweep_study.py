@@ -147,7 +147,7 @@ def test_a_sweep_killed_after_any_event_leaves_no_trial_twice_in_its_study():
 def test_trials_that_are_found_again_draw_nothing_from_the_sampler():
     class Once(optuna.samplers.RandomSampler):
         def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
-            assert not study.trials[trial.number].user_attrs
+            assert not study.trials[trial.number].params
             return super().infer_relative_search_space(study, trial)
 
     study, over = optuna.create_study(sampler=Once(seed=1)), sweep_of(*OVER).over
