@@ -43,7 +43,9 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 # Lists of sections in which text stands for a section with this key.
 SHORT_ITEMS: Mapping[str, str] = {"callbacks": "call", "evaluate.metrics": "call"}
-_SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES, *SHORT_ITEMS)} - {""}
+# A number in place of the section.
+EMA = "optimizer.ema"
+_SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES, *SHORT_ITEMS, EMA)} - {""}
 
 
 def aliases_in(section: str) -> list[str]:
@@ -65,6 +67,8 @@ def canonical_value(path: str, value: Any) -> Any:
                 f"{did_you_mean(value, VERIFY)}"
             )
         return dict(VERIFY[value])
+    if path == EMA and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return {"decay": value}
     if path in SHORT_ITEMS and isinstance(value, list):
         return [{SHORT_ITEMS[path]: each} if isinstance(each, str) else each for each in value]
     return VALUE_ALIASES.get(path, {}).get(value.lower(), value) if isinstance(value, str) else value
