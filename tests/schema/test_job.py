@@ -340,6 +340,7 @@ def test_groups_of_the_optimizer_are_read_and_mistakes_in_them_are_reported():
         (["data.drop_last=true"], lambda job: job.data.last_batch == "drop"),
         (["data.drop_last=false"], lambda job: job.data.last_batch == "keep"),
         (["max_grad_norm=1.5"], lambda job: job.clip_norm == 1.5),
+        (["optimizer.ema=0.9"], lambda job: job.optimizer.ema.decay == 0.9),
         (["gradient_accumulation_steps=4"], lambda job: job.accumulate == 4),
         (["parallel={workers: 2, plan: auto, schedule: 1F1B}"], lambda job: job.parallel.schedule == "flush"),
         (["parallel.plan=auto", "parallel.schedule=1f1b"], lambda job: job.parallel.schedule == "flush"),

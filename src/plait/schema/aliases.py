@@ -45,7 +45,10 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 _TEXT = ("cluster.nodes",)
 # Lists of sections in which text stands for a section with this key.
 SHORT_ITEMS: Mapping[str, str] = {"callbacks": "call", "evaluate.metrics": "call"}
-_SECTIONS = {path.rpartition(".")[0] for path in (*KEY_ALIASES, *VALUE_ALIASES, *_TEXT, *SHORT_ITEMS)} - {""}
+# A number in place of the section.
+EMA = "optimizer.ema"
+_PATHS = (*KEY_ALIASES, *VALUE_ALIASES, *_TEXT, *SHORT_ITEMS, EMA)
+_SECTIONS = {path.rpartition(".")[0] for path in _PATHS} - {""}
 
 
 def aliases_in(section: str) -> list[str]:
@@ -69,6 +72,8 @@ def canonical_value(path: str, value: Any) -> Any:
         return dict(VERIFY[value])
     if path in _TEXT and type(value) is int:
         return str(value)
+    if path == EMA and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return {"decay": value}
     if path in SHORT_ITEMS and isinstance(value, list):
         return [{SHORT_ITEMS[path]: each} if isinstance(each, str) else each for each in value]
     return VALUE_ALIASES.get(path, {}).get(value.lower(), value) if isinstance(value, str) else value
