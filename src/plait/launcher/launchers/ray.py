@@ -192,7 +192,7 @@ class RayLauncher(Launcher):
             self._taken[host.name] = ReservedNode(node["NodeID"], node["NodeManagerAddress"], group)
             self._make_actor(host.name, self._taken[host.name])
         try:
-            # By its name: measurements on the job's hosts have a launcher of their own.
+            # By its name: measurements on the job's hosts use another launcher.
             actor = self._ray.get_actor(_actor_name(host.name))
         except ValueError as failure:
             raise LaunchError(f"its actor is gone: {in_words(failure)}") from None
@@ -278,8 +278,8 @@ def _draining() -> dict[str, float]:
     """The nodes that Ray drains, and when each is taken away; without a deadline, at once."""
     from ray._private.state import state
 
-    found: Mapping[str, float] = getattr(state, "get_draining_nodes", dict)()
-    return {node: at_ms / 1000 for node, at_ms in found.items()}
+    drained: Mapping[str, float] = getattr(state, "get_draining_nodes", dict)()
+    return {node: at_ms / 1000 for node, at_ms in drained.items()}
 
 
 def _connect(options: Mapping[str, Any]) -> Any:
@@ -305,14 +305,14 @@ def _connect(options: Mapping[str, Any]) -> Any:
     return ray
 
 
-def _checked_bundle(found: Any) -> dict[str, float]:
-    is_map = isinstance(found, Mapping) and bool(found)
-    if not is_map or not all(isinstance(n, int | float) and n >= 0 for n in found.values()):
+def _checked_bundle(bundle: Any) -> dict[str, float]:
+    is_map = isinstance(bundle, Mapping) and bool(bundle)
+    if not is_map or not all(isinstance(n, int | float) and n >= 0 for n in bundle.values()):
         raise InputError(
-            f"cluster.options.{BUNDLE}: found {shown(found)}, expected what each host reserves, such as "
+            f"cluster.options.{BUNDLE}: found {shown(bundle)}, expected what each host reserves, such as "
             f"{{CPU: 8, GPU: 4}}"
         )
-    return {str(name): float(count) for name, count in found.items() if count}
+    return {str(name): float(count) for name, count in bundle.items() if count}
 
 
 def _shown(bundle: Mapping[str, float]) -> str:

@@ -181,7 +181,7 @@ def open_study(search: SearchSettings, file_url: str, mode: str) -> Any:
     try:
         return optuna.create_study(
             study_name=settings.name,
-            storage=_storage(settings, file_url),
+            storage=_storage_of(settings, file_url),
             sampler=sampler or usual,
             pruner=_made(settings.pruner, "--pruner", optuna.pruners.BasePruner),
             direction=DIRECTIONS[mode],
@@ -196,7 +196,7 @@ def open_study(search: SearchSettings, file_url: str, mode: str) -> Any:
         ) from failure
 
 
-def _storage(settings: StudySettings, file_url: str) -> Any:
+def _storage_of(settings: StudySettings, file_url: str) -> Any:
     if not settings.storage:
         return file_url
     return settings.storage if "://" in settings.storage else resolve(settings.storage, "--storage")
