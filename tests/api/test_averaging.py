@@ -233,6 +233,7 @@ def test_a_parameter_server_adds_up_the_mean_of_all_changes_at_whatever_stalenes
 
 UNLIKE: dict[str, tuple[str, dict[str, Any]]] = {
     **{sync: (sync, {}) for sync in ("ad-psgd", "pair-averaging", "pair-sync", "sma", "hetpipe")},
+    "hetpipe with servers that train": ("hetpipe", {"servers": 3, "staleness": 0}),
     "diloco": ("diloco", {"every": 3}),
     "partial-reduce": ("partial-reduce", {"patience": 1e6}),
 }

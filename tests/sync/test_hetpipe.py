@@ -81,14 +81,25 @@ def test_all_end_a_segment_with_the_same_weights_though_one_has_begun_the_next()
     for worker in range(3):
         weights.push(worker, [torch.full((2,), 3.0)], last=True)
     for worker in (1, 2):
-        (found,) = weights.pull(worker, last=True) or ()
+        (found,) = weights.pull(worker) or ()
         assert found.tolist() == [3.0, 3.0]
     # The worst order: worker 1 is in the next segment before worker 0 has pulled.
     weights.push(1, [torch.full((2,), 30.0)], last=False)
-    (found,) = weights.pull(0, last=True) or ()
+    (found,) = weights.pull(0) or ()
     assert found.tolist() == [3.0, 3.0]
     # That push counts in the new segment: worker 1 waits for the others there.
-    assert weights.awaited(1, last=False) == [0, 2]
+    assert weights.awaited(1) == [0, 2]
+
+
+def test_who_pulls_late_gets_no_change_of_the_next_wave():
+    weights = ServedWeights([torch.zeros(2)], workers=2, staleness=0)
+    for worker in range(2):
+        weights.push(worker, [torch.full((2,), 2.0)], last=False)
+    assert [flat.tolist() for flat in weights.pull(1) or ()] == [[2.0, 2.0]]
+    # Worker 1 is a wave further before worker 0 has pulled.
+    weights.push(1, [torch.full((2,), 20.0)], last=False)
+    assert [flat.tolist() for flat in weights.pull(0) or ()] == [[2.0, 2.0]]
+    assert weights.pull(1) is None
 
 
 def test_a_server_waits_for_no_worker_that_is_gone():
@@ -96,8 +107,9 @@ def test_a_server_waits_for_no_worker_that_is_gone():
     mailbox.gone.add(2)
     server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0))
     mailbox.push(1, 0, 3.0, last=True)
+    server.push([torch.full((2,), 3.0)], last=True)
     with pytest.raises(PeerError, match="worker 2, whose pushes are waited for, is gone"):
-        server.exchange([torch.full((2,), 3.0)], last=True, deadline_s=60.0)
+        server.pull(deadline_s=60.0)
     server.close()
 
 
@@ -106,7 +118,8 @@ def test_a_server_answers_all_workers_once_all_have_pushed():
     server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0))
     for peer in (1, 2):
         mailbox.push(peer, 0, 3.0, last=True)
-    (found,) = server.exchange([torch.full((2,), 3.0)], last=True, deadline_s=20.0)
+    server.push([torch.full((2,), 3.0)], last=True)
+    (found,) = server.pull(deadline_s=20.0)
     assert found.tolist() == [3.0, 3.0]
     assert mailbox.answered_all.wait(20.0)
     assert mailbox.sent == {1: [3.0, 3.0], 2: [3.0, 3.0]}
@@ -131,7 +144,8 @@ class LateMail(ScriptedMail):
 def test_a_server_that_does_not_train_waits_for_those_that_do_however_long_they_take():
     mailbox: Any = LateMail(0.3)
     server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0, idle=(0,)))
-    (found,) = server.exchange([torch.zeros(2)], last=True, deadline_s=0.1)
+    server.push([torch.zeros(2)], last=True)
+    (found,) = server.pull(deadline_s=0.1)
     assert found.tolist() == [3.0, 3.0]
     server.close()
 
@@ -140,6 +154,7 @@ def test_a_wait_for_a_worker_that_does_not_push_names_it():
     mailbox: Any = ScriptedMail()
     server = Server(mailbox, ServedWeights([torch.zeros(2)], workers=3, staleness=0))
     mailbox.push(1, 0, 1.0, last=False)
+    server.push([torch.zeros(2)], last=False)
     with pytest.raises(PeerError, match=r"worker 0 waited 0.2 s for workers \[2\] to push"):
-        server.exchange([torch.zeros(2)], last=False, deadline_s=0.2)
+        server.pull(deadline_s=0.2)
     server.close()

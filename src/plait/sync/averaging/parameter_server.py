@@ -39,8 +39,9 @@ def serving(workers: int, servers: int, dedicated: bool) -> range:
 class ServedWeights:
     """One part of the weights, and the clock of each worker; `idle` ones push only at the end of a segment.
 
-    A segment ends with the last push of the last worker. All workers pull the weights at that point, even if
-    some have already pushed in the next segment. It never blocks, and is used by one thread at a time.
+    A worker that has pushed gets the weights of the moment from which it has to wait for no other worker,
+    even if others have already pushed again when it pulls them. A segment ends with the last push of the
+    last worker. It never blocks, and is used by one thread at a time.
     """
 
     def __init__(
@@ -52,38 +53,44 @@ class ServedWeights:
         self._staleness = staleness
         self._clocks = dict.fromkeys(range(workers), 0)
         self._done: set[int] = set()
-        # The weights at the end of the segment, for workers that have not pulled them yet.
-        self._finals: dict[int, list[Tensor]] = {}
+        # The workers that have pushed and wait, and the weights of those that do not have to wait any longer.
+        self._waiting: set[int] = set()
+        self._ready: dict[int, list[Tensor]] = {}
 
     def push(self, worker: int, changes: Sequence[Tensor], last: bool) -> None:
         """Add the changes of a wave of `worker`, the `last` of its segment or not."""
+        if any(weights is self._flats for weights in self._ready.values()):
+            # Others have yet to pull the weights as they were before this push.
+            self._flats = [flat.clone() for flat in self._flats]
         for flat, change in zip(self._flats, changes):
             flat.add_(change, alpha=self._share)
         self._clocks[worker] += 1
+        self._waiting.add(worker)
         if last:
             self._done.add(worker)
+        released = [each for each in self._waiting if not self.awaited(each)]
+        self._waiting.difference_update(released)
+        self._ready.update(dict.fromkeys(released, self._flats))
         if len(self._done) == len(self._clocks):
             # All workers are done: reset for the next segment.
-            final = [flat.clone() for flat in self._flats]
-            self._finals = dict.fromkeys(self._clocks, final)
             self._clocks = dict.fromkeys(self._clocks, 0)
             self._done.clear()
 
-    def awaited(self, worker: int, last: bool) -> list[int]:
+    def awaited(self, worker: int) -> list[int]:
         """The workers whose pushes `worker` has to wait for."""
-        if last:
-            return [] if worker in self._finals else sorted(self._clocks.keys() - self._done)
+        if worker not in self._waiting:
+            return []
+        if worker in self._done:
+            return sorted(self._clocks.keys() - self._done)
         return held_up_by(self._clocks, self._done | self._idle, worker, self._staleness)
 
     def waits_for_training(self, worker: int) -> bool:
         """Whether `worker`, which does not train, waits for others that do, none of which is done."""
         return worker in self._idle and self._done <= self._idle
 
-    def pull(self, worker: int, last: bool) -> list[Tensor] | None:
+    def pull(self, worker: int) -> list[Tensor] | None:
         """The weights for `worker`, which has pushed; None while it has to wait."""
-        if self.awaited(worker, last):
-            return None
-        return self._finals.pop(worker) if last else self._flats
+        return self._ready.pop(worker, None)
 
 
 class Server:
@@ -93,29 +100,33 @@ class Server:
         self._mailbox = mailbox
         self._weights = weights
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[int, bool]] = {}
+        # The numbers of the pushes that are not answered yet.
+        self._waiting: dict[int, int] = {}
         # When the thread ends at the latest; None until the server is closed.
         self._end: float | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="plait-server", daemon=True)
         self._thread.start()
 
-    def exchange(self, changes: Sequence[Tensor], last: bool, deadline_s: float) -> list[Tensor]:
-        """Push the changes of the server's own worker and pull; other workers use the mailbox."""
+    def push(self, changes: Sequence[Tensor], last: bool) -> None:
+        """Push the changes of the server's own worker; other workers use the mailbox."""
+        with self._changed:
+            self._weights.push(self._mailbox.rank, changes, last)
+
+    def pull(self, deadline_s: float) -> list[Tensor]:
+        """The weights for the server's own worker, which has pushed."""
         rank = self._mailbox.rank
         with self._changed:
-            self._weights.push(rank, changes, last)
-            self._changed.notify_all()
             end = time.monotonic() + deadline_s
-            while (weights := self._weights.pull(rank, last)) is None:
+            while (weights := self._weights.pull(rank)) is None:
                 if self._failure is not None:
                     raise self._failure
-                self._check_there(self._weights.awaited(rank, last))
+                self._check_there(self._weights.awaited(rank))
                 if self._weights.waits_for_training(rank):
                     # Their segment may take any time; one that hangs is found by others, or by its host.
                     end = time.monotonic() + deadline_s
                 if time.monotonic() > end:
-                    awaited = self._weights.awaited(rank, last)
+                    awaited = self._weights.awaited(rank)
                     raise PeerError(
                         f"worker {rank} waited {deadline_s:g} s for workers {awaited} to push; they hang, or "
                         f"are slower than parallel.timeout_s allows",
@@ -159,17 +170,17 @@ class Server:
                 last = message.content.note == "last"
                 self._weights.push(peer, [t for t in message.content.tensors if t is not None], last)
                 self._changed.notify_all()
-                self._waiting[peer] = (message.content.number, last)
+                self._waiting[peer] = message.content.number
                 message.release()
 
     def _answer(self) -> None:
         """Send the weights to the workers that do not have to wait any longer."""
-        for worker, (number, last) in list(self._waiting.items()):
-            if (weights := self._weights.pull(worker, last)) is not None:
+        for worker, number in list(self._waiting.items()):
+            if (weights := self._weights.pull(worker)) is not None:
                 self._mailbox.send(worker, Tag.PULL, number, weights)
                 del self._waiting[worker]
             else:
-                self._check_there(self._weights.awaited(worker, last))
+                self._check_there(self._weights.awaited(worker))
 
 
 class HetPipe(AllOrNone):
@@ -254,15 +265,18 @@ class HetPipe(AllOrNone):
                 [flat - base for flat, base in zip(part.gather(), bases)]
                 for part, bases in zip(self._parts, self._bases)
             ]
+            # To all servers before any answer is waited for: others may need them for theirs.
             for server, mailbox, change in zip(self._servers, self._mailboxes, changes):
-                if server != self._rank:
+                if self._server is not None and server == self._rank:
+                    self._server.push(change, last)
+                else:
                     mailbox.send(server, Tag.PUSH, self._number, change, "last" if last else "")
-            parts = list(enumerate(changes))
+            parts = list(range(len(changes)))
             if self._rank in self._idle:
                 # It waits in its own part for those that train; others answer it at once then.
-                parts.sort(key=lambda each: self._servers[each[0]] != self._rank)
-            for part, change in parts:
-                self._take(part, self._pull(part, change, last))
+                parts.sort(key=lambda part: self._servers[part] != self._rank)
+            for part in parts:
+                self._take(part, self._pull(part))
         self._number += 1
         self._since = 0
         self._is_settled = last
@@ -270,11 +284,10 @@ class HetPipe(AllOrNone):
         self.stats.members += self._size
         self.stats.bytes_sent = sum(mailbox.bytes_sent for mailbox in self._mailboxes)
 
-    def _pull(self, part: int, change: Sequence[Tensor], last: bool) -> list[Tensor]:
+    def _pull(self, part: int) -> list[Tensor]:
         server, mailbox = self._servers[part], self._mailboxes[part]
-        if server == self._rank:
-            assert self._server is not None
-            return self._server.exchange(change, last, self._deadline_s)
+        if self._server is not None and server == self._rank:
+            return self._server.pull(self._deadline_s)
         end = time.monotonic() + self._deadline_s
         while (message := mailbox.take(server, Tag.PULL)) is None:
             if mailbox.is_gone(server):
