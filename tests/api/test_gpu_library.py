@@ -126,7 +126,7 @@ def test_data_parallel_in_a_process_group_that_the_script_made(tmp_path: Path) -
     both = "cpu:gloo,cuda:nccl"
     for found in run_ranks(2, data_parallel_in_own_group, str(tmp_path / "both"), both, deadline_s=120.0):
         assert largest(found, plainly()) < 1e-12
-    with pytest.raises(WorldError, match="expected one that has gloo for the CPU, too"):
+    with pytest.raises(WorldError, match="sends no tensors of the CPU, as Plait has to"):
         run_ranks(2, data_parallel_in_own_group, str(tmp_path / "nccl"), "nccl", deadline_s=120.0)
 
 

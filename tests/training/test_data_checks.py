@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,8 +17,10 @@ from plait.core.errors import DataError
 from plait.data import fingerprint
 from plait.data.batches import DataSource
 from plait.data.fingerprint import repeated_samples, take_fingerprints
+from plait.schema.settings import DataSettings
+from plait.training.checks import repeated_reads
 from plait.training.checks.data_fingerprints import look_at_data
-from support.training import PlainWorker
+from support.training import PlainWorker, digits_job, train_here
 from support.world import run_ranks
 
 
@@ -181,3 +184,28 @@ def test_a_data_set_that_hangs_in_another_process_is_not_waited_for(monkeypatch:
     seen, _ = take_fingerprints((DataSource(Hanging()), None), 0)
     assert seen is not None
     assert (seen.length, dict(seen.samples)) == (10, {})
+
+
+class Sorted(Dataset[Any]):
+    """Samples of which only the last one draws."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1, 8, 8), float(index)) + (torch.rand(()) if index == 8 else 0.0), index
+
+
+def sorted_samples(split: str) -> Dataset[Any]:
+    return Sorted()
+
+
+def test_samples_are_read_in_other_processes_only_if_epochs_may_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    aside: list[object] = []
+    monkeypatch.setattr(repeated_reads, "load_aside", lambda items, limit: aside.append(items))
+    for number, kind in enumerate(("support.training:digits", "test_data_checks:sorted_samples")):
+        job = digits_job(steps=1, data=DataSettings(kind, 4))
+        train_here(job, tmp_path / str(number))
+        assert len(aside) == 2 * number

@@ -136,10 +136,11 @@ def world_of_one(device: str | torch.device, timeout_s: float = TIMEOUT_S) -> Wo
 
 def _from_torch(device: str | torch.device, timeout_s: float) -> World:
     """The world of a process group that the script has created."""
-    if torch.device("cpu") not in distributed_c10d._get_default_group()._device_types:
+    if "cpu" not in (config := dist.get_backend_config()):
         raise InputError(
-            f"init: found a process group with the backend {dist.get_backend()!r} alone, expected one that "
-            "has gloo for the CPU, too: init_process_group('cpu:gloo,cuda:nccl'), or leave it to plait.init"
+            f"init: torch.distributed is initialized with {config!r}, which sends no tensors of the CPU, as "
+            f"Plait has to; leave the backend out of init_process_group, write 'cpu:gloo,cuda:nccl', or call "
+            f"only plait.init()"
         )
     store = dist.PrefixStore("plait", distributed_c10d._get_default_store())
     known = Environment("torch.distributed", dist.get_rank(), dist.get_world_size())
