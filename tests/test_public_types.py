@@ -154,3 +154,44 @@ def test_a_checker_sees_exactly_the_names_that_are_offered():
 
 def test_arrays_of_a_result_are_values_too():
     assert decode(plait.SweepResult, SWEEP).arrays == (ArrayResult(0, 0, (0, 1), 2, True, ""),)
+
+
+# What a checker sees as Any, as in torch: whatever a model, a data set or a function returns, states that the
+# user saves, and values of a job file.
+UNKNOWN = {
+    "DataLoader.__iter__",
+    "DataLoader.state_dict",
+    "DataParallel.forward",
+    "DataParallel.load_state_dict",
+    "DataParallel.state_dict",
+    "FusedModule.call",
+    "FusedModule.forward",
+    "FusedModule.map",
+    "FusedOptimizer.parameters",
+    "FusedOptimizer.state_dict",
+    "FusedOptimizer.step",
+    "Pipeline.evaluate",
+    "Pipeline.state_dict",
+    "RunResult.to_dict",
+    "SweepResult.to_dict",
+}
+
+
+def returns_any(offered: type[Any]) -> list[str]:
+    """The methods and properties of a class that are declared to return Any, or something with it."""
+    special = ("__call__", "__iter__", "__getitem__", "__enter__")
+    found = []
+    for name, member in vars(offered).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if inspect.isfunction(function) and (not name.startswith("_") or name in special):
+            declared = str(function.__annotations__.get("return", "Any"))
+            found += [f"{offered.__name__}.{name}"] if "Any" in declared else []
+    return found
+
+
+def test_plait_returns_any_only_where_torch_does():
+    offered = [getattr(plait, name) for name in plait.__all__ if name != "__version__"]
+    functions = [each for each in offered if inspect.isfunction(each)]
+    assert [each.__name__ for each in functions if "Any" in str(each.__annotations__["return"])] == []
+    classes = [each for each in offered if inspect.isclass(each)]
+    assert {name for each in classes for name in returns_any(each)} <= UNKNOWN
