@@ -143,7 +143,8 @@ def test_a_run_that_loses_a_host_goes_on_from_its_checkpoint_on_another_bit_for_
 ):
     provider = provide("a", "b", "c")
     display = AtStep(15, lambda: provider.kill("b"))
-    job = job_on({"on": "slurm", "nodes": 2}, run_dir=str(tmp_path), parallel=SLOWLY)
+    slowly = {**SLOWLY, "jitter": [1.0, 0.1]}
+    job = job_on({"on": "slurm", "nodes": 2}, run_dir=str(tmp_path), parallel=slowly)
     result = plait.train(job, display=display)
     assert display.seen == [("a", "b"), ("a", "c")], display.lines
     assert provider.asked == [(2, 2, set()), (2, 2, {"b"})]
@@ -155,7 +156,7 @@ def test_a_run_that_loses_a_host_goes_on_from_its_checkpoint_on_another_bit_for_
 
 @pytest.mark.usefixtures("forked_commands")
 def test_an_elastic_run_goes_on_without_a_lost_host_and_grows_onto_a_new_one(
-    provide: Callable[..., Provider], tmp_path: Path, in_peace: dict[str, torch.Tensor]
+    provide: Callable[..., Provider], tmp_path: Path
 ):
     provider = provide("a", "b")
 
@@ -163,14 +164,21 @@ def test_an_elastic_run_goes_on_without_a_lost_host_and_grows_onto_a_new_one(
         provider.kill("b")
         provider.new.append(Host("c", 1, "127.0.0.1"))
 
-    display = AtStep(5, replace_b)
-    parallel = {**SLOWLY, "elastic": True, "jitter": [1.0, 0.1]}
-    result = plait.train(
-        job_on({"on": "slurm", "nodes": "2:3"}, run_dir=str(tmp_path), parallel=parallel), display=display
-    )
+    class UntilGrown(AtStep):
+        def started(self, workers: tuple[WorkerState, ...]) -> None:
+            super().started(workers)
+            if self.seen[-1] == ("a", "c"):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    display = UntilGrown(5, replace_b)
+    cluster, parallel = {"on": "slurm", "nodes": "2:3"}, {**SLOWLY, "elastic": True}
+    job = job_on(cluster, run_dir=str(tmp_path), parallel=parallel, steps=4000)
+    result = plait.train(job, display=display)
     assert display.seen == [("a", "b"), ("a",), ("a", "c")], display.lines
     assert provider.asked == [(2, 3, set())]
-    assert largest_difference(weights(result.run), in_peace) < 1e-9
+    assert result.reason == "stopped"
+    alone = plait.train({**CONTENT, "run_dir": str(tmp_path), "name": "alone", "steps": result.step})
+    assert largest_difference(weights(result.run), weights(alone.run)) < 1e-9
 
 
 @pytest.mark.usefixtures("forked_commands")
@@ -278,7 +286,7 @@ def test_a_host_behind_a_cut_link_is_reported_within_ten_seconds_and_replaced(
     reach.write_text(f'#!/bin/sh\nhost=$1; shift\n{up}\nexec ip netns exec {space} "$@"\n')
     reach.chmod(0o755)
     cluster = {"hosts": ["w0", "w1", "w2"], "nodes": 2, "shell": f"{reach} {{host}}", "nic": "eth0"}
-    job = job_on(cluster, run_dir=str(tmp_path / "runs"), parallel={**SLOWLY, "jitter": [1.0, 0.05]})
+    job = job_on(cluster, run_dir=str(tmp_path / "runs"), parallel={**SLOWLY, "jitter": [1.0, 0.1]})
     result = plait.train(job, display=display)
     assert display.seen == [("w0", "w1"), ("w0", "w2")], display.lines
     assert result.step == 40

@@ -18,7 +18,7 @@ import plait
 from support.slurm import NODES, SlurmCluster, missing_for_slurm, wait_until
 
 # Started by `make test-slurm`, not by `make test`.
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 JOB = """\
 name: tiny
@@ -123,7 +123,6 @@ def test_a_run_goes_on_without_a_node_that_is_lost(cluster: SlurmCluster):
     assert noticed_s < 15, text
 
 
-@pytest.mark.timeout(300)
 def test_a_job_that_loses_the_node_of_its_supervisor_is_queued_again_by_the_others(cluster: SlurmCluster):
     """Slurm itself would keep the other node, with nothing to do there."""
     job = submit(cluster, "run", "--nodes", "1:2")
