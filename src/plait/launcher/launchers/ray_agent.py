@@ -31,7 +31,7 @@ class AgentHolder:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Start an agent; returns its number. OSError if the command cannot be run."""
-        own = {name: value for name, value in os.environ.items() if name not in _SET_BY_RAY}
+        inherited = {name: value for name, value in os.environ.items() if name not in _SET_BY_RAY}
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -40,7 +40,7 @@ class AgentHolder:
             text=True,
             errors="replace",
             bufsize=1,
-            env={**own, **environment},
+            env={**inherited, **environment},
             start_new_session=True,
         )
         self._processes.append(process)
@@ -58,12 +58,12 @@ class AgentHolder:
     def lines(self, number: int, name: str) -> list[str]:
         """The next lines of a stream, waiting for the first; none at its end."""
         lines = self._lines[number][name]
-        found = [lines.get()]
-        while found[-1] is not None and not lines.empty():
-            found.append(lines.get())
-        if found[-1] is None and len(found) > 1:
+        read = [lines.get()]
+        while read[-1] is not None and not lines.empty():
+            read.append(lines.get())
+        if read[-1] is None and len(read) > 1:
             lines.put(None)
-        return [line for line in found if line is not None]
+        return [line for line in read if line is not None]
 
     def write(self, number: int, text: str) -> None:
         """Write to an agent's input; an agent that has ended is noticed by its output."""
