@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import queue
 import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +21,10 @@ from plait.core.shown import shown
 from plait.core.units import count_of
 from plait.launcher.launchers import HostChanges, Launcher, Stream
 from plait.launcher.launchers.ray_stream import RayStream
+from plait.launcher.launchers.ray_watch import LOOK_S, NodeWatch, draining_nodes
 from plait.schema.hosts import Host
 from plait.schema.placement import HostAccess
 
-LOOK_S = 1.0
 # Nodes that are not there may come within this time: they are started, or an autoscaler adds them.
 APPEAR_S = 60.0
 # How long a host that is not needed, but would be welcome, may take to be free.
@@ -36,8 +34,6 @@ ANSWER_S = 3.0
 _NODE_ID = "ray.io/node-id"
 # The option that says what a host reserves; all others are arguments of ray.init.
 BUNDLE = "bundle"
-
-Nodes = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class RayLauncher(Launcher):
 
     def _nodes(self) -> list[Mapping[str, Any]]:
         """The nodes that are there to stay, and can have a host."""
-        away = self._lost_ids | _draining().keys()
+        away = self._lost_ids | draining_nodes().keys()
         return [
             node
             for node in self._ray.nodes()
@@ -231,57 +227,6 @@ class RayLauncher(Launcher):
         self._streams, self._actors, self._groups = [], [], []
 
 
-class NodeWatch:
-    """Which nodes are gone, new, or taken away; looked up in a thread, since Ray may take its time.
-
-    `nodes` are all that Ray knows, and `usable` those that can have a host.
-    """
-
-    def __init__(self, nodes: Nodes = tuple, usable: Nodes = tuple) -> None:
-        self._nodes, self._usable = nodes, usable
-        self._known = {node["NodeID"] for node in nodes()}
-        self._gone: frozenset[str] = frozenset()
-        self._new: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
-        # By node, when it is taken away.
-        self._deadlines: Mapping[str, float] = {}
-        self._ended = threading.Event()
-        if self._known:
-            threading.Thread(target=self._look, daemon=True).start()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def is_gone(self, node: str) -> bool:
-        return node in self._gone
-
-    def take_new(self) -> list[Mapping[str, Any]]:
-        """The nodes that came since the last call."""
-        return [self._new.get() for _ in range(self._new.qsize())]
-
-    def seconds_left(self, nodes: Collection[str]) -> float | None:
-        """Until the first of `nodes` is taken away; None if that is not known of any."""
-        deadlines = [at for node, at in self._deadlines.items() if node in nodes]
-        return max(0.0, min(deadlines) - time.time()) if deadlines else None
-
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            with contextlib.suppress(Exception):  # the head may be gone: the agents' own links tell
-                self._gone = frozenset(node["NodeID"] for node in self._nodes() if not node["Alive"])
-                self._deadlines = _draining()
-                for node in self._usable():
-                    if node["NodeID"] not in self._known:
-                        self._known.add(node["NodeID"])
-                        self._new.put(node)
-
-
-def _draining() -> dict[str, float]:
-    """The nodes that Ray drains, and when each is taken away; without a deadline, at once."""
-    from ray._private.state import state
-
-    drained: Mapping[str, float] = getattr(state, "get_draining_nodes", dict)()
-    return {node: at_ms / 1000 for node, at_ms in drained.items()}
-
-
 def _connect(options: Mapping[str, Any]) -> Any:
     """The module ray, connected to a cluster that is there; the script's own connection if it has one."""
     check_extra("ray", "cluster.on: ray")
@@ -289,20 +234,29 @@ def _connect(options: Mapping[str, Any]) -> Any:
 
     if ray.is_initialized():
         return ray
-    arguments = {"address": "auto", "log_to_driver": False, "logging_level": "ERROR", **options}
+    address = str(options.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+    arguments = {"log_to_driver": False, "logging_level": "ERROR", **options, "address": address}
     try:
+        _check_answers(address)
         ray.init(**arguments)
     except (TypeError, ValueError, RuntimeError) as failure:
         raise InputError(
             f"cluster.options: ray.init refuses {shown(dict(options))}: {in_words(failure)}"
         ) from None
-    except ConnectionError as failure:
+    except OSError as failure:
         raise InputError(
-            f"cluster.on: found 'ray', but no cluster answers at address {shown(arguments['address'])}: "
+            f"cluster.on: found 'ray', but no cluster answers at address {shown(address)}: "
             f"{in_words(failure)}; start one with ray start --head, or give its address: "
             f"cluster.options: {{address: HOST:PORT}}"
         ) from None
     return ray
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT, for which Ray would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
 
 
 def _checked_bundle(bundle: Any) -> dict[str, float]:

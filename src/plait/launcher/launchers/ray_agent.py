@@ -58,12 +58,12 @@ class AgentHolder:
     def lines(self, number: int, name: str) -> list[str]:
         """The next lines of a stream, waiting for the first; none at its end."""
         lines = self._lines[number][name]
-        taken = [lines.get()]
-        while taken[-1] is not None and not lines.empty():
-            taken.append(lines.get())
-        if taken[-1] is None and len(taken) > 1:
+        read = [lines.get()]
+        while read[-1] is not None and not lines.empty():
+            read.append(lines.get())
+        if read[-1] is None and len(read) > 1:
             lines.put(None)
-        return [line for line in taken if line is not None]
+        return [line for line in read if line is not None]
 
     def write(self, number: int, text: str) -> None:
         """Write to an agent's input; an agent that has ended is noticed by its output."""
