@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -29,6 +29,7 @@ from plait.core.errors import DataError, InputError
 from plait.core.shown import shown
 from plait.core.splits import split
 from plait.data.call_model import is_compiled, set_mode
+from plait.data.seeding import keep_random_states
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.microbatches import microbatch_count
@@ -38,7 +39,6 @@ from plait.pipeline.verify.optimizer_traits import find_traits, objection_in_sta
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import Inputs
 from plait.schema.topology_spec import read_topology_spec
-from plait.verification import RandomState
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class Pipeline:
                 f" which this schedule needs to stay full; give larger batches or fewer microbatches"
             )
         microbatches = microbatch_count(samples, self._largest, self._microbatches)
-        with _same_random_state():
+        with keep_random_states():
             share = self._engine.step((x, y), samples, microbatches)
         return StepLoss(share, samples, self.world.world_size > 1)
 
@@ -212,7 +212,7 @@ class Pipeline:
         samples = samples_of(x)
         # Some models do other things with a single sample.
         count = min(microbatches or self._microbatches, max(1, samples // 2))
-        with _same_random_state():
+        with keep_random_states():
             parts, spec = self._engine.evaluate(x, samples, count)
         sizes = [len(rows) for rows in split(samples, count)]
         leaves = [_joined(list(same), sizes) for same in zip(*parts)]
@@ -335,13 +335,3 @@ def _joined(parts: list[Any], sizes: Sequence[int]) -> Any:
             f"microbatches cannot be joined along the first axis; use evaluate(x, microbatches=1)"
         )
     return torch.cat(parts)
-
-
-@contextlib.contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Context after which the caller's random numbers continue as if it had not been."""
-    state = RandomState.now()
-    try:
-        yield
-    finally:
-        state.restore()
