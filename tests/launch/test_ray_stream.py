@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import threading
@@ -13,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from plait.core.errors import InputError
-from plait.launcher.launchers.ray import RayLauncher
 from plait.launcher.launchers.ray_agent import AgentHolder
 from plait.launcher.launchers.ray_stream import RayStream
-from plait.schema.placement import HostAccess
 
 DEADLINE_S = 20
 
@@ -116,9 +112,3 @@ def test_a_command_that_cannot_be_run_says_so_and_ends():
     assert "No such file" in "".join(stream.stderr)
     assert list(stream.stdout) == []
     assert stream.wait(DEADLINE_S) == -9
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
-def test_ray_that_is_not_installed_is_named_with_its_extra():
-    with pytest.raises(InputError, match=r'pip install "plait\[ray\]"'):
-        RayLauncher(HostAccess(on="ray")).take_hosts(1, 1)
