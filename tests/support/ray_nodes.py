@@ -105,15 +105,21 @@ class RayNodes:
 
     def drain(self, name: str) -> None:
         """Tell Ray that a node is taken away in a minute."""
-        find = "import ray; ray.init(address='auto', logging_level='ERROR'); "
-        find += f"print(*[n['NodeID'] for n in ray.nodes() if n['NodeName'] == {name!r} and n['Alive']])"
-        node = self.run(HEAD, [sys.executable, "-c", find]).split()[-1]
+        (node,) = self.ask(f"print(*alive({name!r}))").split()
         ray = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"]
         reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=a test"]
         self.run(HEAD, [*ray, f"--node-id={node}", *reason, "--deadline-remaining-seconds=60"])
 
+    def ask(self, question: str) -> str:
+        """What a script on the head prints; `alive(name)` are the nodes of that name that Ray knows."""
+        script = "import time, ray; ray.init(address='auto', logging_level='ERROR')\n"
+        script += "living = lambda: (n for n in ray.nodes() if n['Alive'])\n"
+        script += "alive = lambda name: [n['NodeID'] for n in living() if n['NodeName'] == name]\n"
+        return self.run(HEAD, [sys.executable, "-c", script + question])
+
     def restart(self, name: str) -> None:
-        """Plug it in again."""
+        """Plug it in again, once Ray has noticed that it is gone: two nodes would have its name."""
+        self.ask(f"while alive({name!r}): time.sleep(0.2)")
         self._hosts.join(name)
         self.start(name)
 
