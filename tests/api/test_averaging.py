@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,25 @@ def test_workers_that_take_more_steps_than_others_go_on_averaging_and_all_end_wi
             assert difference(other[name][0], first[name][0]) == 0.0, name
     # The two that are left still wait for each other: alone are steps of one that the other has not got.
     assert min(worker["partial-reduce"][1] for worker in others) > 1.5
+
+
+def loops_that_average_nothing(rank: int) -> list[str]:
+    """What is warned of: a loop without its block, and one whose optimizer is another."""
+    model = net()
+    optimizer, other = sgd(model), sgd(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        averaging = plait.Averaging(model, optimizer, "local-sgd")
+        step(model, optimizer, rank, 0)
+        with averaging:
+            step(model, other, rank, 1)
+    return [str(each.message) for each in caught if "Averaging" in str(each.message)]
+
+
+def test_a_loop_that_averages_nothing_is_warned_of():
+    for outside, unused in run_ranks(2, loops_that_average_nothing):
+        assert "optimizer.step was called outside of its block" in outside
+        assert "took no step in the block" in unused
 
 
 def one_step(rank: int, ends: str, world: World) -> None:

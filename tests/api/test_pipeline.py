@@ -261,8 +261,10 @@ def say_what_is_wrong(rank: int) -> list[str]:
     attempt(lambda: make_pipe(["4.x"]))
     attempt(lambda: make_pipe(2, schedule="1f1b"))
     attempt(lambda: make_pipe(2, microbatches=0))
+    inputs = {"example_inputs": (x,), "loss": F.cross_entropy, "optimizer": optimizer}
+    attempt(lambda: plait.Pipeline(nn.DataParallel(make_model()), 2, **inputs))
     model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    attempt(lambda: plait.Pipeline(model, 2, example_inputs=(x,), loss=F.cross_entropy, optimizer=optimizer))
+    attempt(lambda: plait.Pipeline(model, 2, **inputs))
     attempt(lambda: make_pipe(2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)))
     attempt(lambda: make_pipe(2, optimizer=lambda parameters: None))
     attempt(lambda: make_pipe(2, schedule="2bw", microbatches=1))
@@ -290,6 +292,7 @@ EXPECTED = (
     "4.x",
     "schedule: found '1f1b', expected one of stash, 2bw, flush, gpipe",
     "microbatches: found 0, expected at least 1",
+    "model: found a DataParallel, whose workers have equal weights after each step; give it the model itself",
     "0.weight has a hook that is called when its gradient was accumulated",
     "functools.partial(torch.optim.AdamW, lr=1e-3)",
     "optimizer: it returned None",

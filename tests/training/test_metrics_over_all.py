@@ -22,7 +22,8 @@ from plait.schema.settings import (
 from plait.sweeping.coordinator import choose_metric
 from plait.training import checkpoint, components
 from support.sweeping import sweep_of
-from support.training import digits_job, train_here, unverified_job
+from support.training import digits_job, train_here, train_rank, unverified_job
+from support.world import run_ranks
 
 HERE = "test_metrics_over_all"
 X = torch.randn(90, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -163,6 +164,8 @@ def test_torchmetrics_count_all_samples_and_know_their_mode(tmp_path: Path) -> N
     assert 0.0 < result.test["AUROC"] < 1.0
     assert (result.mode["same"], result.mode["AUROC"]) == ("max", "max")
     assert torchmetrics.Accuracy(**options).higher_is_better
+    (together, _), _ = run_ranks(2, train_rank, job(*metrics, steps=1), tmp_path / "two")
+    assert together.test == pytest.approx(result.test, abs=1e-6)
 
 
 def test_the_average_of_weights_is_evaluated_or_kept_and_changes_nothing_else(tmp_path: Path) -> None:

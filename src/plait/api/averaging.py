@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+import warnings
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from plait.api.data_parallel import DataParallel
+from plait.api.data_parallel import check_unwrapped
 from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
@@ -80,6 +80,17 @@ class Averaging:
         # What averages have cost since the block began: groups, their members, waits and bytes.
         self.stats = SyncStats()
         self._running: _Running | None = None
+        # Tells of a loop that is not in its block.
+        self._outside = optimizer.register_step_post_hook(self._warn)
+
+    def _warn(self, *_: object) -> None:
+        self._outside.remove()
+        if self.world.world_size > 1:
+            warnings.warn(
+                "Averaging: optimizer.step was called outside of its block, where nothing is averaged; write "
+                "`with plait.Averaging(...):` around the loop",
+                stacklevel=2,
+            )
 
     def synchronize(self) -> None:
         """Give all workers the same state in the middle of the loop, such as for an evaluation.
@@ -92,6 +103,7 @@ class Averaging:
     def __enter__(self) -> Averaging:
         if self._running is not None:
             raise InputError("Averaging: its block is entered twice; use one Averaging after the other")
+        self._outside.remove()
         if self.world.world_size > 1:
             self._running = _Running(self)
             self.stats = self._running.averaging.stats
@@ -105,6 +117,12 @@ class Averaging:
     ) -> None:
         running, self._running = self._running, None
         if running is not None and error is None:
+            if running.steps == 0:
+                warnings.warn(
+                    "Averaging: its optimizer took no step in the block, so only the weights at its end are "
+                    "averaged; give it the optimizer that the loop steps",
+                    stacklevel=2,
+                )
             running.end()
         elif running is not None:
             running.abandon()
@@ -132,7 +150,7 @@ class _Running:
         )
         self.averaging = make_averaging(workers, sources, options, settings.seed, when_synchronized=rest)
         self._mean = Collective(sources[:2], rest)
-        self._steps, self._reported = 0, time.monotonic()
+        self.steps, self._reported = 0, time.monotonic()
         if averages_gradients(options):
             self._hook = optimizer.register_step_pre_hook(self._before_step)
         else:
@@ -149,11 +167,11 @@ class _Running:
     def _after_step(self, optimizer: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._trained.check()
         self.averaging.after_update()
-        self._steps += 1
+        self.steps += 1
         now = time.monotonic()
         if now - self._reported >= REPORT_S:
             self._reported = now
-            self._report("steps", str(self._steps))
+            self._report("steps", str(self.steps))
 
     def end(self) -> None:
         """Leave, wait until all have left, and take the mean of all."""
@@ -242,11 +260,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 f"Averaging: found a {type(value).__name__} where a torch {expected.__name__} was expected; "
                 "the model comes first, then its optimizer"
             )
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
-        raise InputError(
-            f"Averaging: found a {type(model).__name__}, whose workers have equal weights after each step; "
-            "give it the model itself, and leave the other out"
-        )
+    check_unwrapped("Averaging", model)
     TrainedParameters("Averaging", model)  # there must be some
     known = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):

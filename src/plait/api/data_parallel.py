@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from plait.api.same_model import (
@@ -38,6 +39,15 @@ def count_samples(*inputs: Any, **named: Any) -> float:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return float(len(leaf))
     return 1.0
+
+
+def check_unwrapped(what: str, model: object) -> None:
+    """Refuse a model that is wrapped to be trained by several workers already."""
+    if isinstance(model, (DataParallel, DistributedDataParallel, nn.DataParallel)):
+        raise InputError(
+            f"{what}: found a {type(model).__name__}, whose workers have equal weights after each step; give "
+            "it the model itself, and leave the other out"
+        )
 
 
 class WorkerNorms:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from plait.api.data_parallel import check_unwrapped
 from plait.api.same_model import check_same_model, copy_of_first
 from plait.api.stages.checked_loss import CheckedLoss
 from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
@@ -269,6 +270,7 @@ def _check_arguments(model: object, loss: object, optimizer: object, microbatche
         raise InputError(f"microbatches: found {microbatches}, expected at least 1")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found {shown(model)}, expected a torch.nn.Module")
+    check_unwrapped("model", model)
     if is_compiled(model):
         raise InputError(
             "model: found one that is compiled already, which cannot be cut into stages; pass the model "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from plait.api.data_parallel import check_unwrapped
 from plait.api.joined_workers import start_in_process
 from plait.api.objects import KeptObjects, keep
 from plait.core.errors import JobError
@@ -172,6 +173,7 @@ def _checked_function(key: str, value: object) -> object:
 def _model_code(model: Any, tree: Mapping[str, Any]) -> dict[str, object]:
     if isinstance(model, str):
         return {}
+    check_unwrapped("model", model)
     if isinstance(model, nn.Module):
         if tree.get("model_args"):
             raise JobError(

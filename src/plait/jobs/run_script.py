@@ -31,10 +31,14 @@ def run_script(
 
     `status`, `stop` and `resize` take that folder while the script runs.
     """
+    if str(script).startswith("-"):
+        raise InputError(f"{script}: there is no such option; see plait run --help")
     if not script.is_file():
         raise InputError(f"SCRIPT: found {str(script)!r}, expected the file of a Python script")
     if workers is not None and hosts is not None:
         raise InputError("-np and -H: found both; -H already says how many workers each host holds")
+    if workers is not None and workers < 1:
+        raise InputError(f"-np: found {workers}, expected at least 1")
     check_alone()
     slots = (Host(LOCAL, workers or 1),) if hosts is None else parse_hosts(hosts.split(","), "-H")
     limits = read_limits(elastic, sum(host.slots for host in slots))

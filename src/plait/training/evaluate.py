@@ -225,9 +225,11 @@ def over_all(metric: NamedMetric, batches: Sequence[Any]) -> float:
 
 def _updated(metric: Any, batches: Sequence[Any]) -> Any:
     metric = copy.deepcopy(metric)
-    if hasattr(metric, "sync_on_compute"):  # of torchmetrics; the samples of all workers are here
-        metric.sync_on_compute = False
-    metric = metric.to("cpu") if isinstance(metric, torch.nn.Module) else metric
+    if isinstance(metric, torch.nn.Module):
+        metric = metric.to("cpu")
+        for each in metric.modules():
+            # Of torchmetrics: the samples of all workers are here.
+            each.distributed_available_fn = lambda: False
     metric.reset()
     for output, target in batches:
         metric.update(output, target)
