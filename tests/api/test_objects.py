@@ -193,6 +193,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"optimizer": 0.1}, "expected a dict"),
     "a loader": ({"data": DataLoader(digits("train"), batch_size=8)}, "loader.dataset, and batch_size=8"),
     "two tensors": ({"data": (torch.zeros(4), torch.zeros(4))}, "test_inputs"),
+    "inputs and test inputs": (
+        {"data": ((torch.zeros(4), torch.zeros(2)), None)},
+        "arrays of 4 and 2 samples",
+    ),
+    "a wrapped model": ({"model": nn.DataParallel(small_net())}, "give it the model itself"),
     "no model": ({"model": 3}, "expected a class, a function"),
     "no data": ({"data": None}, "needs model and data"),
     "arguments of a module": ({"model": MODEL, "model_args": {"classes": 3}}, "made already"),

@@ -103,7 +103,10 @@ def load_state(components: Components, state: checkpoints.Checkpoint) -> None:
 def read_settings(folder: RunDir) -> TrainSettings:
     """The settings of the run."""
     if not folder.settings.exists():
-        raise InputError(f"{folder.path}: no settings.json in it: the run never started, nothing to measure")
+        raise InputError(
+            f"{folder.path}: no settings.json in it: the run never started, or is a script's (plait run), whose "
+            f"model only the script knows"
+        )
     settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings)).as_run()
     if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:
         raise InputError(f"{folder.settings}: found a batch of no samples; the file is damaged")

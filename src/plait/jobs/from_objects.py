@@ -215,6 +215,12 @@ def as_set(value: Any, split: str) -> Any:
             f"batch_size={value.batch_size}"
         )
     if isinstance(value, (tuple, list)) and value and all(map(_is_array, value)):
+        if len({len(each) for each in value}) > 1:
+            raise JobError(
+                f"data: found arrays of {' and '.join(str(len(each)) for each in value)} samples as the {split} set, "
+                f"expected one number of inputs and targets: data=((inputs, targets), (test inputs, test "
+                f"targets))"
+            )
         return TensorDataset(*(torch.as_tensor(each) for each in value))
     if value is not None and not hasattr(value, "__getitem__") and not hasattr(value, "__iter__"):
         raise JobError(f"data: found {describe(value)} as the {split} set, expected a torch Dataset")
