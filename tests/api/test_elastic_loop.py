@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -154,6 +155,12 @@ def make(case: str) -> None:
             plait.Elastic(parallel(layer), sgd, epoch=3)
         case "torch's loader":
             plait.Elastic(parallel(layer), sgd, loader=torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
+        case "second optimizer":
+            plait.Elastic(parallel(layer), sgd, second=torch.optim.SGD([layer.bias], lr=0.1))
+        case "twice":
+            model = parallel(layer)
+            plait.Elastic(model, sgd)
+            plait.Elastic(model, sgd)
         case "unsendable":
             plait.Elastic(parallel(layer), sgd, log=Handle())
         case "other names":
@@ -172,6 +179,8 @@ def make(case: str) -> None:
         ("optimizer of another model", r"param_groups\[0\].*\[1, 2\] that is not one of the model's"),
         ("number", "epoch is a int without state_dict; expected a dict that holds it"),
         ("torch's loader", "loader is a DataLoader without state_dict; expected a plait.DataLoader"),
+        ("second optimizer", "found a second optimizer, second, .*expected one, with param_groups"),
+        ("twice", "found a model that has an Elastic already"),
         ("unsendable", "state of 'log' holds a builtins.object, which cannot be sent"),
         ("other names", "found a state with scheduler, expected counts"),
         ("limits", "found '3:4' for 2 workers, expected limits such as '1:2'"),
@@ -195,3 +204,62 @@ def unlike(rank: int) -> str:
 
 def test_workers_that_register_other_names_are_told_so():
     assert run_ranks(2, unlike)[1].startswith("Elastic: found state1 on rank 1, but state0 on rank 0")
+
+
+def unlike_rates(rank: int) -> str:
+    """What a worker is told whose scheduler is not registered, and at another step than that of the other."""
+    model = plait.DataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 2 + rank)
+    elastic = plait.Elastic(model, optimizer)
+    try:
+        for _ in elastic.steps(4):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    except InputError as failure:
+        return str(failure)
+    return ""
+
+
+def test_workers_whose_learning_rates_differ_are_told_to_register_the_scheduler():
+    first, second = run_ranks(2, unlike_rates)
+    assert "learning rate 0.01 on worker 0, but 0.055 in the mean of all workers in step 2" in first
+    assert "learning rate 0.1 on worker 1" in second
+    assert all("plait.Elastic(..., scheduler=scheduler)" in each for each in (first, second))
+
+
+def as_of_two(elastic: plait.Elastic) -> plait.Elastic:
+    """As if it had another worker that may be lost; sums are its own."""
+    elastic._members.can_change, elastic.world.world_size = True, 2
+    return elastic
+
+
+def test_a_frozen_parameter_that_the_loop_changes_in_a_step_is_refused():
+    layer, target = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+    model = parallel(nn.ModuleDict({"online": layer, "target": target}))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    elastic = as_of_two(plait.Elastic(model, optimizer))
+    for _ in elastic.steps(2):
+        layer(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+    target.load_state_dict(layer.state_dict())  # between two passes over the data, which happens once
+    steps = elastic.steps(4)
+    next(steps)
+    optimizer.step()
+    target.weight.lerp_(layer.weight, 0.1)
+    with pytest.raises(InputError, match=r"changed target\.weight.*make it a buffer.*AveragedModel"):
+        next(steps)
+
+
+def test_a_worker_that_goes_on_when_others_have_ended_is_warned_once():
+    layer = nn.Linear(2, 1)
+    elastic = plait.Elastic(parallel(layer), torch.optim.SGD(layer.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=r"end of their loop since step 0.*while loader\.epoch <"):
+        assert not elastic.take_flags(0.0, 1.0, 1.0, 0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not elastic.take_flags(0.0, 1.0, 1.0, 0.2)
+        # One that leaves is not at its end.
+        elastic._has_warned = False
+        assert not elastic.take_flags(0.0, 1.0, 0.0, 0.2)

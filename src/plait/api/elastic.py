@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -68,6 +70,7 @@ class Elastic:
         self._is_complete = True
         # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
+        self._has_warned = False
         # Whether the last change took over the state of a worker at the end of its loop.
         self.is_at_end = False
         self._reported = time.monotonic()
@@ -186,7 +189,7 @@ class Elastic:
 
     def _is_end_of_all(self) -> bool:
         try:
-            _, leaving = self.model.sum_nothing()
+            _, leaving, *_ = self.model.sum_nothing()
         except RuntimeError as failure:
             if not self.lose(failure):
                 raise
@@ -197,17 +200,39 @@ class Elastic:
         return leaving == self.world.world_size
 
     def flags(self) -> list[float]:
-        """Whether this worker knows of a change, and whether it takes no more steps."""
-        return [float(self._members.is_asked), float(self._is_leaving)]
+        """Whether this worker knows of a change, takes no more steps, is at its end; its learning rate."""
+        is_asked = self._members.is_asked
+        return [float(is_asked), float(self._is_leaving), float(self._is_over), self._state.rate()]
 
-    def take_flags(self, asked: float, leaving: float) -> bool:
+    def take_flags(self, asked: float, leaving: float, over: float, rates: float) -> bool:
         """Note what workers have said in a step; returns whether the step counts."""
         if leaving:
+            if over:
+                self._warn_of_end()
             self._members.pause()
             self._find = self._members.agree_on_next
-        elif asked:
+            return False
+        mean, rate = rates / self.world.world_size, self._state.rate()
+        if not math.isclose(mean, rate, rel_tol=1e-9):
+            raise InputError(
+                f"Elastic: found the learning rate {rate:g} on worker {self.worker}, but {mean:g} in the "
+                f"mean of all workers in step {self.step}, which would have unlike weights; register "
+                "what changes it: plait.Elastic(..., scheduler=scheduler), and give all the same values"
+            )
+        if asked:
             self._find = self._members.agree
-        return not leaving
+        return True
+
+    def _warn_of_end(self) -> None:
+        """Say once that others are at the end of their loop, and this one goes on."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Elastic: other workers are at the end of their loop since step {self.step}, "
+                f"and worker {self.worker} goes on without them. If that is not meant, let the loop end by "
+                "what all have in common: while loader.epoch < epochs, instead of for epoch in range(epochs)",
+                stacklevel=2,
+            )
 
     def lose(self, failure: RuntimeError) -> bool:
         """Whether `failure` says that a worker is lost; if so, the change that follows is due."""
@@ -220,6 +245,7 @@ class Elastic:
 
     def change_if_due(self, at_end: bool) -> bool:
         """Apply a change that is due between two steps; returns whether there was one."""
+        self._state.check_frozen()
         if self._members.is_asked and self._find is None and self._is_complete and not at_end:
             self._look()
         is_between = self._is_complete and not at_end
@@ -240,8 +266,10 @@ class Elastic:
 
     def begin(self) -> None:
         """A step begins: keep what it may change before it is complete."""
-        if self._is_complete and self._members.can_change and self.world.world_size > 1:
-            self._state.keep()
+        if self._members.can_change and self.world.world_size > 1:
+            self._state.watch_frozen()
+            if self._is_complete:
+                self._state.keep()
         self._is_complete = False
 
     def _apply_change(self) -> None:

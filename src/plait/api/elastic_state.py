@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from plait.api.data_loader import DataLoader
-from plait.api.data_parallel import DataParallel
+from plait.api.data_parallel import DataParallel, StepRules
 from plait.api.same_model import refuse_difference, specs_of
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.errors import InputError
@@ -51,6 +51,10 @@ class LoopState:
         self.registered = {name: _as_stateful(name, each) for name, each in registered.items()}
         self._check_sendable()
         self._kept: tuple[list[dict[str, Any]], dict[str, Any]] = ([], {})
+        named = model.module.named_parameters()
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        # The versions and addresses of the frozen parameters before the body of the loop.
+        self._versions: list[tuple[int, int]] = []
 
     @property
     def names(self) -> list[str]:
@@ -66,6 +70,26 @@ class LoopState:
 
     def loaders(self) -> list[DataLoader]:
         return [each for each in self.registered.values() if isinstance(each, DataLoader)]
+
+    def rate(self) -> float:
+        """The sum of the learning rates, which all workers have alike."""
+        return sum(float(group.get("lr") or 0.0) for group in self._optimizer.param_groups)
+
+    def watch_frozen(self) -> None:
+        """Note the versions of the parameters that are not trained, for `check_frozen`."""
+        self._versions = [(each._version, each.data_ptr()) for _, each in self._frozen]
+
+    def check_frozen(self) -> None:
+        """Refuse a body of the loop that has changed them, as a step that is taken again does it twice."""
+        for (name, each), version in zip(self._frozen, self._versions):
+            if (each._version, each.data_ptr()) != version:
+                raise InputError(
+                    f"Elastic: the loop has changed {name}, a parameter without requires_grad, which is not "
+                    "set back if a worker is lost and the step is taken again; make it a buffer of the "
+                    "model, or keep the target in a registered object, such as "
+                    "target=torch.optim.swa_utils.AveragedModel(...)"
+                )
+        self._versions = []
 
     def keep(self) -> None:
         """Keep what a step that is not completed may change; buffers are kept by the model."""
@@ -145,6 +169,11 @@ def _broadcast(state: Any, source: int, rank: int) -> Any:
 def _as_stateful(name: str, value: Any) -> Stateful:
     if isinstance(value, dict):
         return _Values(value)
+    if isinstance(value, torch.optim.Optimizer):
+        raise InputError(
+            f"Elastic: found a second optimizer, {name}, whose update would be taken twice after a loss; "
+            "expected one, with param_groups for unlike settings"
+        )
     if isinstance(value, Stateful) and not isinstance(value, type):
         return value
     hint = "a dict, or an object with state_dict and load_state_dict"
@@ -165,6 +194,10 @@ def check_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise InputError(
             f"Elastic: found a {type(model).__name__}, expected a plait.DataParallel, which sums the "
             "gradients of the workers: model = plait.DataParallel(model)"
+        )
+    if type(model.rules) is not StepRules:
+        raise InputError(
+            "Elastic: found a model that has an Elastic already; make one for each plait.DataParallel"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
