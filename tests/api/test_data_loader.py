@@ -41,6 +41,44 @@ class Noisy:
         return index, torch.rand(()).item() + random.random() + numpy.random.rand(), self.epoch
 
 
+class SeedReader(Noisy):
+    """Samples whose numbers depend on torch's seed, which they read and do not change."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, int]:
+        own = numpy.random.default_rng([torch.initial_seed() % 2**32, index])
+        return index, own.random(), self.epoch
+
+
+class SeveralSeedReaders(SeedReader):
+    """The same, asked for several at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Forked(Noisy):
+    """Samples that set all generators back to what they were before a draw."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, int]:
+        states = random.getstate(), numpy.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            drawn = super().__getitem__(index)
+        random.setstate(states[0]), numpy.random.set_state(states[1])
+        return drawn
+
+
+class Cached(Noisy):
+    """Samples that draw when they are read for the first time."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> tuple[int, float, int]:
+        if index not in self.known:
+            self.known[index] = super().__getitem__(index)
+        return self.known[index]  # type: ignore[no-any-return]
+
+
 class Stream(IterableDataset[int]):
     """The numbers of an epoch, with `skip` out of `divide` left out."""
 
@@ -69,9 +107,20 @@ class Stateful(Stream):
         self.at = state["at"]
 
 
+KINDS: dict[str, Any] = {
+    "noisy": Noisy,
+    "seed_reader": SeedReader,
+    "several_seed_readers": SeveralSeedReaders,
+    "forked": Forked,
+    "cached": Cached,
+    "stream": Stream,
+    "stateful": Stateful,
+}
+
+
 def make_loader(kind: str, **changes: Any) -> plait.DataLoader:
-    dataset = {"noisy": Noisy, "stream": Stream, "stateful": Stateful}[kind]()
-    return plait.DataLoader(dataset, BATCH, kind == "noisy", **{"seed": 5} | changes)
+    dataset = KINDS[kind]()
+    return plait.DataLoader(dataset, BATCH, not isinstance(dataset, Stream), **{"seed": 5} | changes)
 
 
 def rows(batch: Any) -> list[Any]:
@@ -113,6 +162,32 @@ def test_a_run_goes_on_with_another_number_of_workers_as_if_it_had_not_stopped(k
     assert steps_of(after) == whole[3:]
     assert all(state == end for _, state in after)
     assert read(0, kind, 2, before[1][1], num_workers=2)[0] == whole[3:]
+
+
+def read_each(rank: int, kinds: list[str]) -> list[tuple[list[list[Any]], Any]]:
+    """Two epochs of each kind, where the loop of each worker has another seed."""
+    torch.manual_seed(rank + 1), random.seed(rank + 1), numpy.random.seed(rank + 1)
+    return [read(rank, kind, 2) for kind in kinds]
+
+
+def in_order(steps: list[list[Any]]) -> list[Any]:
+    """All samples, by their numbers."""
+    return sorted(row for step in steps for row in step)
+
+
+def test_samples_that_read_a_seed_or_keep_their_draws_have_those_of_their_seed():
+    kinds = ["seed_reader", "several_seed_readers", "forked", "cached"]
+    shares = run_ranks(2, read_each, kinds)
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+    for kind, of_kind in zip(kinds, zip(*shares)):
+        steps, _ = read(0, kind, 2)
+        first, second = (in_order(epoch) for epoch in (steps[:6], steps[6:]))
+        assert len({value for _, value, _ in first}) == SAMPLES, kind
+        if kind == "cached":  # each worker keeps its own in the second epoch
+            assert first == in_order(steps_of(of_kind)[:6]) == in_order(read(0, "noisy", 1)[0])
+        else:
+            assert steps_of(of_kind) == steps, kind
+            assert not {value for _, value, _ in first} & {value for _, value, _ in second}, kind
 
 
 def test_a_state_counts_the_batches_that_the_loop_had_and_not_those_prepared_in_advance():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import Subset, default_collate
 
 from plait.core.errors import DataError
-from plait.data.generators import GENERATORS, Generator, KeptGenerators
+from plait.data.generators import KeptGenerators, looks
 from plait.data.loader_processes import load_aside
 from plait.data.seeding import mix, seed_all
 from plait.workloads.data import is_stream
@@ -17,6 +17,8 @@ Collate = Callable[[list[Any]], Any]
 
 # The time limit of another process for one sample.
 _ASIDE_S = 30.0
+# How many samples are watched for draws, which takes about as long as to seed the generators.
+_WATCHED = 64
 _EPOCHS_END = (
     "give it a __len__ with the samples that every epoch has: the stages of a pipeline must know where "
     "epochs end"
@@ -62,9 +64,9 @@ class DataSource:
         self._at_once = collate_fn is None and hasattr(dataset, "collated_batch")
         self._collate_fn = collate_fn or own_collate_fn(dataset)
         self._arrange = arrange
-        # The random number generators that samples, and the collate function, were seen to draw from.
-        self._drawn = set[Generator]()
-        self._drawn_to_collate = set[Generator]()
+        self._several = hasattr(_innermost(dataset), "__getitems__")
+        self._to_watch = _WATCHED
+        self._draws = False
         self._reader: StreamReader | None = None
         self._counted: int | None = None
         self._epoch: int | None = None
@@ -104,28 +106,16 @@ class DataSource:
             if self._reader is None:
                 self._reader = StreamReader(self.dataset, seed)
             return self.collated(self._reader.read(epoch, numbers, self.length))
-        with KeptGenerators() as kept:
+        with KeptGenerators():
             if self._at_once:
-                batch = self._arrange(self.dataset.collated_batch(list(numbers)))
-                self._drawn |= kept.changed()
-                return batch
-            while True:
-                samples = self._read(epoch, numbers, seed)
-                if new := kept.changed() - self._drawn:
-                    self._drawn |= new  # they are seeded for each sample from now on
-                else:
-                    for generator in self._drawn_to_collate - self._drawn:
-                        generator.seed(mix(seed, epoch, numbers[-1]))
-                    batch = self.collated(samples)
-                    if not (new := kept.changed() - self._drawn - self._drawn_to_collate):
-                        return batch
-                    self._drawn_to_collate |= new
-                kept.restore()
+                return self._arrange(self.dataset.collated_batch(list(numbers)))
+            # The collate function goes on with the numbers of the last sample.
+            return self.collated(self._read(epoch, numbers, seed))
 
     @property
     def may_vary(self) -> bool:
-        """Whether epochs may have other samples: some drew random numbers, or the set is told the epoch."""
-        return bool(self._drawn or self._drawn_to_collate) or next(self._told_epochs(), None) is not None
+        """Whether epochs may have other samples: the first drew random numbers, or it is told the epoch."""
+        return self._draws or next(self._told_epochs(), None) is not None
 
     def _set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of a map-style set and of the sets within it."""
@@ -189,20 +179,30 @@ class DataSource:
         return None if order is None else lambda epoch: order(mix(seed, epoch), batch_size)
 
     def _read(self, epoch: int, numbers: Sequence[int], seed: int) -> list[Any]:
-        """Samples of a map-style set; those that draw random numbers one by one, each from its own seed."""
-        if self._drawn:
-            return [self.sample(epoch, number, seed, self._drawn) for number in numbers]
-        if hasattr(self.dataset, "__getitems__"):
-            return _as_samples(self.dataset.__getitems__(list(numbers)), len(numbers))
-        return [self.dataset[number] for number in numbers]
+        """Samples of a map-style set, one by one, or all at once if it can and they draw nothing."""
+        if self._several and not self._draws:
+            # The same seed on all workers, whatever their share.
+            seed_all(mix(seed, epoch))
+            before = looks()
+            samples = _as_samples(self.dataset.__getitems__(list(numbers)), len(numbers))
+            if looks() == before:
+                seed_all(mix(seed, epoch, numbers[-1]))
+                return samples
+            self._draws = True
+        return [self.sample(epoch, number, seed) for number in numbers]
 
-    def sample(
-        self, epoch: int, number: int, seed: int, generators: Collection[Generator] = GENERATORS
-    ) -> Any:
-        """One sample of a map-style set; the generators are seeded for it and that epoch."""
-        for generator in generators:
-            generator.seed(mix(seed, epoch, number))
-        return self.dataset[number]
+    def sample(self, epoch: int, number: int, seed: int) -> Any:
+        """One sample of a map-style set; all generators are seeded for it and that epoch.
+
+        Those that it does not draw from, too: it may read a seed or a state.
+        """
+        seed_all(mix(seed, epoch, number))
+        if self._draws or not self._to_watch:
+            return self.dataset[number]
+        before = looks()
+        sample = self.dataset[number]
+        self._draws, self._to_watch = looks() != before, self._to_watch - 1
+        return sample
 
 
 def _within(dataset: Any) -> list[Any]:
@@ -214,6 +214,13 @@ def _within(dataset: Any) -> list[Any]:
         held += parts if isinstance(parts, (list, tuple)) else []
         sets += [part for part in held if part is not None and all(part is not known for known in sets)]
     return sets
+
+
+def _innermost(dataset: Any) -> Any:
+    """The set that a `Subset`, which always has `__getitems__`, is a part of."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def own_collate_fn(dataset: Any) -> Collate | None:

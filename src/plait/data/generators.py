@@ -49,22 +49,15 @@ class KeptGenerators:
         self._kept = [(generator, *generator.state()) for generator in GENERATORS]
         return self
 
-    def changed(self) -> set[Generator]:
-        """Those that were drawn from, or seeded."""
-        return {generator for generator, look, _ in self._kept if generator.look() != look}
-
-    def restore(self) -> None:
-        for generator, look, state in self._kept:
-            if generator.look() != look:
-                generator.set(state)
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.restore()
+        for generator, look, state in self._kept:
+            if generator.look() != look:
+                generator.set(state)
 
 
 def _seed_torch(number: int) -> None:

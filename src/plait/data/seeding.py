@@ -28,12 +28,12 @@ def seed_all(number: int) -> None:
 
 
 @contextmanager
-def keep_random_states() -> Iterator[KeptGenerators]:
+def keep_random_states() -> Iterator[None]:
     """Within it, draws and seeds change no generator: all are as before at its end."""
     gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        with KeptGenerators() as kept:
-            yield kept
+        with KeptGenerators():
+            yield
     finally:
         if gpu_states:
             torch.cuda.set_rng_state_all(gpu_states)
