@@ -104,8 +104,8 @@ def read_settings(folder: RunDir) -> TrainSettings:
     """The settings of the run."""
     if not folder.settings.exists():
         raise InputError(
-            f"{folder.path}: no settings.json in it: the run never started, or is a script's (plait run), whose "
-            f"model only the script knows"
+            f"{folder.path}: no settings.json in it: the run never started, or is a script's (plait run), "
+            f"whose model only the script knows"
         )
     settings = decode(TrainSettings, read_json(folder.settings, "settings"), str(folder.settings)).as_run()
     if settings.data.batch_size < 1 or (settings.evaluate.batch_size or 1) < 1:

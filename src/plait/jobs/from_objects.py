@@ -215,10 +215,10 @@ def as_set(value: Any, split: str) -> Any:
             f"batch_size={value.batch_size}"
         )
     if isinstance(value, (tuple, list)) and value and all(map(_is_array, value)):
-        if len({len(each) for each in value}) > 1:
+        lengths = [str(len(each)) for each in value]
+        if len(set(lengths)) > 1:
             raise JobError(
-                f"data: found arrays of {' and '.join(str(len(each)) for each in value)} samples as the {split} set, "
-                f"expected one number of inputs and targets: data=((inputs, targets), (test inputs, test "
+                f"data: found arrays of {' and '.join(lengths)} samples as the {split} set, expected one number of inputs and targets: data=((inputs, targets), (test inputs, test "
                 f"targets))"
             )
         return TensorDataset(*(torch.as_tensor(each) for each in value))
