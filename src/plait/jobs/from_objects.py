@@ -218,8 +218,8 @@ def as_set(value: Any, split: str) -> Any:
         lengths = [str(len(each)) for each in value]
         if len(set(lengths)) > 1:
             raise JobError(
-                f"data: found arrays of {' and '.join(lengths)} samples as the {split} set, expected one number of inputs and targets: data=((inputs, targets), (test inputs, test "
-                f"targets))"
+                f"data: found arrays of {' and '.join(lengths)} samples as the {split} set, expected "
+                f"one number of inputs and targets: data=((inputs, targets), (test_inputs, test_targets))"
             )
         return TensorDataset(*(torch.as_tensor(each) for each in value))
     if value is not None and not hasattr(value, "__getitem__") and not hasattr(value, "__iter__"):
