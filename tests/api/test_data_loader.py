@@ -9,10 +9,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import (
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -257,6 +260,31 @@ def test_a_sampler_draws_the_same_order_again():
     other = loader()
     other.set_epoch(1)
     assert [rows(batch) for batch in other] != seen
+
+
+class Rows(Dataset[Tensor]):
+    """Samples by code of the user's."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.rows[number]
+
+
+def with_noise(samples: list[Any]) -> Tensor:
+    together = torch.stack([each[0] if isinstance(each, tuple) else each for each in samples])
+    return together + torch.rand(len(samples)) + random.random() + numpy.random.rand()
+
+
+def test_a_collate_function_draws_the_same_numbers_for_tensors_lists_and_other_sets():
+    kept = torch.arange(10.0)
+    sets: list[Any] = [Rows(kept), TensorDataset(kept), list(kept), Subset(TensorDataset(kept), range(10))]
+    read = [torch.cat(list(plait.DataLoader(each, 4, collate_fn=with_noise))) for each in sets]
+    assert all(torch.equal(each, read[0]) for each in read)
 
 
 def test_batches_are_what_collate_fn_returns():

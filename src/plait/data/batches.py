@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from plait.core.errors import DataError
 from plait.data.generators import KeptGenerators, looks
@@ -65,6 +65,8 @@ class DataSource:
         self._collate_fn = collate_fn or own_collate_fn(dataset)
         self._arrange = arrange
         self._several = hasattr(_innermost(dataset), "__getitems__")
+        # Tensors and lists run no code of the user's that could read a seed.
+        self._is_stored = type(_innermost(dataset)) in (TensorDataset, list)
         self._to_watch = _WATCHED
         self._draws = False
         self._reader: StreamReader | None = None
@@ -180,6 +182,9 @@ class DataSource:
 
     def _read(self, epoch: int, numbers: Sequence[int], seed: int) -> list[Any]:
         """Samples of a map-style set, one by one, or all at once if it can and they draw nothing."""
+        if self._is_stored:
+            seed_all(mix(seed, epoch, numbers[-1]))
+            return [self.dataset[number] for number in numbers]
         if self._several and not self._draws:
             # The same seed on all workers, whatever their share.
             seed_all(mix(seed, epoch))
