@@ -180,6 +180,27 @@ def test_a_worker_that_gave_up_joining_joins_others_and_its_waits_can_be_ended()
     assert run_ranks(2, join_after_a_loss, deadline_s=40) == [2.0, 2.0]
 
 
+def abandon_a_wait(rank: int) -> float:
+    """The sum in a new world, joined while a thread of the old one still waits for the other rank."""
+    rendezvous = rendezvous_of(rank, ["a"] * 2)
+    store = world_store()
+    if rank == 0:
+        dist.all_reduce(torch.zeros(1), async_op=True)
+        groups.abandon_world()
+        store.set("abandoned", "")
+    else:
+        store.wait(["abandoned"])
+        dist.destroy_process_group()
+    groups.join_world("gloo", rendezvous)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_world_is_abandoned_while_a_thread_of_it_waits_for_a_lost_member():
+    assert run_ranks(2, abandon_a_wait, deadline_s=20) == [2.0, 2.0]
+
+
 def test_a_group_that_cannot_be_made_says_what_went_wrong_last(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("Unable to find interface for: [127.0.0.1]")

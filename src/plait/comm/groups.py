@@ -53,6 +53,17 @@ class WorldConnections:
                         copy.shutdown(socket.SHUT_RDWR)
 
 
+def abandon_world() -> None:
+    """Forget the process groups of a world that has lost a member.
+
+    gloo's threads may wait for that member until the timeout, even if the connection to it is closed, and the
+    destructor of a group waits for its threads: so another thread runs it.
+    """
+    groups = list(distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    threading.Thread(target=groups.clear, name="plait-abandon", daemon=True).start()
+
+
 def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
     """Initialize the default process group; every rank calls it."""
 

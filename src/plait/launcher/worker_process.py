@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from plait.comm.groups import WorldConnections, join_world
+from plait.comm.groups import WorldConnections, abandon_world, join_world
 from plait.comm.handshake import Address
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreTimeout
@@ -196,7 +196,7 @@ class LaunchedWorker:
         with self._world_lock:
             self._world = None
             if dist.is_initialized():
-                dist.destroy_process_group()
+                (dist.destroy_process_group if loss is None else abandon_world)()
 
     def _cut_world(self, loss: PeerError) -> None:
         """Wake threads that wait for peers in the process group."""
