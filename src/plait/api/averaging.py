@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.api.data_parallel import check_unwrapped
-from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
+from plait.api.same_model import TrainedParameters, check_optimizer, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError, JobError, LostPeer, PeerError, PlaitError
@@ -262,15 +262,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
     check_unwrapped("Averaging", model)
     TrainedParameters("Averaging", model)  # there must be some
-    known = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise InputError(
-                    f"Averaging: param_groups[{number}] of the optimizer has a parameter of shape "
-                    f"{list(parameter.shape)} that is not one of the model's, so workers would not average "
-                    "it; make the optimizer from model.parameters()"
-                )
+    check_optimizer("Averaging", model, optimizer)
 
 
 def _check_same(values: list[str | int]) -> None:
