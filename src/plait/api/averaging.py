@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import time
 import warnings
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -109,14 +108,9 @@ class Averaging:
             self.stats = self._running.averaging.stats
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         running, self._running = self._running, None
-        if running is not None and error is None:
+        if running is not None and kind is None:
             if running.steps == 0:
                 warnings.warn(
                     "Averaging: its optimizer took no step in the block, so only the weights at its end are "
