@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from plait.api.data_loader import DataLoader
-from plait.api.data_parallel import DataParallel, StepRules
+from plait.api.data_parallel import DataParallel
 from plait.api.same_model import check_optimizer, refuse_difference, specs_of
+from plait.api.step_rules import StepRules
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.errors import InputError
 from plait.data.trees import NotHandedOverError, put_together, take_apart
