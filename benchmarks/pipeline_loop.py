@@ -1,20 +1,15 @@
 """What a step of `plait.Pipeline` in a loop costs against the same plan in a job.
 
 Two workers of this machine train the same model with both, in turn, under the same plan and schedule, one
-thread each. Besides seconds it shows the CPU time of a step, which other processes disturb less.
+thread each.
 
     python benchmarks/pipeline_loop.py [--rounds 11] [--steps 20]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +27,7 @@ from plait.planner import Plan, Schedule, Settings
 from plait.schema.settings import PipelineSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_job_loop
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_turns, seconds_of_all
+from plait_bench.loops import Times, claims_of, parser_of, rows_of, show, time_steps
 
 GOAL = 1.01
 SCHEDULES = ("flush", "gpipe", "zero-bubble", "stash", "2bw")
@@ -77,8 +72,7 @@ def plan_of(case: str, schedule: str) -> Plan:
     return plait.plan(plait.profile(model, inputs), plait.machines(2, 1e10), wanted)
 
 
-def measure(case: str, plan: Plan, rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
-    """By door: seconds and CPU seconds of a step in each round."""
+def measure(case: str, plan: Plan, rounds: int, steps: int) -> Times:
     torch.set_num_threads(1)
     world = plait.init("cpu")
     settings = replace(settings_of(case), pipeline=PipelineSettings(plan))
@@ -104,67 +98,22 @@ def measure(case: str, plan: Plan, rounds: int, steps: int) -> dict[str, list[tu
                 pipe.step(inputs, target)
             pipe.drain()
 
-        cpu_times: dict[str, list[float]] = {"job": [], "library": []}
-
-        def side(name: str, work: Callable[[], None]) -> Callable[[bool], float]:
-            def run(counts: bool) -> float:
-                started = time.process_time()
-                seconds = seconds_of_all(work) / steps
-                if counts:
-                    cpu_times[name].append((time.process_time() - started) / steps)
-                return seconds
-
-            return run
-
-        sides = {"job": side("job", lambda: loop.advance(steps)), "library": side("library", library)}
-        wall_times = in_turns(sides, rounds)
+        times = time_steps({"job": lambda: loop.advance(steps), "library": library}, rounds, steps)
         loop.engine.close()
         pipe.close()
-    return {name: list(zip(wall_times[name], cpu_times[name])) for name in sides}
-
-
-def row_of(case: str, schedule: str, rounds: int, steps: int) -> Row:
-    plan = plan_of(case, schedule)
-    times = plait.launch(measure, case, plan, rounds, steps, workers=2)
-    # The CPU time of both workers together.
-    cpu = {
-        door: [sum(worker[door][n][1] for worker in times) for n in range(rounds)]
-        for door in ("job", "library")
-    }
-    wall = {door: [seconds for seconds, _ in times[0][door]] for door in ("job", "library")}
-    ratios = [ours / job for ours, job in zip(wall["library"], wall["job"])]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return {
-        "model": case,
-        "schedule": schedule,
-        "job ms": statistics.median(wall["job"]) * 1e3,
-        "library ms": statistics.median(wall["library"]) * 1e3,
-        "ratio": statistics.median(ratios),
-        "quartiles": f"{low:.3f}-{high:.3f}",
-        "CPU ratio": statistics.median(ours / job for ours, job in zip(cpu["library"], cpu["job"])),
-    }
+    return times
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=20)
+    parser = parser_of(__doc__, rounds=11, steps=20)
     parser.add_argument("--schedule", action="append", choices=SCHEDULES, help="only this one")
     asked = parser.parse_args()
-    schedules = asked.schedule or SCHEDULES
-    rows = [row_of(case, each, asked.rounds, asked.steps) for case in CASES for each in schedules]
-    claims: list[BenchClaim] = [
-        at_most(
-            f"{row['model']}, {row['schedule']}: a step takes this much of the job's",
-            float(str(row["ratio"])),
-            GOAL,
-        )
-        for row in rows
-    ]
-    command = f"python benchmarks/pipeline_loop.py --rounds {asked.rounds} --steps {asked.steps}"
-    bench = Bench("pipeline_loop", command, rows, claims)
-    print(bench.render())
-    sys.exit(not bench.holds)
+    rows = []
+    for case, schedule in itertools.product(CASES, asked.schedule or SCHEDULES):
+        plan = plan_of(case, schedule)
+        times = plait.launch(measure, case, plan, asked.rounds, asked.steps, workers=2)
+        rows += rows_of({"model": case, "schedule": schedule}, times, "job")
+    show("pipeline_loop", asked, rows, claims_of(rows, ["model", "schedule"], "library", "the job's", GOAL))
 
 
 if __name__ == "__main__":

@@ -256,10 +256,10 @@ def test_a_worker_that_goes_on_when_others_have_ended_is_warned_once():
     layer = nn.Linear(2, 1)
     elastic = plait.Elastic(parallel(layer), torch.optim.SGD(layer.parameters(), lr=0.1))
     with pytest.warns(UserWarning, match=r"end of their loop since step 0.*while loader\.epoch <"):
-        assert not elastic.take_flags(0.0, 1.0, 1.0, 0.2)
+        assert not elastic.are_gradients_kept([0.0, 1.0, 1.0, 0.2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not elastic.take_flags(0.0, 1.0, 1.0, 0.2)
+        assert not elastic.are_gradients_kept([0.0, 1.0, 1.0, 0.2])
         # One that leaves is not at its end.
         elastic._has_warned = False
-        assert not elastic.take_flags(0.0, 1.0, 0.0, 0.2)
+        assert not elastic.are_gradients_kept([0.0, 1.0, 0.0, 0.2])

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import plait
-from plait.cli.sweep import SweepDisplay, _check_set, show_result, trials_table
+from plait.cli.sweep import SweepDisplay, _check_asked, show_result, trials_table
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
 from plait.jobs.evaluate import measure_run
@@ -290,8 +290,9 @@ def test_values_with_brackets_and_formulas_are_shown_as_they_are():
     assert (read["model_args.name"], read["seed"], read["train_loss"]) == ("'=1+1", "-3", "-0.5")
 
 
-@pytest.mark.parametrize("words", [(["steps=40"], None), (["parallel.sync=sma"], None), ([], "auto")])
-def test_a_sweep_that_goes_on_takes_no_other_job(words: tuple[list[str], str | None]):
-    _check_set(["parallel.workers=2", "cluster.nic=lo", "run_dir=elsewhere", "parallel.max_workers=4"], None)
+@pytest.mark.parametrize("word", ["steps=40", "parallel.sync=sma", "parallel.plan"])
+def test_a_sweep_that_goes_on_takes_no_other_job(word: str):
+    places = ["parallel.workers=2", "cluster.nic=lo", "run_dir=elsewhere", "parallel.max_workers=4"]
+    _check_asked(None, "run", places)
     with pytest.raises(InputError, match="goes on with the job that it was begun with"):
-        _check_set(*words)
+        _check_asked(None, "run", [*places, word])

@@ -10,7 +10,7 @@ import pytest
 
 from plait.core.errors import InputError, LaunchError
 from plait.launcher.messages import COORDINATOR
-from plait.launcher.supervisor import Interrupted, WorkerError
+from plait.launcher.supervision.launch_errors import Interrupted, WorkerError
 from plait.schema.hosts import Host, address_of, parse_hosts
 from support.launching import Memory, launch_entry, left_behind
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from plait.core.errors import LaunchError
-from plait.launcher import supervisor
 from plait.launcher.launchers import agent_stream
 from plait.launcher.membership_decisions import ControlRequest
-from plait.launcher.supervisor import Interrupted, WorkerError
+from plait.launcher.supervision import host_agents
+from plait.launcher.supervision.launch_errors import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules
 from support.hosts import Hosts
@@ -134,8 +134,8 @@ def test_a_host_that_reads_nothing_can_be_given_up(tmp_path: Path):
 
 @pytest.mark.usefixtures("real_commands")
 def test_an_agent_that_is_stopped_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(supervisor, "AGENT_SILENT_S", 1.0)
-    monkeypatch.setattr(supervisor, "END_S", 1.0)
+    monkeypatch.setattr(host_agents, "AGENT_SILENT_S", 1.0)
+    monkeypatch.setattr(host_agents, "END_S", 1.0)
     memory = Memory(lambda m: os.kill(agent_of(m), signal.SIGSTOP))
     with pytest.raises(LaunchError, match="the agent on localhost has shown no sign of life for 1 s"):
         launch_entry("work_until_stopped", tmp_path, memory, link_timeout_s=0.3)
@@ -187,7 +187,7 @@ def test_what_is_left_on_a_host_that_is_cut_off_ends_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """What the supervisor says goes through a process that is stopped: no end of the stream is seen."""
-    monkeypatch.setattr(supervisor, "AGENT_TIMEOUT_FACTOR", 0.1)
+    monkeypatch.setattr(host_agents, "AGENT_TIMEOUT_FACTOR", 0.1)
     monkeypatch.setattr(agent_stream, "BEAT_S", 0.2)
     relay, cut = tmp_path / "relay.sh", list[psutil.Process]()
     relay.write_text(RELAY)

@@ -22,11 +22,12 @@ from plait.launcher.display import Silent, WorkerState
 from plait.launcher.launchers import HostChanges, Launcher, Stream, attempts, slurm
 from plait.launcher.launchers.attempts import run_on_hosts
 from plait.launcher.launchers.choose import launcher_of_job
-from plait.launcher.launchers.local import open_stream
+from plait.launcher.launchers.local import LocalLauncher, open_stream
 from plait.launcher.launchers.slurm import SlurmLauncher
 from plait.launcher.messages import Launch
 from plait.launcher.run_dir import RunDir, RunKind
-from plait.launcher.supervisor import HostLostError, Supervisor
+from plait.launcher.supervision.host_agents import HostAgents
+from plait.launcher.supervision.launch_errors import HostLostError
 from plait.schema.hosts import Host
 from plait.schema.job import Job, make_job
 from plait.schema.placement import HostAccess, Placement
@@ -335,9 +336,8 @@ def test_workers_get_the_variables_that_match_a_pattern(monkeypatch: pytest.Monk
     monkeypatch.setenv("NCCL_TEST_A", "1")
     monkeypatch.setenv("NCCL_TEST_B", "2")
     placement = Placement(forward=("NCCL_TEST_*",), environment={"NCCL_TEST_B": "3"})
-    supervisor = Supervisor(Launch(placement, "entry", {}), Silent())
-    order = supervisor._agent_order(0)
-    assert order.launch.placement.environment == {"NCCL_TEST_A": "1", "NCCL_TEST_B": "3"}
+    hosts = HostAgents(Launch(placement, "entry", {}), LocalLauncher(), Silent())
+    assert hosts.placement.environment == {"NCCL_TEST_A": "1", "NCCL_TEST_B": "3"}
 
 
 NODES = """\

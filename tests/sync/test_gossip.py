@@ -90,8 +90,14 @@ def test_who_asks_a_worker_that_has_not_yet_synchronized_goes_on_when_it_has(mak
 
 @pytest.mark.parametrize("graph", ["complete", "ring"])
 def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost(graph: str):
+    weights: dict[int, list[torch.Tensor]] = {}
+
+    def make(peers: Peers, sources: list[Any]) -> Gossip:
+        weights[peers.rank] = sources[0]()
+        return ad_psgd(peers, sources, seed=0, graph=graph)
+
     with job_store() as port:
-        gossips = linked(port, 4, lambda peers, sources: ad_psgd(peers, sources, seed=0, graph=graph))
+        gossips = linked(port, 4, make)
         for lost in gossips[1::2]:
             lost.close()
         left = gossips[::2]
@@ -99,6 +105,8 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
         update_until(left, lambda: all(g.thread.averages > b + 2 for g, b in zip(left, before)))
         for gossip in left:
             gossip.close()
+    # The mean of 0 and 2, also after the first of several averages; those of the lost workers have no part.
+    assert [weights[rank][0].tolist() for rank in (0, 2)] == [[1.0] * 4] * 2
 
 
 @pytest.mark.parametrize(("sync", "victim"), [("ad-psgd", 0), ("pair-averaging", 1)])

@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import time
 import warnings
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.api.data_parallel import check_unwrapped
-from plait.api.same_model import TrainedParameters, check_same_model, copy_of_first
+from plait.api.same_model import TrainedParameters, check_optimizer, check_same_model, copy_of_first
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError, JobError, LostPeer, PeerError, PlaitError
@@ -109,14 +108,9 @@ class Averaging:
             self.stats = self._running.averaging.stats
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         running, self._running = self._running, None
-        if running is not None and error is None:
+        if running is not None and kind is None:
             if running.steps == 0:
                 warnings.warn(
                     "Averaging: its optimizer took no step in the block, so only the weights at its end are "
@@ -262,15 +256,7 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
     check_unwrapped("Averaging", model)
     TrainedParameters("Averaging", model)  # there must be some
-    known = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise InputError(
-                    f"Averaging: param_groups[{number}] of the optimizer has a parameter of shape "
-                    f"{list(parameter.shape)} that is not one of the model's, so workers would not average "
-                    "it; make the optimizer from model.parameters()"
-                )
+    check_optimizer("Averaging", model, optimizer)
 
 
 def _check_same(values: list[str | int]) -> None:

@@ -21,6 +21,7 @@ from plait.api.loader_checks import (
     in_words_of_a_loop,
     refuse,
 )
+from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import DataError, InputError
@@ -37,31 +38,6 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-class StepBoundary:
-    """What happens between two batches: nothing, unless `plait.Elastic` sets another one."""
-
-    # Whether workers compare their loaders before each epoch.
-    compares = True
-
-    def change(self, at_end: bool) -> bool:
-        """Apply a change of workers that is due; returns whether data is read again from its position.
-
-        `at_end` says that the epoch has no further batch, unless the last one is given again.
-        """
-        return False
-
-    def is_over(self) -> bool:
-        """Whether the position is behind the last batch of the loop."""
-        return False
-
-    def begin(self) -> None:
-        """Called before a batch is given, with the position before it."""
-
-    def is_lost(self, failure: RuntimeError) -> bool:
-        """Whether `failure` says that a worker is lost; `change` is called next."""
-        return False
 
 
 _STATE = ("epoch", "sample", "seed", "shuffle", "samples", "stream")
@@ -138,7 +114,7 @@ class DataLoader:
         self._next = self._position = Position()
         self._epoch = 0
         self._empty: Any = None
-        self.boundary = StepBoundary()
+        self.rules = StepRules()
 
     @property
     def epoch(self) -> int:
@@ -181,7 +157,7 @@ class DataLoader:
     def __iter__(self) -> Iterator[Any]:
         start = self._next
         self._go_to(start)
-        if self.world.world_size > 1 and self.boundary.compares:
+        if self.world.world_size > 1 and self.rules.compares_loaders:
             self.check_alike()
         self._next = Position(start.epoch + 1)
         return self._batches(start)
@@ -194,8 +170,8 @@ class DataLoader:
         epoch, shares = start.epoch, self._shares(start)
         try:
             while True:
-                if self.boundary.change(at_end=self._position.epoch > epoch):
-                    if self.boundary.is_over():
+                if self.rules.change_if_due(at_end=self._position.epoch > epoch):
+                    if self.rules.is_at_end:
                         return
                     shares.close()
                     # Workers that were behind may go on in the next epoch.
@@ -204,12 +180,12 @@ class DataLoader:
                 try:
                     batch = self._next_share(shares)
                 except RuntimeError as failure:
-                    if not self.boundary.is_lost(failure):
+                    if not self.rules.lose(failure):
                         raise
                     continue
                 if batch is None:
                     break
-                self.boundary.begin()
+                self.rules.begin()
                 self._position = Position(batch.epoch + 1) if batch.last else batch.after
                 yield self._content(batch)
         finally:

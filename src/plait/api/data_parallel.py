@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from plait.api.same_model import (
     copy_of_first,
     restore,
 )
+from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
 from plait.schema.topology import TopologyError
@@ -66,25 +67,6 @@ class WorkerNorms:
             raise InputError("update: no backward pass of the DataParallel was seen before it")
         scale = samples / self.sums[1]
         return torch.stack([self.sums[0] * scale, self.sums[1] * scale, self.sums[2]])
-
-
-class StepRules:
-    """What happens besides sums in steps of a `DataParallel`: nothing, unless `plait.Elastic` sets others."""
-
-    # Whether `DataParallel` must be able to restore the buffers from before a step.
-    keeps_buffers = False
-
-    def flags(self) -> Sequence[float]:
-        """Numbers that are summed over the workers together with the gradients."""
-        return ()
-
-    def are_gradients_kept(self, flags: Sequence[float]) -> bool:
-        """Called with the sums of `flags` in each backward pass; False discards the gradients."""
-        return True
-
-    def is_lost(self, failure: RuntimeError) -> bool:
-        """Whether `failure` says that a worker is lost, and the loop goes on: gradients are discarded."""
-        return False
 
 
 class DataParallel(nn.Module):
@@ -239,7 +221,7 @@ class DataParallel(nn.Module):
 
         The error says in words that another worker took no part in a `what` pass, which all run together.
         """
-        if self.rules.is_lost(failure):
+        if self.rules.lose(failure):
             self._discard()
             return
         if type(failure) is RuntimeError and "gloo" not in str(failure):

@@ -12,10 +12,10 @@ from typing import Any, cast
 import torch
 
 from plait.adapt.members import BACKEND, ElasticMembers, WorkerLeft, loss_of, most_advanced
-from plait.api.data_loader import StepBoundary
-from plait.api.data_parallel import DataParallel, StepRules
+from plait.api.data_parallel import DataParallel
 from plait.api.elastic_state import LoopState, check_loop
 from plait.api.joined_workers import JoinedWorker
+from plait.api.step_rules import StepRules
 from plait.comm.collectives import all_gather_values
 from plait.core.errors import InputError
 from plait.core.run_events import WorkersChanged
@@ -27,7 +27,7 @@ from plait.launcher.worker_process import LaunchedWorker
 REPORT_S = 1.0
 
 
-class Elastic:
+class Elastic(StepRules):
     """Lets workers of a loop come, go and be lost between two steps; the others go on in their processes.
 
     It is given the model, its optimizer and by name whatever else changes from step to step: schedulers,
@@ -55,6 +55,8 @@ class Elastic:
             `lost`, and `seconds`, how long steps were paused.
     """
 
+    compares_loaders = False
+
     def __init__(self, model: DataParallel, optimizer: torch.optim.Optimizer, **state: Any) -> None:
         check_loop(model, optimizer)
         self.model, self.world = model, model.world
@@ -63,6 +65,7 @@ class Elastic:
         self._state = LoopState(model, optimizer, state)
         worker = self.world.launched or cast("LaunchedWorker", JoinedWorker(self.world, Silent()))
         self._members = ElasticMembers(worker, self._join)
+        self.keeps_buffers = self._members.can_change
         # How to find the next members, once a change is due, and whether a worker was lost.
         self._find: Callable[[], Membership] | None = None
         self._was_lost = False
@@ -71,8 +74,6 @@ class Elastic:
         # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
         self._has_warned = False
-        # Whether the last change took over the state of a worker at the end of its loop.
-        self.is_at_end = False
         self._reported = time.monotonic()
         self._follow(optimizer)
         if self._members.is_joining:
@@ -92,10 +93,10 @@ class Elastic:
         The number of a step that is taken again is given again.
         """
         while True:
-            self._boundary.change(at_end=self.step >= total)
+            self.change_if_due(at_end=self.step >= total)
             if self.step >= total:
                 return
-            self._boundary.begin()
+            self.begin()
             yield self.step
 
     def resize(self, workers: int) -> None:
@@ -139,14 +140,13 @@ class Elastic:
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Be asked by the model, the optimizer and the loaders."""
-        self._boundary = _Boundary(self)
         for loader in self._state.loaders():
             if loader.world is not self.world:
                 raise InputError(
                     "Elastic: found a loader of another world than the model's; give both the same"
                 )
-            loader.boundary = self._boundary
-        self.model.rules = _Rules(self, self._members.can_change)
+            loader.rules = self
+        self.model.rules = self
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
         self.world.at_end.append(self.finish)
@@ -204,8 +204,8 @@ class Elastic:
         is_asked = self._members.is_asked
         return [float(is_asked), float(self._is_leaving), float(self._is_over), self._state.rate()]
 
-    def take_flags(self, asked: float, leaving: float, over: float, rates: float) -> bool:
-        """Note what workers have said in a step; returns whether the step counts."""
+    def are_gradients_kept(self, flags: Sequence[float]) -> bool:
+        asked, leaving, over, rates = flags
         if leaving:
             if over:
                 self._warn_of_end()
@@ -235,7 +235,6 @@ class Elastic:
             )
 
     def lose(self, failure: RuntimeError) -> bool:
-        """Whether `failure` says that a worker is lost; if so, the change that follows is due."""
         loss = loss_of(self._members.worker, failure) if self._members.can_change else None
         if loss is None:
             return False
@@ -244,7 +243,6 @@ class Elastic:
         return True
 
     def change_if_due(self, at_end: bool) -> bool:
-        """Apply a change that is due between two steps; returns whether there was one."""
         self._state.check_frozen()
         if self._members.is_asked and self._find is None and self._is_complete and not at_end:
             self._look()
@@ -265,7 +263,6 @@ class Elastic:
             self._find = self._members.agree
 
     def begin(self) -> None:
-        """A step begins: keep what it may change before it is complete."""
         if self._members.can_change and self.world.world_size > 1:
             self._state.watch_frozen()
             if self._is_complete:
@@ -312,40 +309,3 @@ class Elastic:
         change = members.report_joined(self.step)
         if change is not None:
             self.changes.append(change)
-
-
-class _Rules(StepRules):
-    """What the model asks in its steps."""
-
-    def __init__(self, elastic: Elastic, keeps_buffers: bool) -> None:
-        self._elastic, self.keeps_buffers = elastic, keeps_buffers
-
-    def flags(self) -> Sequence[float]:
-        return self._elastic.flags()
-
-    def are_gradients_kept(self, flags: Sequence[float]) -> bool:
-        return self._elastic.take_flags(*flags)
-
-    def is_lost(self, failure: RuntimeError) -> bool:
-        return self._elastic.lose(failure)
-
-
-class _Boundary(StepBoundary):
-    """What a loader asks between two batches."""
-
-    compares = False
-
-    def __init__(self, elastic: Elastic) -> None:
-        self._elastic = elastic
-
-    def change(self, at_end: bool) -> bool:
-        return self._elastic.change_if_due(at_end)
-
-    def is_over(self) -> bool:
-        return self._elastic.is_at_end
-
-    def begin(self) -> None:
-        self._elastic.begin()
-
-    def is_lost(self, failure: RuntimeError) -> bool:
-        return self._elastic.lose(failure)

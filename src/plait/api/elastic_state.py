@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from plait.api.data_loader import DataLoader
-from plait.api.data_parallel import DataParallel, StepRules
-from plait.api.same_model import refuse_difference, specs_of
+from plait.api.data_parallel import DataParallel
+from plait.api.same_model import check_optimizer, refuse_difference, specs_of
+from plait.api.step_rules import StepRules
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.errors import InputError
 from plait.data.trees import NotHandedOverError, put_together, take_apart
@@ -204,15 +205,7 @@ def check_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"Elastic: found a {type(optimizer).__name__}, expected the torch optimizer of the model; a "
             "scheduler and other state is given by name: scheduler=scheduler"
         )
-    known = {id(parameter) for parameter in model.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise InputError(
-                    f"Elastic: param_groups[{number}] of the optimizer has a parameter of shape "
-                    f"{list(parameter.shape)} that is not one of the model's; make the optimizer from "
-                    "model.parameters()"
-                )
+    check_optimizer("Elastic", model, optimizer)
 
 
 def _listed(names: Any) -> str:

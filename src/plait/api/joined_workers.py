@@ -19,7 +19,7 @@ from plait.core.names import resolve
 from plait.launcher.display import Display, Silent, WorkerState
 from plait.launcher.membership import fixed_memberships
 from plait.launcher.messages import Launch
-from plait.launcher.supervisor import handling_stop_signals
+from plait.launcher.supervision.stop_signals import handling_stop_signals
 
 
 class JoinedWorker:

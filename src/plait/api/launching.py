@@ -25,7 +25,8 @@ from plait.launcher.display import Display
 from plait.launcher.environment import STORE
 from plait.launcher.fork_server import ForkServer, ServerGoneError
 from plait.launcher.messages import Launch
-from plait.launcher.supervisor import Interrupted, Supervisor, WorkerError
+from plait.launcher.supervision.launch_errors import Interrupted, WorkerError
+from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules, Placement
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -257,10 +256,8 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self.close()
 
 

@@ -52,6 +52,19 @@ def check_same_model(owner: str, module: nn.Module) -> None:
     refuse_difference(owner, first, there, (0, rank))
 
 
+def check_optimizer(owner: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of parameters that are not the model's, which workers would train apart."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise InputError(
+                    f"{owner}: param_groups[{number}] of the optimizer has a parameter of shape "
+                    f"{list(parameter.shape)} that is not one of the model's, so each worker would train it "
+                    "alone; make the optimizer from model.parameters()"
+                )
+
+
 class TrainedParameters:
     """The parameters of `module` that require a gradient when `owner`, a class that trains it, is made.
 

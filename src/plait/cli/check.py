@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.planning import SetOption
 from plait.cli.train import (
     HostsOption,
     JsonFlag,
     NicOption,
+    SetOption,
     WorkersOption,
     placement_overrides,
     show_warnings,

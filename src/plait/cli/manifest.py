@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from plait.cli.planning import SetOption
-from plait.cli.train import JsonFlag
+from plait.cli.train import JsonFlag, SetOption
 
 
 def manifest(

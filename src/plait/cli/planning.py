@@ -17,6 +17,7 @@ from plait.cli.train import (
     NicOption,
     NodesOption,
     OnOption,
+    SetOption,
     WorkersOption,
     placement_overrides,
 )
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from plait.schema.placement import Placement
     from plait.schema.plans.graph import Graph
     from plait.schema.settings import TrainSettings
-
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a key of the job (repeatable).")]
 
 
 def profile(
@@ -220,25 +219,14 @@ def plan(
 
     Example: plait plan digits.profile.json --devices 4 --bandwidth 1e9
     """
-    from plait.planner import (
-        MemorySettings,
-        PlanError,
-        Settings,
-        fastest_plan,
-        render_plan,
-        save_plan,
-        summary,
-    )
+    from plait.planner import MemorySettings, Settings, fastest_plan, render_plan, save_plan, summary
 
     if to_code is not None and job is None:
         raise InputError("--to-code: needs --job JOB, the job file whose model it writes")
     if timeline is not None:
         check_extra("matplotlib", "--timeline")
     graph, measured = _read_graph(profile)
-    try:
-        cluster = _cluster(devices, bandwidth, memory, speeds, memories, measured)
-    except PlanError as failure:
-        raise InputError(f"--devices, --bandwidth, --speeds: {failure}") from None
+    cluster = _cluster(devices, bandwidth, memory, speeds, memories, measured)
     if not 0 <= optimizer_copies <= 1000:
         raise InputError(
             f"--optimizer-copies: found {optimizer_copies:g}, expected 0 or more, such as 2 for Adam"
@@ -286,27 +274,33 @@ def _cluster(
     memories: str | None,
     measured: Profile | None,
 ) -> Cluster:
-    from plait.planner import machines, measured_machines
+    from plait.planner import PlanError, machines, measured_machines
 
     counts = tuple(_number(part, "--devices", int, "4 or 4x4") for part in devices.split("x"))
-    each = _each_device(speeds, memories)
     limit = float(parse_bytes(memory, "--memory")) if memory is not None else None
-    if bandwidth is None and measured is not None and measured.links:
-        return measured_machines(
-            counts, measured.links, measured.sums, limit, each, overhead_s=measured.overhead_s
-        )
+    try:
+        each = _each_device(speeds, memories)
+        if bandwidth is None and measured is not None and measured.links:
+            return measured_machines(
+                counts, measured.links, measured.sums, limit, each, overhead_s=measured.overhead_s
+            )
+        return machines(counts, _rates(bandwidth, counts), limit, each)
+    except PlanError as failure:
+        raise InputError(f"--devices, --bandwidth, --speeds: {failure}") from None
+
+
+def _rates(bandwidth: str | None, counts: tuple[int, ...]) -> tuple[float, ...]:
+    """Bytes/s of each level of devices."""
     if bandwidth is not None:
-        rates = tuple(
+        return tuple(
             _number(part, "--bandwidth", float, "1e9 or 10e9,1.25e9") for part in bandwidth.split(",")
         )
-    elif counts == (1,):
-        rates = (1e9,)
-    else:
-        raise InputError(
-            "--bandwidth: missing, and no links were measured; "
-            "expected bytes/s of each level, innermost first, such as 1e9 or 10e9,1.25e9"
-        )
-    return machines(counts, rates, limit, each)
+    if counts == (1,):
+        return (1e9,)
+    raise InputError(
+        "--bandwidth: missing, and no links were measured; "
+        "expected bytes/s of each level, innermost first, such as 1e9 or 10e9,1.25e9"
+    )
 
 
 def _each_device(speeds: str | None, memories: str | None) -> tuple[Device, ...]:

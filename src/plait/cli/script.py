@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.train import HostsOption, JsonFlag, NicOption, WorkersOption
+from plait.cli.train import HostsOption, JsonFlag, NicOption, QuietFlag, WorkersOption
 
 # What follows the script is for the script.
 OPTIONS_END = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -25,7 +25,7 @@ def run(
         str, typer.Option(help="The fewest workers to go on with, and the most to resize to: 2:8.")
     ] = "1",
     run_dir: Annotated[Path, typer.Option(help="The folder of the run's logs and status.")] = Path("runs"),
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
+    quiet: QuietFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Run a script with a training loop on workers that may come and go (plait.Elastic).

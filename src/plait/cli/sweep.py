@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -18,16 +17,17 @@ from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.train import (
-    STOPPED,
     HostsOption,
     JsonFlag,
     NicOption,
     NodesOption,
     OnOption,
+    QuietFlag,
+    SetOption,
     SubmitFlag,
     WorkersOption,
+    end_run,
     placement_overrides,
-    show_warnings,
     submit_run,
 )
 from plait.core.codec import decode
@@ -104,9 +104,7 @@ def sweep(
     on: OnOption = None,
     nodes: NodesOption = None,
     submit: SubmitFlag = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key: epochs=2 (repeatable).")
-    ] = None,
+    set_: SetOption = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -114,19 +112,14 @@ def sweep(
         ),
     ] = None,
     run: Annotated[str | None, typer.Option(help="The run folder to use.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
+    quiet: QuietFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Train trials of a job with different values, fused, and rank them.
 
     Example: plait sweep examples/digits.yaml --over optimizer.lr=log:1e-3:1:8 --set epochs=1
     """
-    if resume is None and not over:
-        raise InputError("--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16")
-    if resume is not None and over:
-        raise InputError("--over and --resume: found both; a sweep goes on with what it was asked to try")
-    if resume is not None:
-        _check_set(set_ or [], plan)
+    _check_asked(over, resume, [*(set_ or []), *(["parallel.plan"] if plan is not None else [])])
     from plait.jobs.sweep import sweep as run_sweep
     from plait.schema.job import read_job
 
@@ -156,15 +149,7 @@ def sweep(
             run_folder=run,
             display=display,
         )
-    if json_:
-        print(json.dumps(result.to_dict()))
-    else:
-        show_warnings(result.warnings, quiet)
-        show_result(result, job)
-    if result.reason == "stopped":
-        raise typer.Exit(STOPPED)
-    if result.reason == "failed":
-        raise typer.Exit(1)
+    end_run(result, lambda: show_result(result, job), quiet, json_)
 
 
 def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> list[tuple[str, Any]]:
@@ -186,10 +171,21 @@ def _on_devices(devices: str | None, workers: int | None, hosts: str | None) -> 
     return [("device", kind), *here]
 
 
-def _check_set(overrides: list[str], plan: str | None) -> None:
-    """Refuse overrides of a sweep that goes on, except those that say where its workers run."""
+def _check_asked(over: list[str] | None, resume: str | None, overrides: list[str]) -> None:
+    """Refuse a sweep over nothing, and other values or overrides of one that goes on.
+
+    It may be told where its workers run.
+    """
+    if resume is None:
+        if not over:
+            raise InputError(
+                "--over: found none, expected one or more, such as optimizer.lr=log:1e-4:1e-1:16"
+            )
+        return
+    if over:
+        raise InputError("--over and --resume: found both; a sweep goes on with what it was asked to try")
     placed = {"workers", "elastic", *(each.name for each in (*fields(ElasticRules), *fields(WorkerLimits)))}
-    for key in [each.partition("=")[0] for each in overrides] + ["parallel.plan"] * (plan is not None):
+    for key in [each.partition("=")[0] for each in overrides]:
         section, _, name = key.partition(".")
         if section not in ("cluster", "run_dir") and not (section == "parallel" and name in placed):
             raise InputError(

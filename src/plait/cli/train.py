@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ from plait.core.errors import JobError
 from plait.core.shown import shown
 from plait.core.yaml_text import YamlError, load_yaml
 from plait.launcher.run_dir import RunDir, RunKind
-from plait.schema.results import RunResult
+from plait.schema.results import RunResult, SweepResult
 
 if TYPE_CHECKING:
     from plait.schema.job import Job
@@ -33,6 +33,10 @@ NodesOption = Annotated[str | None, typer.Option(help="Number of hosts: 2, or th
 SubmitFlag = Annotated[
     bool, typer.Option("--submit", help="With --on slurm: queue this command as a batch job.")
 ]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key: optimizer.lr=0.1 (repeatable).")
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -57,14 +61,12 @@ def train(
             help="Let a policy change the job: topology, '{kind: batch-size, most: 512}' (repeatable)."
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key: optimizer.lr=0.1 (repeatable).")
-    ] = None,
+    set_: SetOption = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last run's newest checkpoint.")] = False,
     run: Annotated[
         str | None, typer.Option(help="The run folder to use or, with --resume, go on in.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no worker output.")] = False,
+    quiet: QuietFlag = False,
     json_: JsonFlag = False,
 ) -> None:
     """Train a job.
@@ -93,13 +95,7 @@ def train(
             return
         with RunDisplay(quiet or json_) as display:
             result = train_job(asked, resume=resume, run_folder=run, display=display)
-    if json_:
-        print(json.dumps(result.to_dict()))
-    else:
-        show_warnings(result.warnings, quiet)
-        show_result(result)
-    if result.reason == "stopped":
-        raise typer.Exit(STOPPED)
+    end_run(result, lambda: show_result(result), quiet, json_)
 
 
 def placement_overrides(
@@ -184,6 +180,17 @@ def show_warnings(warnings: Sequence[str], quiet: bool) -> None:
     """Print the warnings of a quiet run; otherwise they were displayed while it ran."""
     for text in warnings if quiet else ():
         print(f"warning: {text}", file=sys.stderr)
+
+
+def end_run(result: RunResult | SweepResult, show: Callable[[], None], quiet: bool, json_: bool) -> None:
+    """Print the result, in words by `show`; exits if the run was stopped or has failed."""
+    if json_:
+        print(json.dumps(result.to_dict()))
+    else:
+        show_warnings(result.warnings, quiet)
+        show()
+    if status := {"stopped": STOPPED, "failed": 1}.get(result.reason):
+        raise typer.Exit(status)
 
 
 def show_result(result: RunResult) -> None:

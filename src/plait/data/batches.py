@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from plait.core.errors import DataError
-from plait.data.generators import KeptGenerators, looks
+from plait.data.generators import kept_generators, looks
 from plait.data.loader_processes import load_aside
 from plait.data.seeding import mix, seed_all
 from plait.workloads.data import is_stream
@@ -108,7 +108,7 @@ class DataSource:
             if self._reader is None:
                 self._reader = StreamReader(self.dataset, seed)
             return self.collated(self._reader.read(epoch, numbers, self.length))
-        with KeptGenerators():
+        with kept_generators():
             if self._at_once:
                 return self._arrange(self.dataset.collated_batch(list(numbers)))
             # The collate function goes on with the numbers of the last sample.

@@ -6,12 +6,12 @@ memory is compared instead, and a state is only read if it has changed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import numpy
@@ -42,20 +42,14 @@ class Generator:
         return self._known
 
 
-class KeptGenerators:
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
     """Context after which all generators are as before it; those of GPUs are not looked at."""
-
-    def __enter__(self) -> KeptGenerators:
-        self._kept = [(generator, *generator.state()) for generator in GENERATORS]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for generator, look, state in self._kept:
+    kept = [(generator, *generator.state()) for generator in GENERATORS]
+    try:
+        yield
+    finally:
+        for generator, look, state in kept:
             if generator.look() != look:
                 generator.set(state)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from plait.data.generators import GENERATORS, KeptGenerators
+from plait.data.generators import GENERATORS, kept_generators
 
 
 def mix(*numbers: int) -> int:
@@ -32,7 +32,7 @@ def keep_random_states() -> Iterator[None]:
     """Within it, draws and seeds change no generator: all are as before at its end."""
     gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        with KeptGenerators():
+        with kept_generators():
             yield
     finally:
         if gpu_states:

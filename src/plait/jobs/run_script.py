@@ -12,7 +12,8 @@ from plait.launcher.environment import check_alone
 from plait.launcher.messages import Launch
 from plait.launcher.run import StatusFile, controlled
 from plait.launcher.run_dir import RunDir, new_run
-from plait.launcher.supervisor import Interrupted, Supervisor
+from plait.launcher.supervision.launch_errors import Interrupted
+from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host, parse_hosts
 from plait.schema.placement import Placement
 

@@ -19,7 +19,8 @@ from plait.core.units import count_of
 from plait.launcher.display import Display, WorkerState
 from plait.launcher.messages import Launch, RunRequest
 from plait.launcher.run_dir import RunDir, RunKind
-from plait.launcher.supervisor import HostLostError, Supervisor
+from plait.launcher.supervision.launch_errors import HostLostError
+from plait.launcher.supervisor import Supervisor
 from plait.schema.placement import Placement
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings

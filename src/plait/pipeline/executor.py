@@ -171,25 +171,13 @@ class PipelineExecutor:
         stages = {
             s: parts.stages.make(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
         }
-        # Samples of each trial that each stage has trained on since replicas last agreed on running
-        # statistics.
+        # Samples of each trial that each stage has trained on since replicas last averaged their buffers.
         self._seen = {s: torch.zeros(parts.stages.trials or 1, dtype=torch.float64) for s in stages}
         self.modules: dict[int, nn.Module] = {s: stage.module for s, stage in stages.items()}
-        if parts.compile:
-            check_compiled(pipeline_layout.schedule)
-            for module in self.modules.values():
-                compile_in_place(module, parts.device, "compile")
         self.parameters = _first_named(stages)
         self._aliases = tied_aliases(traced.model)
-        stages_of, rendezvous = find_stages(traced, pipeline_layout), parts.rendezvous
-        self._fast_layers: list[nn.Module] = []
-        if parts.device.type == "cpu" and parts.stages.trials is None and not parts.compile:
-            tied_ones = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
-            for number, module in self.modules.items():
-                add = pipeline_layout.schedule is not Schedule.ZERO_BUBBLE
-                # Weights that workers sum stay as the others have them.
-                transpose = len(pipeline_layout.holders(number)) == 1
-                self._fast_layers += use_fast_layers(module, add, transpose, tied_ones)
+        stages_of = self._stages_of = find_stages(traced, pipeline_layout)
+        self._fast_layers = self._speed_up(stages_of)
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self._frozen = FrozenAtStart(self.parameters.items())
         # An optimizer wants a parameter, also on a worker whose stages have none.
@@ -198,53 +186,63 @@ class PipelineExecutor:
         # A float may be that of fused trials, with one value for each.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.base_lrs = tuple(rate if isinstance(rate, float) else float(rate) for rate in rates)
-        # Some optimizers keep the gradients.
-        copy_gradients = not is_known(self.optimizer)
-        members_of = parts.members_of or partial(new_members, rendezvous)
-        reducers = make_gradient_reducers(
-            rendezvous,
-            pipeline_layout,
-            stages_of,
-            self.parameters,
-            members_of,
-            parts.topology,
-            copy_gradients,
-        )
-        tied = make_tied(
-            pipeline_layout,
-            stages_of,
-            self.modules,
-            self.parameters,
-            self.optimizer.step,
-            rendezvous,
-            parts.clip_norm,
-        )
-        cores = parts.cores // torch.get_num_threads()
-        overlapped = summed_during_backward(rank, pipeline_layout, parts.device, rendezvous.hosts, cores)
-        self._updates = StageOptimizer(
-            rank, pipeline_layout, self.modules, self.optimizer, reducers, tied, overlapped
-        )
+        members_of = parts.members_of or partial(new_members, parts.rendezvous)
+        self._updates = self._make_updates(stages_of, members_of)
         self._first_held = first_held(rank, pipeline_layout, stages_of)
-        self._stages_of = stages_of
         self._replicas = stage_replicas(pipeline_layout, members_of)
-        hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, pipeline_layout.stages))]
-        evaluated, evaluated_stages = evaluation_stages(traced, pipeline_layout.stages)
-        further = [
-            _Hop(2 * (len(hops) + i), route)
-            for i, route in enumerate(find_routes(evaluated, evaluated_stages))
-        ]
-        output = replace(traced, model=nn.Module(), constants={}, evaluation=None)
-        self._traced = output
-        self._evaluated = replace(evaluated, model=nn.Module(), constants={}, evaluation=None)
+        self._hold(stages, traced)
+
+    def _speed_up(self, stages_of: Mapping[str, Sequence[int]]) -> list[nn.Module]:
+        """Compile the stages if asked to, otherwise use fast layers on the CPU; returns those layers."""
+        layout, parts = self.pipeline_layout, self._parts
+        if parts.compile:
+            check_compiled(layout.schedule)
+            for module in self.modules.values():
+                compile_in_place(module, parts.device, "compile")
+            return []
+        if parts.device.type != "cpu" or parts.stages.trials is not None:
+            return []
+        fast: list[nn.Module] = []
+        tied = [p for name, p in self.parameters.items() if len(stages_of[name]) > 1]
+        add = layout.schedule is not Schedule.ZERO_BUBBLE
+        for number, module in self.modules.items():
+            # Weights that workers sum stay as the others have them.
+            transpose = len(layout.holders(number)) == 1
+            fast += use_fast_layers(module, add, transpose, tied)
+        return fast
+
+    def _make_updates(self, stages_of: Mapping[str, Sequence[int]], members_of: MembersOf) -> StageOptimizer:
+        layout, parts, rendezvous = self.pipeline_layout, self._parts, self._parts.rendezvous
+        # Some optimizers keep the gradients.
+        copies = not is_known(self.optimizer)
+        reducers = make_gradient_reducers(
+            rendezvous, layout, stages_of, self.parameters, members_of, parts.topology, copies
+        )
+        step = self.optimizer.step
+        tied = make_tied(layout, stages_of, self.modules, self.parameters, step, rendezvous, parts.clip_norm)
+        cores = parts.cores // torch.get_num_threads()
+        overlapped = summed_during_backward(self.rank, layout, parts.device, rendezvous.hosts, cores)
+        return StageOptimizer(self.rank, layout, self.modules, self.optimizer, reducers, tied, overlapped)
+
+    def _hold(self, stages: Mapping[int, StageModule], traced: TracedModel) -> None:
+        """Make the runners of this worker's stages, with the routes into and out of each."""
+        layout, parts = self.pipeline_layout, self._parts
+        evaluated, evaluated_stages = evaluation_stages(traced, layout.stages)
+        self._traced, self._evaluated = (
+            replace(each, model=nn.Module(), constants={}, evaluation=None) for each in (traced, evaluated)
+        )
+        hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, layout.stages))]
+        routes = enumerate(find_routes(evaluated, evaluated_stages), len(hops))
+        further = [_Hop(2 * i, route) for i, route in routes]
         self._held: dict[int, _LocalStage] = {}
         for number, stage in stages.items():
             runner = StageRunner(
                 stage,
                 self._updates.versions(number),
-                LossOf(output, parts.loss) if number == pipeline_layout.last else None,
+                LossOf(self._traced, parts.loss) if number == layout.last else None,
                 parts.autocast,
-                recompute=number in pipeline_layout.recompute,
-                split=pipeline_layout.schedule is Schedule.ZERO_BUBBLE,
+                recompute=number in layout.recompute,
+                split=layout.schedule is Schedule.ZERO_BUBBLE,
                 scale=parts.loss_scale,
                 begin=parts.stages.begin,
             )

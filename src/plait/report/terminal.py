@@ -6,7 +6,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -36,9 +35,7 @@ class ProgressDisplay(Display, ABC):
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

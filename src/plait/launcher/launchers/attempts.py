@@ -15,7 +15,7 @@ from plait.launcher.display import Display
 from plait.launcher.launchers import Launcher
 from plait.launcher.launchers.choose import launcher_of_job
 from plait.launcher.run_dir import RunDir
-from plait.launcher.supervisor import HostLostError
+from plait.launcher.supervision.launch_errors import HostLostError
 from plait.schema.hosts import Host
 from plait.schema.job_checks import check_combinations
 from plait.schema.job_settings import Job

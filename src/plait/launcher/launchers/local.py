@@ -9,24 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from plait.core.errors import LaunchError
 from plait.launcher.launchers import Launcher, Stream
+from plait.launcher.launchers.pipes import open_pipes
 from plait.schema.hosts import Host
 
 
 def open_stream(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     """A process of this machine with pipes; LaunchError if it cannot be started."""
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            bufsize=1,
-            env={**os.environ, **environment},
-            # The terminal's Ctrl-C is for the supervisor alone.
-            start_new_session=True,
-        )
+        return open_pipes(command, {**os.environ, **environment})
     except OSError as failure:
         raise LaunchError(f"cannot run {shlex.join(command)}: {failure.strerror}") from None
 

@@ -164,9 +164,10 @@ class RayLauncher(Launcher):
         """Start the actor of a host, without waiting for it: it takes calls before it runs."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from plait.launcher.launchers import ray_agent
+        from plait.launcher.launchers import pipes, ray_agent
 
-        self._ray.cloudpickle.register_pickle_by_value(ray_agent)
+        for module in (pipes, ray_agent):
+            self._ray.cloudpickle.register_pickle_by_value(module)
         others = {name: count for name, count in self._bundle.items() if name not in ("CPU", "GPU")}
         actor = self._ray.remote(ray_agent.AgentHolder).options(
             name=_actor_name(name),

@@ -1,7 +1,7 @@
 """What runs on a node of Ray: an actor that holds the processes of agents and their pipes.
 
-It is sent to the nodes by value, so it uses nothing but the standard library: the Python of the agents, which
-has Plait, may be another one than Ray's.
+It is sent to the nodes by value with `pipes`, so it uses nothing else but the standard library: the Python of
+the agents, which has Plait, may be another one than Ray's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import queue
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+
+from plait.launcher.launchers.pipes import open_pipes
 
 # The streams of a process.
 STREAMS = ("stdout", "stderr")
@@ -32,18 +34,7 @@ class AgentHolder:
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Start an agent; returns its number. OSError if the command cannot be run."""
         inherited = {name: value for name, value in os.environ.items() if name not in _SET_BY_RAY}
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            bufsize=1,
-            env={**inherited, **environment},
-            start_new_session=True,
-        )
-        self._processes.append(process)
+        self._processes.append(open_pipes(command, {**inherited, **environment}))
         self._lines.append({name: queue.SimpleQueue() for name in STREAMS})
         number = len(self._processes) - 1
         for name in STREAMS:
