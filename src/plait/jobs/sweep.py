@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.core.artefact import load, text_of
-from plait.core.codec import decode, encode
+from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
@@ -145,7 +145,7 @@ def _sweep_on(
             tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
         )
-    result = replace(decode(SweepResult, answer, "result"), run=str(folder.path))
+    result = replace(SweepResult.of_plain(answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
     shared.receive(folder)
     return result
