@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 
@@ -55,8 +55,10 @@ class Elastic:
             `lost`, and `seconds`, how long steps were paused.
     """
 
-    def __init__(self, model: DataParallel, optimizer: torch.optim.Optimizer, **state: Any) -> None:
-        check_loop(model, optimizer)
+    def __init__(
+        self, model: DataParallel, optimizer: torch.optim.Optimizer, *unnamed: Never, **state: Any
+    ) -> None:
+        check_loop(model, optimizer, unnamed)
         self.model, self.world = model, model.world
         self.step = 0
         self.changes: list[WorkersChanged] = []
