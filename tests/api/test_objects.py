@@ -157,6 +157,8 @@ def test_a_run_is_opened_with_its_history_its_models_and_other_data(tmp_path: Pa
     assert run.evaluate(metrics=["own"]) == pytest.approx({k: result.test[k] for k in ("loss", "own")})
     with pytest.raises(InputError, match="found 'owm', which neither the job nor Plait has.*'own'"):
         run.evaluate(metrics=["owm"])
+    with pytest.raises(InputError, match="two metrics are two functions"):
+        run.evaluate(metrics=[lambda output, target: (output.mean(), output.std())])
     with pytest.raises(InputError, match="expected a list"):
         run.evaluate(metrics="own")
     with pytest.raises(InputError, match=r"loader\.dataset"):
