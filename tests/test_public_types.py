@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import math
 import typing
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.core.codec import decode
-from plait.schema.results import ArrayResult
+from plait.schema.results import ArrayResult, TrialResult, plain
 
 RUN: dict[str, Any] = {
     "reason": "finished",
@@ -77,14 +77,13 @@ SWEEP: dict[str, Any] = {
     ],
 )
 def test_a_result_dumps_as_the_json_it_was_read_from(kind: type[Any], plain: dict[str, Any]):
-    result = decode(kind, json.loads(json.dumps(plain)))
+    result = kind.of_plain(json.loads(json.dumps(plain)))
     # The order of the keys, and whole numbers that stay whole, are part of it.
     assert json.dumps(result.to_dict()) == json.dumps(plain)
-    assert decode(kind, result.to_dict()) == result
 
 
 def test_a_result_prints_for_people():
-    assert str(decode(plait.RunResult, RUN)).splitlines() == [
+    assert str(plait.RunResult.of_plain(RUN)).splitlines() == [
         "finished at step 20 of 20 after 1.25 s",
         "5,120 samples/s on 2 x cpu",
         "training loss 0.5",
@@ -93,7 +92,7 @@ def test_a_result_prints_for_people():
         "warning: the test split is trained on",
         "runs/t-001",
     ]
-    shown = str(decode(plait.SweepResult, SWEEP)).splitlines()
+    shown = str(plait.SweepResult.of_plain(SWEEP)).splitlines()
     assert shown[:3] == [
         "finished: 12 of 12 trials in 2 s, 120 trial steps/s on 1 worker",
         "best first, by loss:",
@@ -105,11 +104,26 @@ def test_a_result_prints_for_people():
 
 def test_a_result_of_before_warnings_were_kept_is_read():
     old = {key: value for key, value in RUN.items() if key not in ("mode", "warnings")}
-    assert decode(plait.RunResult, old).to_dict() == {**old, "mode": {}, "warnings": []}
+    assert plait.RunResult.of_plain(old).to_dict() == {**old, "mode": {}, "warnings": []}
+
+
+def test_what_is_no_number_is_nan_in_python_and_null_in_json():
+    result = plait.RunResult.of_plain({**RUN, "train_loss": None, "test": {"loss": None}})
+    assert math.isnan(result.test["loss"])
+    assert result.train_loss is not None
+    assert math.isnan(result.train_loss)
+    assert result.to_dict()["test"] == {"loss": None}
+    assert "training loss not a number" in str(result)
+    sweep = plait.SweepResult.of_plain(SWEEP)
+    assert sweep.best is not None
+    assert math.isnan(sweep.best.metrics["accuracy"])
+    assert json.loads(json.dumps(sweep.to_dict(), allow_nan=False)) == SWEEP
+    unknown = replace(sweep.trials[0], step=0, train_loss=None)
+    assert TrialResult.of_plain(plain(unknown)).train_loss is None
 
 
 def test_a_result_cannot_be_changed():
-    result = decode(plait.RunResult, RUN)
+    result = plait.RunResult.of_plain(RUN)
     with pytest.raises(FrozenInstanceError):
         result.step = 3  # type: ignore[misc]
 
@@ -153,7 +167,7 @@ def test_a_checker_sees_exactly_the_names_that_are_offered():
 
 
 def test_arrays_of_a_result_are_values_too():
-    assert decode(plait.SweepResult, SWEEP).arrays == (ArrayResult(0, 0, (0, 1), 2, True, ""),)
+    assert plait.SweepResult.of_plain(SWEEP).arrays == (ArrayResult(0, 0, (0, 1), 2, True, ""),)
 
 
 # What a checker sees as Any, as in torch: whatever a model, a data set or a function returns, states that the

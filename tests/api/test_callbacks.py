@@ -15,7 +15,7 @@ import plait
 from plait.callbacks import Callback, CallbackError, MLflow, WandB
 from plait.callbacks.records import ChangeRecord, CheckpointRecord, EndRecord, StartRecord, StepRecord
 from plait.core.errors import InputError, JobError, PlaitError
-from plait.schema.settings import CallSettings, EvaluateSettings
+from plait.schema.settings import CallSettings, CheckpointSettings, EvaluateSettings
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job, train_here
 
@@ -111,6 +111,63 @@ def test_a_callback_that_fails_in_a_trial_ends_the_sweep(tmp_path: Path) -> None
     job = digits_job(steps=2, log_every_steps=1, callbacks=callbacks)
     with pytest.raises(PlaitError, match="callbacks: Failing failed in on_step after step 1"):
         sweep_here(sweep_of("optimizer.lr=0.01,0.1", job=job), tmp_path)
+
+
+class Written(Callback):
+    """Writes what it is told to a file of its trial."""
+
+    def on_start(self, record: StartRecord) -> None:
+        self._file = record.folder / f"{record.label}.txt"
+
+    def on_checkpoint(self, record: CheckpointRecord) -> None:
+        self._write(f"checkpoint {record.step} {record.path.is_dir()}")
+
+    def on_end(self, record: EndRecord) -> None:
+        self._write(f"end {record.step}")
+
+    def _write(self, line: str) -> None:
+        with self._file.open("a") as file:
+            print(line, file=file)
+
+
+def test_trials_tell_their_callbacks_of_checkpoints(tmp_path: Path) -> None:
+    job = digits_job(
+        steps=4,
+        checkpoint=CheckpointSettings(every_steps=2),
+        callbacks=(CallSettings("test_callbacks:Written"),),
+    )
+    found = sweep_here(sweep_of("optimizer.lr=0.001,0.1", job=job), tmp_path)
+    best, other = (row["trial"] for row in found["trials"])
+    assert told_of(tmp_path, best) == ["checkpoint 2 True", "checkpoint 4 True", "end 4"]
+    assert told_of(tmp_path, other)[0] == "checkpoint 2 True"
+    assert told_of(tmp_path, other)[-1] == "end 4"
+
+
+def told_of(folder: Path, trial: int) -> list[str]:
+    return (folder / f"{folder.name}-trial-{trial:04d}.txt").read_text().splitlines()
+
+
+@pytest.mark.usefixtures("forked_commands")
+def test_a_sweep_is_given_callbacks_that_are_objects(tmp_path: Path) -> None:
+    class Local(Written):
+        """Of a function, so that it cannot be imported."""
+
+    job = {
+        "name": "t",
+        "model": "support.training:small_net",
+        "data": {"kind": "support.training:digits", "batch_size": 64},
+        "steps": 2,
+        "checkpoint": {"every_steps": 1},
+        "verify": "off",
+        "run_dir": str(tmp_path),
+    }
+    with pytest.raises(InputError, match="Misspelt has a method 'on_steps'"):
+        plait.sweep(job, {"optimizer.lr": [0.1, 0.2]}, callbacks=[Misspelt()])
+    result = plait.sweep(job, {"optimizer.lr": [0.1, 0.2]}, callbacks=[Local()])
+    for trial in (0, 1):
+        assert {"checkpoint 1 True", "end 2"} <= set(told_of(Path(result.run), trial))
+    with pytest.raises(InputError, match="goes on with those it was begun with"):
+        plait.sweep(job, resume=result.run, callbacks=[Local()])
 
 
 @pytest.mark.extended

@@ -155,6 +155,8 @@ def make(case: str) -> None:
             plait.Elastic(parallel(layer), sgd, epoch=3)
         case "torch's loader":
             plait.Elastic(parallel(layer), sgd, loader=torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
+        case "no names":
+            plait.Elastic(parallel(layer), sgd, torch.utils.data.DataLoader([1]), StepLR(sgd, 1))  # type: ignore[arg-type]
         case "second optimizer":
             plait.Elastic(parallel(layer), sgd, second=torch.optim.SGD([layer.bias], lr=0.1))
         case "twice":
@@ -179,6 +181,7 @@ def make(case: str) -> None:
         ("optimizer of another model", r"param_groups\[0\].*\[1, 2\] that is not one of the model's"),
         ("number", "epoch is a int without state_dict; expected a dict that holds it"),
         ("torch's loader", "loader is a DataLoader without state_dict; expected a plait.DataLoader"),
+        ("no names", r"found 2 arguments after .*Elastic\(model, optimizer, loader=loader, scheduler=sch"),
         ("second optimizer", "found a second optimizer, second, .*expected one, with param_groups"),
         ("twice", "found a model that has an Elastic already"),
         ("unsendable", "state of 'log' holds a builtins.object, which cannot be sent"),

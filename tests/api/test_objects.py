@@ -130,6 +130,7 @@ def test_a_run_is_opened_with_its_history_its_models_and_other_data(tmp_path: Pa
         data=(digits("train"), digits("test")),
         optimizer=OPTIMIZER,
         steps=4,
+        metrics=["accuracy", {"call": lambda output, target: (target.sum(), len(target)), "name": "own"}],
         evaluate={"every_steps": 2},
         checkpoint=checkpoint,
         run_dir=str(tmp_path),
@@ -153,6 +154,13 @@ def test_a_run_is_opened_with_its_history_its_models_and_other_data(tmp_path: Pa
     expected = {"loss": loss, "accuracy": right, "<lambda>": 1.0}
     assert found == pytest.approx(expected, abs=1e-9)
     assert run.evaluate((images, target), metrics=[]) == pytest.approx({"loss": loss}, abs=1e-9)
+    assert run.evaluate(metrics=["own"]) == pytest.approx({k: result.test[k] for k in ("loss", "own")})
+    with pytest.raises(InputError, match="found 'owm', which neither the job nor Plait has.*'own'"):
+        run.evaluate(metrics=["owm"])
+    with pytest.raises(InputError, match="two metrics are two functions"):
+        run.evaluate(metrics=[lambda output, target: (output.mean(), output.std())])
+    with pytest.raises(InputError, match="expected a list"):
+        run.evaluate(metrics="own")
     with pytest.raises(InputError, match=r"loader\.dataset"):
         run.evaluate(DataLoader(other))
     with pytest.raises(InputError, match="did you mean 'test_loss'"):

@@ -269,6 +269,9 @@ def say_what_is_wrong(rank: int) -> list[str]:
     attempt(lambda: make_pipe(2, optimizer=lambda parameters: None))
     attempt(lambda: make_pipe(2, schedule="2bw", microbatches=1))
     with make_pipe(2) as pipe:
+        attempt(lambda: pipe.step(y, x))
+        attempt(lambda: pipe.step(x + rank, y))
+        pipe.step(x if rank == 0 else x.to("meta"), y)
         attempt(lambda: pipe.step(x[: 6 - 2 * rank], y[: 6 - 2 * rank]).item())
         attempt(lambda: pipe.step(x, object()))
         attempt(lambda: pipe.step(x[:0], y[:0]))
@@ -289,7 +292,7 @@ EXPECTED = (
     "found 3 stages for 2 workers, expected a divisor or a multiple of 2",
     "found 9 stages, expected 1 to",
     "expected a plan (plait.plan makes one), a number of stages",
-    "4.x",
+    "there is no layer '4.x'; did you mean '4'?; expected a plan (plait.plan makes one), a number of stages",
     "schedule: found '1f1b', expected one of stash, 2bw, flush, gpipe",
     "microbatches: found 0, expected at least 1",
     "model: found a DataParallel, whose workers have equal weights after each step; give it the model itself",
@@ -297,7 +300,10 @@ EXPECTED = (
     "functools.partial(torch.optim.AdamW, lr=1e-3)",
     "optimizer: it returned None",
     "expected a multiple of 2",
-    "all workers call step with the same whole batch",
+    "inputs of shape [6] (int64) and a target of shape [6, 4] (float64), but it is the target that looks",
+    "inputs of rank 1 are others than those of rank 0 in the first step; all workers call step with the same "
+    "whole batch: leave a DistributedSampler out",
+    "this worker has a batch of",
     "which the workers of a pipeline cannot send each other",
     "a batch without samples",
     "load_state_dict: '0.weight' has shape (6, 4), that of the model (8, 4)",

@@ -12,6 +12,8 @@ import pytest
 import plait
 from plait.cli.train import show_warnings
 from plait.core.errors import InputError, JobError, PlaitError
+from plait.jobs.run_script import run_script
+from plait.launcher.display import Silent
 from plait.schema.settings import CheckpointSettings
 from support.training import digits_job, train_here
 
@@ -96,3 +98,37 @@ def test_going_on_to_an_end_that_the_run_is_beyond_is_refused(tmp_path: Path):
     train_here(epochs, tmp_path / "epochs")
     with pytest.raises(JobError, match="epochs: found 1, but the run has come through 2; give"):
         train_here(digits_job(steps=None, epochs=1), tmp_path / "epochs", resume=True)
+
+
+class Lines(Silent):
+    """Keeps what is printed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def printed(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ["--lr", "3"],
+            "--lr: plait run has no such option; options of the script follow it: .*script.py --lr",
+        ),
+        (["--nproc-per-node=2"], "the number of workers is -np"),
+        (["--elastc"], "did you mean '--elastic'"),
+    ],
+)
+def test_options_before_a_script_are_those_of_plait_run(given: list[str], words: str, tmp_path: Path):
+    with pytest.raises(InputError, match=words):
+        run_script(Path(given[0]), given[1:], None, None, None, "1", tmp_path, Silent())
+
+
+def test_options_of_plait_run_behind_the_script_are_warned_of(tmp_path: Path):
+    (script := tmp_path / "script.py").touch()
+    display = Lines()
+    with pytest.raises(InputError, match="such as .1:4."):
+        run_script(script, ["-np", "2"], None, None, None, "none", tmp_path, display)
+    assert ["-np comes after" in line for line in display.lines] == [True]

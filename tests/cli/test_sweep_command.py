@@ -18,7 +18,7 @@ from rich.console import Console
 
 import plait
 from plait.cli.sweep import SweepDisplay, _check_asked, show_result, trials_table
-from plait.core.codec import decode, encode
+from plait.core.codec import encode
 from plait.core.errors import InputError
 from plait.jobs.evaluate import measure_run
 from plait.jobs.sweep import go_on, make_sweep, placement_of, sweep
@@ -264,7 +264,7 @@ def test_a_person_reads_which_trials_are_fused_and_why_others_are_not(
     job = plait.make_job({**CONTENT, "steps": 2, "precision": "float64"})
     settings = make_sweep(job, ["optimizer.lr=0.1,0.2", "optimizer.kind=sgd,adamax"], width=4)
     found = {**sweep_here(settings, tmp_path), "run": str(tmp_path)}
-    result = decode(plait.SweepResult, found)
+    result = plait.SweepResult.of_plain(found)
     fused = "trials 0, 2 train fused, 2 at once, on worker 0"
     alone = "trial 1 trains alone on worker 0: optimizer.kind 'adamax' has no fused form"
     show_result(result, Path("job.yaml"))

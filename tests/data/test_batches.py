@@ -141,7 +141,19 @@ def test_samples_that_draw_late_are_seeded_and_leave_all_generators_as_they_were
     by_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert generators._memory_shows_draws()
-    monkeypatch.setattr(generators, "_memory_shows_draws", lambda: by_memory)
+    assert generators._views(generators._NUMPY._bit_generator) is not None
+    generators.seed_sample(1 << 60)
+    drawn_by_memory = random.gauss(0, 1), random.random(), numpy.random.rand(), torch.rand(()).item()
+    if not by_memory:
+        monkeypatch.setattr(generators, "_memory_shows_draws", lambda: False)
+        monkeypatch.setattr(generators, "_views", lambda twister: None)
+    generators.seed_sample(1 << 60)
+    assert (
+        random.gauss(0, 1),
+        random.random(),
+        numpy.random.rand(),
+        torch.rand(()).item(),
+    ) == drawn_by_memory
     seed_all(3)
     wanted = [(numpy.random.normal(), random.gauss(0, 1), torch.rand(()).item()) for _ in range(8)]
     found, drawn = [], []

@@ -236,6 +236,9 @@ def test_stages_are_verified_from_python_by_a_plan_or_by_where_they_begin() -> N
     checked = plait.verify_stages(model, batches, square_loss, ["last"])
     assert [layers[-1] for layers in checked.fine] == ["block.b", "last"]
     assert checked.notes == ()
+    whole = plait.verify_stages(model, batches, square_loss, ["last", "block"])  # a module begins a stage
+    assert whole.fine[0] == ("first",)
+    assert whole.fine[2] == ("last",)
     checked = plait.verify_stages(model, batches, square_loss, ["block.b"])
     assert checked.fine[0] == ("first",)
     assert "forward of block (Stateful) changes self.h" in checked.notes[0]

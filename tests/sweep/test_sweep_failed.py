@@ -13,7 +13,6 @@ import torch
 
 from plait.core import events as core_events
 from plait.core import run_events
-from plait.core.codec import decode
 from plait.launcher.run_dir import RunDir
 from plait.report.sweep import as_csv
 from plait.schema.results import SweepResult
@@ -77,7 +76,7 @@ def test_a_trial_that_fails_is_told_of_and_the_others_go_on_fused(name: str, ver
     assert_others_as_alone(settings, found, tmp_path)
     if verify == "first" or name == "when it is made":
         assert (0, 2, 3) in fused_arrays(tmp_path / "sweep")
-    table = list(csv.DictReader(as_csv(decode(SweepResult, found, "result").trials).splitlines()))
+    table = list(csv.DictReader(as_csv(SweepResult.of_plain(found).trials).splitlines()))
     assert table[-1]["state"] == "failed"
     assert table[-1]["why"] == why
     assert table[0]["why"] == ""

@@ -174,6 +174,18 @@ def bad_metric(output: Any, target: Any) -> Any:
     raise IndexError("no such class")
 
 
+def two_scores(output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
+    """As the precision and the recall of a class are, which are no sum and count."""
+    hit, mine = output.argmax(-1) == target, target == 1
+    return float(hit.float().mean()), float(torch.sigmoid(output[mine]).mean())
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean by weights, whose sum is no count of samples."""
+    weights = 0.3 + target
+    return (weights * (output.argmax(-1) == target)).sum(), weights.sum()
+
+
 def of_each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(-1) == target).float()
 
@@ -187,6 +199,11 @@ def of_each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             {"evaluate": EvaluateSettings(metric=f"{HERE}:of_each", batch_size=2)},
             JobError,
             r"of_each returned tensor\(.* for a batch, expected \(sum, count\), two",
+        ),
+        (
+            {"evaluate": EvaluateSettings(metric=f"{HERE}:two_scores", batch_size=6)},
+            JobError,
+            r"two_scores returned .*second number counts nothing; two metrics.*metrics=\[precision, recall\]",
         ),
     ],
 )
@@ -251,6 +268,7 @@ class Sorted(TensorDataset):
         ("Sorted", "balanced", 4, "balanced of 4 test samples is"),
         ("Noisy", "counting", 5, "counting changes self.calls when it is called"),
         ("Sorted", "summed", 5, None),
+        ("Sorted", "weighted", 5, None),
     ],
 )
 def test_a_metric_that_goes_by_how_samples_are_cut_is_said(

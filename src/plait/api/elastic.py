@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 
@@ -57,8 +57,10 @@ class Elastic(StepRules):
 
     compares_loaders = False
 
-    def __init__(self, model: DataParallel, optimizer: torch.optim.Optimizer, **state: Any) -> None:
-        check_loop(model, optimizer)
+    def __init__(
+        self, model: DataParallel, optimizer: torch.optim.Optimizer, *unnamed: Never, **state: Any
+    ) -> None:
+        check_loop(model, optimizer, unnamed)
         self.model, self.world = model, model.world
         self.step = 0
         self.changes: list[WorkersChanged] = []

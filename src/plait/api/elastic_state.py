@@ -185,8 +185,15 @@ def _as_stateful(name: str, value: Any) -> Stateful:
     raise InputError(f"Elastic: {name} is a {type(value).__name__} without state_dict; expected {hint}")
 
 
-def check_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be trained by workers that come and go."""
+def check_loop(model: nn.Module, optimizer: torch.optim.Optimizer, unnamed: Sequence[object]) -> None:
+    """Refuse what cannot be trained by workers that come and go, and state that was given without a name."""
+    if unnamed:
+        names = [_usual_name(each) for each in unnamed]
+        raise InputError(
+            f"Elastic: found {len(unnamed)} argument{'s' if len(unnamed) > 1 else ''} after the optimizer "
+            f"({', '.join(type(each).__name__ for each in unnamed)}); state is registered by name, the same "
+            f"on all workers: plait.Elastic(model, optimizer, {', '.join(f'{n}={n}' for n in names)})"
+        )
     if isinstance(model, DistributedDataParallel):
         raise InputError(
             "Elastic: found a DistributedDataParallel, whose workers are fixed; use plait.DataParallel(model)"
@@ -206,6 +213,13 @@ def check_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "scheduler and other state is given by name: scheduler=scheduler"
         )
     check_optimizer("Elastic", model, optimizer)
+
+
+def _usual_name(value: object) -> str:
+    name = type(value).__name__
+    if "Loader" in name:
+        return "loader"
+    return "scheduler" if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else name.lower()
 
 
 def _listed(names: Any) -> str:

@@ -21,16 +21,16 @@ from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, Step
 from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
 from plait.api.stages.stage_layout import PlanLike, find_layout, find_schedule
+from plait.api.stages.step_inputs import StepInputs
 from plait.api.stages.step_loss import StepLoss
 from plait.api.stages.whole_model import WholeModel
 from plait.api.world import World, init
 from plait.comm.collectives import broadcast_value
-from plait.core.errors import DataError, InputError
+from plait.core.errors import InputError
 from plait.core.shown import shown
 from plait.core.splits import split
 from plait.data.call_model import is_compiled, set_mode
 from plait.data.seeding import keep_random_states
-from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.microbatches import microbatch_count
 from plait.pipeline.named_state import Tensors, remember_start
@@ -111,6 +111,7 @@ class Pipeline:
     ) -> None:
         self.world = init() if world is None else world
         _check_arguments(model, loss, optimizer, microbatches)
+        self._inputs = StepInputs(example_inputs, self.world.world_size, other_inputs is None, verify)
         self._expected = {name: _shape(value) for name, value in model.state_dict().items()}
         self._microbatches = microbatches or 1
         self._largest = 0
@@ -173,8 +174,9 @@ class Pipeline:
         """Train on one batch; returns its mean loss, on all workers.
 
         `x` is a tensor, or a tuple or dict of the arguments of forward; `loss` is called with the output and
-        `y`. All workers call it with a batch of the same size. Only the contents on workers of the first
-        stage are used; `y` travels with the microbatches. Microbatches are consecutive samples, and may
+        `y`. All workers call it with the same batch, which is compared in the first step unless
+        `verify=False`. Only the contents on workers of the first stage are used; `y` travels with the
+        microbatches. Microbatches are consecutive samples, and may
         differ by one: microbatch i of m has samples `n * i // m` to `n * (i + 1) // m - 1` of n, and goes to
         replica i modulo their number. A batch that is smaller than an earlier one keeps the size of
         microbatches.
@@ -184,7 +186,7 @@ class Pipeline:
         """
         samples = samples_of(x)
         self._attributes.check()
-        self._check_target(y)
+        self._inputs.check(x, y)
         self._largest = max(self._largest, samples)
         if self._never_drains and self._largest < self._microbatches:
             raise InputError(
@@ -195,13 +197,6 @@ class Pipeline:
         with keep_random_states():
             share = self._engine.step((x, y), samples, microbatches)
         return StepLoss(share, samples, self.world.world_size > 1)
-
-    def _check_target(self, y: Any) -> None:
-        if self.world.world_size > 1 and not isinstance(y, Tensor):
-            try:
-                check_target(y)
-            except DataError as failure:
-                raise InputError(f"step: {str(failure).removeprefix('data.kind: ')}") from None
 
     def evaluate(self, x: Tensor | Inputs, microbatches: int | None = None) -> Any:
         """The outputs of the model in evaluation mode for the batch `x`, on all workers.

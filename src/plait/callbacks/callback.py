@@ -217,14 +217,17 @@ class RunCallbacks:
 class TrialCallbacks:
     """Calls the callbacks of the trials of a sweep, each of which has its own.
 
-    `start` gives the record of `on_start` of a trial.
+    `checkpoints` gives the folder of a trial's checkpoints, `start` the record of its `on_start`.
     """
 
     def __init__(
-        self, settings: Sequence[CallSettings], folder: Path, start: Callable[[int], StartRecord]
+        self,
+        settings: Sequence[CallSettings],
+        checkpoints: Callable[[int], Path],
+        start: Callable[[int], StartRecord],
     ) -> None:
         self._settings = settings
-        self._folder = folder
+        self._checkpoints = checkpoints
         self._start = start
         self._running: dict[int, RunCallbacks] = {}
         check_callbacks(settings)
@@ -232,11 +235,13 @@ class TrialCallbacks:
     def handle(self, event: Event) -> None:
         """Call the method that the event of a trial is for."""
         number = getattr(event, "trial", None)
-        if not self._settings or number is None or record_of(event, self._folder) is None:
+        if not self._settings or number is None or record_of(event, Path()) is None:
             return
         if number not in self._running:
             made = make_callbacks(self._settings, alone=False)
-            self._running[number] = RunCallbacks(made, self._folder, lambda step: self._start(number))
+            self._running[number] = RunCallbacks(
+                made, self._checkpoints(number), lambda step: self._start(number)
+            )
         self._running[number].handle(event)
         if isinstance(event, run_events.TrialEnded):
             self._running.pop(number, None)

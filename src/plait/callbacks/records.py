@@ -59,7 +59,10 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """The checkpoint of `step` was written to `path`; `best` if an evaluation has shown it to be the best."""
+    """The checkpoint of `step` was written to `path`; `best` if an evaluation has shown it to be the best.
+
+    A trial of a sweep keeps one, until its next or until it ends; that of the best trial is then the sweep's.
+    """
 
     step: int
     path: Path
@@ -111,6 +114,8 @@ def record_of(event: Event, checkpoints: Path) -> tuple[str, Record] | None:
             return "on_evaluate", EvaluationRecord(step, _numbers(metrics))
         case run_events.CheckpointSaved(step, _, best):
             return "on_checkpoint", CheckpointRecord(step, checkpoints / f"step-{step:09d}", best)
+        case run_events.TrialSaved(_, step):
+            return "on_checkpoint", CheckpointRecord(step, checkpoints / f"step-{step:09d}", False)
         case run_events.Changed(step, kind, change, by, why):
             return "on_change", ChangeRecord(step, kind, change, by, why)
         case run_events.WorkersChanged(step=step, by=by, why=why):

@@ -220,7 +220,7 @@ class SweepDisplay(ProgressDisplay):
                 self._failed.add(trial)
                 self.printed(f"trial {trial} failed: {why}")
         if isinstance(self._live, Live):
-            rows = [decode(TrialResult, row) for row in progress["rows"]]
+            rows = [TrialResult.of_plain(row) for row in progress["rows"]]
             self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
         else:
             self._print_rarely(describe_sweep(progress))

@@ -153,6 +153,13 @@ class TrialEvaluated(Event):
     metrics: Mapping[str, float | None]
 
 
+class TrialSaved(Event):
+    """The checkpoint of a trial after `step` steps was written to its folder, in place of an earlier one."""
+
+    trial: int
+    step: int
+
+
 class TrialReached(Event):
     """A trial reached a step at which trials are compared; a smaller `result` is better, None is worst.
 

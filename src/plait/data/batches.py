@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from plait.core.errors import DataError
-from plait.data.generators import kept_generators, looks
+from plait.data.generators import kept_generators, looks, seed_sample
 from plait.data.loader_processes import load_aside
-from plait.data.seeding import mix, seed_all
+from plait.data.seeding import mix, mix_further, seed_all
 from plait.workloads.data import is_stream
 
 Collate = Callable[[list[Any]], Any]
@@ -183,7 +183,7 @@ class DataSource:
     def _read(self, epoch: int, numbers: Sequence[int], seed: int) -> list[Any]:
         """Samples of a map-style set, one by one, or all at once if it can and they draw nothing."""
         if self._is_stored:
-            seed_all(mix(seed, epoch, numbers[-1]))
+            seed_sample(mix(seed, epoch, numbers[-1]))
             return [self.dataset[number] for number in numbers]
         if self._several and not self._draws:
             # The same seed on all workers, whatever their share.
@@ -191,17 +191,22 @@ class DataSource:
             before = looks()
             samples = _as_samples(self.dataset.__getitems__(list(numbers)), len(numbers))
             if looks() == before:
-                seed_all(mix(seed, epoch, numbers[-1]))
+                seed_sample(mix(seed, epoch, numbers[-1]))
                 return samples
             self._draws = True
-        return [self.sample(epoch, number, seed) for number in numbers]
+        before_number = mix_further(0, seed, epoch)
+        return [self._seeded(number, mix_further(before_number, number) >> 1) for number in numbers]
 
     def sample(self, epoch: int, number: int, seed: int) -> Any:
-        """One sample of a map-style set; all generators are seeded for it and that epoch.
+        """One sample of a map-style set; all generators are seeded for it and that epoch."""
+        return self._seeded(number, mix(seed, epoch, number))
+
+    def _seeded(self, number: int, seed: int) -> Any:
+        """One sample, for which all generators are seeded with `seed`.
 
         Those that it does not draw from, too: it may read a seed or a state.
         """
-        seed_all(mix(seed, epoch, number))
+        seed_sample(seed)
         if self._draws or not self._to_watch:
             return self.dataset[number]
         before = looks()
@@ -293,7 +298,7 @@ def read_epoch(dataset: Any, seed: int, epoch: int, begin: int = 0, state: Any =
     number = 0 if state is None else begin
     samples = iter(dataset)
     while True:
-        seed_all(mix(seed, epoch, number))
+        seed_sample(mix(seed, epoch, number))
         try:
             sample = next(samples)
         except StopIteration:

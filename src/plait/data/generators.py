@@ -20,17 +20,21 @@ import torch
 # What the functions of the modules draw from.
 _PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: numpy.random.RandomState = numpy.random.random_sample.__self__  # type: ignore[attr-defined]
-# Numpy's Mersenne Twister: 624 words and a position.
-_TWISTER_BYTES = 4 * 625
+# A Mersenne Twister: 624 words and a position, which numpy has behind them and Python before them.
+_WORDS = 624
+_TWISTER_BYTES = 4 * (_WORDS + 1)
 
 
 @dataclass(eq=False)
 class Generator:
-    """One of the generators; `look` returns another value after each draw, and the same until then."""
+    """One of the generators; `look` returns another value after each draw, and the same until then.
+
+    `set` is given what `look` and `get` returned at the same time.
+    """
 
     look: Callable[[], object]
     get: Callable[[], Any]
-    set: Callable[[Any], object]
+    set: Callable[[Any, Any], object]
     seed: Callable[[int], object]
     _known: tuple[object, Any] = field(default=(None, None))
 
@@ -51,7 +55,7 @@ def kept_generators() -> Iterator[None]:
     finally:
         for generator, look, state in kept:
             if generator.look() != look:
-                generator.set(state)
+                generator.set(look, state)
 
 
 def _seed_torch(number: int) -> None:
@@ -108,15 +112,70 @@ def _seed_numpy(number: int) -> None:
     numpy.random.seed(number & 0xFFFFFFFF)
 
 
+def _set_numpy(look: Any, state: Any) -> None:
+    """Set numpy's generator back; by its memory if only its Twister has changed, a hundred times faster."""
+    if isinstance(look, tuple) and look[0] == _memory(_NUMPY):
+        ctypes.memmove(_NUMPY._bit_generator.ctypes.state_address, look[1], _TWISTER_BYTES)
+    else:
+        numpy.random.set_state(state)
+
+
 GENERATORS = (
     Generator(
-        _look_at_torch, torch.default_generator.get_state, torch.default_generator.set_state, _seed_torch
+        _look_at_torch,
+        torch.default_generator.get_state,
+        lambda _, state: torch.default_generator.set_state(state),
+        _seed_torch,
     ),
-    Generator(_look_at_python, random.getstate, random.setstate, random.seed),
-    Generator(
-        _look_at_numpy, lambda: numpy.random.get_state(legacy=False), numpy.random.set_state, _seed_numpy
-    ),
+    Generator(_look_at_python, random.getstate, lambda _, state: random.setstate(state), random.seed),
+    Generator(_look_at_numpy, lambda: numpy.random.get_state(legacy=False), _set_numpy, _seed_numpy),
 )
+
+
+def seed_sample(number: int) -> None:
+    """Seed all generators for one sample.
+
+    Those of torch and numpy as by their functions. Python's own way takes as long as to read a small sample,
+    so it gets the words of numpy's in reverse order.
+    """
+    _seed_torch(number)
+    _seed_numpy(number)
+    views = _views(_NUMPY._bit_generator)
+    if views is None:
+        random.setstate((3, (*_words_of_numpy(number), _WORDS), None))
+        return
+    position, words, reverse = views
+    position[0] = _WORDS
+    words[:] = reverse
+    _PYTHON.gauss_next = None  # type: ignore[attr-defined]
+
+
+def _words_of_numpy(number: int) -> list[int]:
+    """The words of numpy's generator in reverse order; of another kind than usual, those it would have."""
+    twister = _NUMPY._bit_generator
+    if not isinstance(twister, numpy.random.MT19937):
+        twister = numpy.random.RandomState(number & 0xFFFFFFFF)._bit_generator
+    words: list[int] = twister.state["state"]["key"][::-1].tolist()
+    return words
+
+
+@functools.cache
+def _views(twister: object) -> tuple[Any, Any, Any] | None:
+    """The memory of Python's position and words, and of those of `twister`, numpy's, in reverse order.
+
+    None where they lie otherwise.
+    """
+    if not isinstance(twister, numpy.random.MT19937) or not _memory_shows_draws():
+        return None
+    *words, position = _PYTHON.getstate()[1]
+    if numpy.frombuffer(_memory(_PYTHON), numpy.uint32, _WORDS + 1).tolist() != [position, *words]:
+        return None
+    python = _words_at(id(_PYTHON) + object.__basicsize__, _WORDS + 1)
+    return python[:1], python[1:], _words_at(twister.ctypes.state_address, _WORDS)[::-1]
+
+
+def _words_at(address: int, count: int) -> Any:
+    return numpy.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(address))
 
 
 def looks() -> list[object]:

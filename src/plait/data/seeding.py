@@ -12,13 +12,17 @@ from plait.data.generators import GENERATORS, kept_generators
 
 def mix(*numbers: int) -> int:
     """A 63-bit hash of `numbers` (splitmix64 over each of them)."""
-    state = 0
+    return mix_further(0, *numbers) >> 1
+
+
+def mix_further(state: int, *numbers: int) -> int:
+    """The 64 bits of which `mix` has 63, for numbers that follow those of `state`."""
     for number in numbers:
         state = (state ^ (number & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
         state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
-    return state >> 1
+    return state
 
 
 def seed_all(number: int) -> None:

@@ -19,6 +19,7 @@ from plait.launcher.run_dir import RunDir
 from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
+from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.components import Components, as_source, build_without_data
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
@@ -57,6 +58,10 @@ def measure_on(
     load_state(components, state)
     if metrics is not None:
         components = replace(components, metrics=metrics)
+        if not all(metric.is_named for metric in metrics) and (
+            why := try_evaluation(components, settings, 0, 1)
+        ):
+            log.warning("%s", why)
     return evaluate_parts(components, settings)
 
 

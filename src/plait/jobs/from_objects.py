@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ def job_of_objects(given: Mapping[str, Any]) -> tuple[Job, KeptObjects]:
     code |= _model_code(model, tree)
     code |= _data_code(data, tree)
     code |= _optimizer_code(tree)
-    lists = {"callback": _calls(keys, tree, "callbacks"), "metric": _calls(keys, tree, "metrics")}
+    lists = {"callback": calls_of(keys, "callbacks"), "metric": calls_of(keys, "metrics")}
+    tree = {key: value for key, value in tree.items() if key not in ("callbacks", "metrics")}
     code |= {f"{key}_{n}": each["call"] for key, calls in lists.items() for n, each in enumerate(calls)}
     code = {key: each for key, each in code.items() if not isinstance(each, str)}
     for each in lists["metric"]:
@@ -152,10 +153,22 @@ def _sections(keys: dict[str, Any]) -> dict[str, Any]:
     return {"data": data, **({"parallel": parallel} if parallel else {})}
 
 
-def _calls(keys: dict[str, Any], tree: dict[str, Any], key: str) -> list[dict[str, Any]]:
+def with_callbacks(job: Job, callbacks: Sequence[object]) -> tuple[Job, KeptObjects]:
+    """The job with further callbacks, and the objects among them that its run must keep."""
+    calls = calls_of({"callbacks": callbacks}, "callbacks")
+    objects = {f"callback_{n}": each["call"] for n, each in enumerate(calls)}
+    kept = keep({key: each for key, each in objects.items() if not isinstance(each, str)})
+    named = [{**each, "call": kept.names.get(f"callback_{n}", each["call"])} for n, each in enumerate(calls)]
+    known = job.content.get("callbacks") or []
+    made = make_job(job.content, [("callbacks", [*known, *named])])
+    job = replace(job, callbacks=made.callbacks, content=made.content)
+    _check_hosts(job, kept)
+    return job, kept
+
+
+def calls_of(keys: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """The items of a list of code, each a section with its object or name as `call`."""
     given = keys.get(key) or ()
-    tree.pop(key, None)
     if not isinstance(given, (list, tuple)):
         raise JobError(f"{key}: found {shown(given)}, expected a list: {key}=[...]")
     for each in given:

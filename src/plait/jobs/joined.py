@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from plait.api.joined_workers import JoinedWorkers, follow, refuse
 from plait.api.world import World, init
-from plait.core.codec import decode
 from plait.jobs.train_on import train_on
 from plait.launcher.display import Display, Silent
 from plait.launcher.messages import Launch
@@ -36,7 +35,7 @@ def train_joined(
     """
     world = init()
     if not world.is_first:
-        return decode(RunResult, follow(world), "result")
+        return RunResult.of_plain(follow(world), "result")
     has_started = False
 
     def start(launch: Launch, shown: Display) -> JoinedWorkers:

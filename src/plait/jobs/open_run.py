@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from plait.core import events, run_events
-from plait.core.codec import decode
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
@@ -22,11 +21,19 @@ from plait.data.call_model import set_mode
 from plait.jobs import evaluate
 from plait.jobs.from_objects import as_set
 from plait.launcher.run_dir import RunDir, RunKind, find_run
-from plait.schema.results import RunResult
+from plait.schema.results import RunResult, numbers
 from plait.schema.settings import MetricSettings, TrainSettings
 from plait.training.components import build_without_data
 from plait.verification import unchanged_random_numbers
-from plait.workloads.metrics import NamedMetric, check_names, find_metric, name_of, named_metric
+from plait.workloads.metrics import (
+    NAMED,
+    NamedMetric,
+    check_names,
+    find_metric,
+    find_metrics,
+    name_of,
+    named_metric,
+)
 
 # What the steps of a run have in their record, by name.
 _OF_STEPS = ("loss", "lr", "epoch")
@@ -66,26 +73,26 @@ class OpenedRun:
         if not self._folder.result.exists():
             raise InputError(f"{self.folder}: it has no result yet; see: plait status {self.folder}")
         content = json.loads(self._folder.result.read_text())
-        return replace(decode(RunResult, content, str(self._folder.result)), run=str(self.folder))
+        return replace(RunResult.of_plain(content, str(self._folder.result)), run=str(self.folder))
 
-    def history(self, name: str = "loss") -> list[tuple[int, float | None]]:
+    def history(self, name: str = "loss") -> list[tuple[int, float]]:
         """The values of `name` with their steps, in order.
 
         `loss`, `lr` and `epoch` are those of training: there is an entry every tenth of a second, or every
         `log_every_steps` of the job, and its `loss` is the mean over the steps since the entry before
         (`result.train_loss` is that of the last step alone). The metrics of the evaluations are `test_loss`,
-        `test_accuracy` and so on. A value that is not a number is None.
+        `test_accuracy` and so on. What is infinite or no number is NaN.
         """
         curves = self._curves()
         if name not in curves:
             raise InputError(f"history: {self.folder} has no {name!r}{did_you_mean(name, curves)}")
         return sorted(curves[name].items())
 
-    def _curves(self) -> dict[str, dict[int, float | None]]:
+    def _curves(self) -> dict[str, dict[int, float]]:
         path = self._folder.events()
         if not path.exists():
             raise InputError(f"{self.folder}: it has no events yet; see: plait status {self.folder}")
-        curves: dict[str, dict[int, float | None]] = {}
+        curves: dict[str, dict[int, float]] = {}
         for recorded in events.read(path):
             event, values = recorded.event, dict[str, float | None]()
             if isinstance(event, run_events.RunStarted):  # steps after the checkpoint are taken again
@@ -99,7 +106,7 @@ class OpenedRun:
             elif isinstance(event, run_events.Evaluated):
                 values = {_TEST + name: value for name, value in event.metrics.items()}
                 step = event.step
-            for name, value in values.items():
+            for name, value in numbers(values).items():
                 curves.setdefault(name, {})[step] = value
         return curves
 
@@ -131,10 +138,13 @@ class OpenedRun:
         """Loss and metrics on `dataset`, or the run's test split, of the newest, or the best, checkpoint.
 
         Each of `metrics` is as in `plait.train`: a name, such as `accuracy`, a function of (output, target),
-        a metric of torchmetrics, or a dict with one of them as `call`; without them they are the job's.
+        a metric of torchmetrics, or a dict with one of them as `call`; without them they are the job's. The
+        job's own metrics may be named, too.
         """
         with self._importing():
-            chosen = None if metrics is None else _metrics_of(metrics)
+            settings = evaluate.read_settings(self._folder)
+            of_job = {each.name: each for each in find_metrics(settings.evaluate, settings.loss)}
+            chosen = None if metrics is None else _metrics_of(metrics, of_job)
             return evaluate.measure_on(self._folder, best, as_set(dataset, "test"), chosen)
 
     @contextlib.contextmanager
@@ -146,7 +156,9 @@ class OpenedRun:
             yield
 
 
-def _metrics_of(given: Sequence[object]) -> tuple[NamedMetric, ...]:
+def _metrics_of(given: Sequence[object], of_job: Mapping[str, NamedMetric]) -> tuple[NamedMetric, ...]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InputError(f"metrics: found {shown(given)}, expected a list: metrics=[...]")
     metrics = []
     for each in given:
         section: dict[str, Any] = dict(each) if isinstance(each, Mapping) else {"call": each}
@@ -155,7 +167,12 @@ def _metrics_of(given: Sequence[object]) -> tuple[NamedMetric, ...]:
         if unknown is not None or call is None:
             raise InputError(f"metrics: found {shown(each)}, expected a dict with call, name and options")
         settings = MetricSettings(call if isinstance(call, str) else name_of(call), **section)
-        if not isinstance(call, str):
+        if isinstance(call, str) and call in of_job:
+            metrics.append(replace(of_job[call], name=settings.name or call))
+        elif isinstance(call, str) and call not in ("auto", "none", *NAMED) and ":" not in call:
+            hint = did_you_mean(call, [*of_job, *NAMED])
+            raise InputError(f"metrics: found {call!r}, which neither the job nor Plait has{hint}")
+        elif not isinstance(call, str):
             metrics.append(named_metric(settings.name or settings.call, call, settings, "metrics"))
         elif (metric := find_metric(settings, "cross-entropy", "metrics")) is not None:
             metrics.append(metric)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plait.api.launching import PRELOAD, read_limits
 from plait.core.errors import InputError
+from plait.core.names import nearest
 from plait.launcher.display import Display
 from plait.launcher.environment import check_alone
 from plait.launcher.messages import Launch
@@ -16,6 +17,19 @@ from plait.launcher.supervision.launch_errors import Interrupted
 from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host, parse_hosts
 from plait.schema.placement import Placement
+
+# Options of `plait run` itself, and what other launchers call the number of workers.
+_OPTIONS = ("-np", "-H", "--elastic")
+_ALSO_WORKERS = ("workers", "nproc", "np", "n", "nprocpernode", "numworkers")
+
+
+def _hint(option: str) -> str:
+    """What the user may have meant by an option that is not known."""
+    name = option.lstrip("-").partition("=")[0]
+    if name.replace("-", "").replace("_", "") in _ALSO_WORKERS:
+        return "; the number of workers is -np"
+    close = nearest(f"--{name}", ("--elastic", "--run-dir", "--nic", "--quiet", "--json"))
+    return "" if close is None else f"; did you mean {close!r}?"
 
 
 def run_script(
@@ -33,13 +47,22 @@ def run_script(
     `status`, `stop` and `resize` take that folder while the script runs.
     """
     if str(script).startswith("-"):
-        raise InputError(f"{script}: there is no such option; see plait run --help")
+        raise InputError(
+            f"{script}: plait run has no such option{_hint(str(script))}; options of the script follow it: "
+            f"plait run -np 2 script.py {script}. See plait run --help"
+        )
     if not script.is_file():
         raise InputError(f"SCRIPT: found {str(script)!r}, expected the file of a Python script")
     if workers is not None and hosts is not None:
         raise InputError("-np and -H: found both; -H already says how many workers each host holds")
     if workers is not None and workers < 1:
         raise InputError(f"-np: found {workers}, expected at least 1")
+    for option in _OPTIONS:
+        if option in arguments:
+            display.printed(
+                f"warning: {option} comes after {script} and is given to the script; if it is meant for "
+                f"plait run, put it before: plait run {option} ... {script}"
+            )
     check_alone()
     slots = (Host(LOCAL, workers or 1),) if hosts is None else parse_hosts(hosts.split(","), "-H")
     limits = read_limits(elastic, sum(host.slots for host in slots))

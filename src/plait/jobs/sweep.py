@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.core.artefact import load, text_of
-from plait.core.codec import decode, encode
+from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
 from plait.core.names import did_you_mean, searching
 from plait.core.shown import shown
@@ -70,6 +70,7 @@ def sweep(
     storage: str | None = None,
     sampler: str | None = None,
     pruner: str | None = None,
+    callbacks: Sequence[object] | None = None,
     resume: str | None = None,
     run_folder: str | None = None,
     display: Display | None = None,
@@ -87,18 +88,30 @@ def sweep(
     With `search="study"`, or a `study`, an Optuna study draws the trials and decides which go on: an
     `optuna.Study`, or the name of one in `storage`, a URL; `sampler` and `pruner` are then
     `package.module:name`, and Optuna's usual ones unless given. A study in memory has the trials at the end.
+
+    `callbacks` are as those of `plait.train`, besides the job's; each trial has its own copies, in the
+    process of the sweep's coordinator.
     """
     check_alone()
+    if resume is not None and callbacks:
+        raise InputError("callbacks: found some with resume; the sweep goes on with those it was begun with")
     asked = {"search": search, "eta": eta, "least_steps": least_steps, "metric": metric, "seed": seed}
     shared = shared_study(study, storage=storage, sampler=sampler, pruner=pruner)
     shown_on = display or Silent()
 
+    job, files = as_job(job), shared.files
+    if callbacks:
+        from plait.jobs.from_objects import with_callbacks
+
+        job, kept = with_callbacks(job, callbacks)
+        files = {**files, **kept.files}
+
     def run(here: Job, launcher: Launcher, before: Path | None) -> SweepResult:
         resumed = resume if before is None else str(before)
-        widths = {"width": width, "replicas": replicas, "trials": trials}
-        return _sweep_on(here, over, {**widths, **asked}, shared, resumed, run_folder, shown_on, launcher)
+        every = {"width": width, "replicas": replicas, "trials": trials, **asked}
+        return _sweep_on(here, over, every, shared, files, resumed, run_folder, shown_on, launcher)
 
-    return run_on_hosts(as_job(job), shown_on, run)
+    return run_on_hosts(job, shown_on, run)
 
 
 def _sweep_on(
@@ -106,6 +119,7 @@ def _sweep_on(
     over: Over,
     asked: Mapping[str, Any],
     shared: GivenStudy,
+    files: Mapping[str, bytes],
     resume: str | None,
     run_folder: str | None,
     display: Display,
@@ -129,15 +143,15 @@ def _sweep_on(
         placement = placement_of(job, settings)
         folder = folder or new_run(run_dir, job.name)
         content = encode(settings)
-        files = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
+        record = {} if settings == before else {folder.sweep: text_of(content, KIND, VERSION)}
         job_text = "" if resume is not None else job.text()
         start = partial(Supervisor, launcher=launcher)
-        objects = shared.files if resume is None else {}
-        # The coordinator finds objects of a study as it finds modules.
-        stack.enter_context(
-            searching(str(folder.path.absolute()) if settings.search.kind == "study" else None)
+        objects = files if resume is None else {}
+        # The coordinator finds objects of a study, and callbacks, as it finds modules.
+        stack.enter_context(searching(str(folder.path.absolute()) if files or resume else None))
+        run = LaunchedRun(
+            RunKind.SWEEP, folder, display, resume is not None, record, job_text, start, objects
         )
-        run = LaunchedRun(RunKind.SWEEP, folder, display, resume is not None, files, job_text, start, objects)
         answer = run.supervise(
             "plait.sweeping.worker",
             content,
@@ -145,7 +159,7 @@ def _sweep_on(
             tracing_modules(settings.train),
             coordinator="plait.sweeping.coordinator:coordinate",
         )
-    result = replace(decode(SweepResult, answer, "result"), run=str(folder.path))
+    result = replace(SweepResult.of_plain(answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
     shared.receive(folder)
     return result

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from plait.core.codec import decode, encode
+from plait.core.codec import encode
 from plait.core.errors import ArtefactError, DiskError, InputError, PlaitError
 from plait.core.files import write_atomic
 from plait.core.units import count_of
@@ -153,7 +153,7 @@ def launch(
 
     run = LaunchedRun(RunKind.TRAIN, folder, display, resume, files, job_text, start, objects)
     result = run.supervise("plait.training.worker", content, placement, tracing_modules(settings), finish)
-    return replace(decode(RunResult, result, "result"), run=str(folder.path))
+    return replace(RunResult.of_plain(result, "result"), run=str(folder.path))
 
 
 def tracing_modules(settings: TrainSettings) -> tuple[str, ...]:
@@ -293,7 +293,7 @@ def _earlier_result(folder: RunDir, result: Mapping[str, Any]) -> dict[str, Any]
     if result["train_loss"] is not None or not folder.result.exists():
         return None
     try:
-        earlier = decode(RunResult, json.loads(folder.result.read_text()))
+        earlier = RunResult.of_plain(json.loads(folder.result.read_text()))
     except (OSError, ValueError, ArtefactError):
         return None
     return earlier.to_dict() if earlier.step == result["step"] else None

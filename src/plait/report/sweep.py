@@ -81,7 +81,9 @@ def as_csv(rows: Sequence[TrialResult]) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """The value, with text escaped that a spreadsheet would interpret as a formula."""
+    """The value, with text escaped that a spreadsheet would interpret as a formula; nothing for NaN."""
+    if value != value:  # NaN
+        return ""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value
 

@@ -106,7 +106,7 @@ def result_table(result: RunResult) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     total = "" if result.steps is None else f" of {result.steps}"
     table.add_row("steps", f"{result.step}{total}")
-    if result.train_loss is not None or result.step > 0:
+    if result.train_loss is not None:
         table.add_row("training loss", show_metric("loss", result.train_loss))
     for name, value in result.test.items():
         table.add_row(f"test {name}", show_metric(name, value))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.core.codec import encode
+from plait.core.codec import decode, encode, finite
 from plait.core.units import count_of, show_rate, show_seconds
 
 # The number of trials in the printed form of a sweep.
@@ -19,21 +20,21 @@ class RunResult:
 
     `reason` is why it ended: `finished`, `stopped` or `early-stop`; one that diverged raises an error.
     `steps` is its planned number of steps, None if the end of the data decides. `train_loss` is the loss of
-    the last step's batch. A loss or metric is None if
-    there is none, or if it is not a number. `test` has the metrics of the last evaluation and `best` those of
-    the best checkpoint, with its `step`; `mode` says by name whether less (`min`) or more (`max`) is better,
-    where that is known. `verified_s` is the time spent comparing stages with the plain model, None if that
-    was not done. `audited_steps` is the number of steps that were taken a second time as plain PyTorch takes
-    them, and `largest_difference` how far apart the two were at most, relative to the largest value. `run` is
-    the run's folder. `warnings` are those of all workers, each once.
+    the last step's batch, None if no step was taken. What is infinite or no number is NaN. `test` has the
+    metrics of the last evaluation and `best` those of the best checkpoint, with its `step`; `mode` says by
+    name whether less (`min`) or more (`max`) is better, where that is known. `verified_s` is the time spent
+    comparing stages with the plain model, None if that was not done. `audited_steps` is the number of steps
+    that were taken a second time as plain PyTorch takes them, and `largest_difference` how far apart the two
+    were at most, relative to the largest value. `run` is the run's folder. `warnings` are those of all
+    workers, each once.
     """
 
     reason: str
     step: int
     steps: int | None
     train_loss: float | None
-    test: Mapping[str, float | None]
-    best: Mapping[str, int | float | None] | None
+    test: Mapping[str, float]
+    best: Mapping[str, int | float] | None
     samples_per_s: float
     seconds: float
     workers: int
@@ -45,9 +46,14 @@ class RunResult:
     mode: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
+    @classmethod
+    def of_plain(cls, content: Mapping[str, Any], where: str = "") -> RunResult:
+        """The result of which `to_dict` has made `content`."""
+        return decode(cls, _with_nans(content), where)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `plait train --json` prints them."""
-        return _without(encode(self), verified_s=None, audited_steps=None, largest_difference=None, run="")
+        """Plain values, as `plait train --json` prints them: JSON, in which NaN is null."""
+        return _without(plain(self), verified_s=None, audited_steps=None, largest_difference=None, run="")
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -56,7 +62,7 @@ class RunResult:
         total = "" if self.steps is None else f" of {self.steps}"
         yield f"{self.reason} at step {self.step}{total} after {show_seconds(self.seconds)}"
         yield f"{show_rate(self.samples_per_s)} samples/s on {self.workers} x {self.device}"
-        if self.train_loss is not None or self.step > 0:
+        if self.train_loss is not None:
             yield f"training loss {show_metric('loss', self.train_loss)}"
         if self.test:
             yield f"test {show_metrics(self.test)}"
@@ -77,9 +83,14 @@ class TrialResult:
     state: str
     step: int
     values: Mapping[str, Any]
-    metrics: Mapping[str, float | None]
+    metrics: Mapping[str, float]
     train_loss: float | None
     why: str = ""
+
+    @classmethod
+    def of_plain(cls, content: Mapping[str, Any], where: str = "") -> TrialResult:
+        """The row of which `plain` has made `content`."""
+        return decode(cls, _with_nans(content), where)
 
     def __str__(self) -> str:
         values = ", ".join(f"{key} {show_value(value)}" for key, value in self.values.items())
@@ -129,9 +140,14 @@ class SweepResult:
     audited_steps: int | None = None
     largest_difference: float | None = None
 
+    @classmethod
+    def of_plain(cls, content: Mapping[str, Any], where: str = "") -> SweepResult:
+        """The result of which `to_dict` has made `content`."""
+        return decode(cls, _with_nans(content), where)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `plait sweep --json` prints them."""
-        return _without(encode(self), run="", audited_steps=None, largest_difference=None)
+        """Plain values, as `plait sweep --json` prints them: JSON, in which NaN is null."""
+        return _without(plain(self), run="", audited_steps=None, largest_difference=None)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -146,9 +162,45 @@ class SweepResult:
         yield from _last_lines(self)
 
 
+def plain(result: Any) -> Any:
+    """A result, or rows of one, as JSON has it: what is no finite number is null."""
+    return _with_nulls(encode(result))
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_nulls(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_nulls(each) for each in value]
+    return finite(value) if isinstance(value, float) else value
+
+
+def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Metrics of JSON, in which what is no finite number is null."""
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+
+def _with_nans(content: Any) -> Any:
+    """The content of a result, or of rows of one, with NaN where its JSON has null for a number."""
+    if isinstance(content, list):
+        return [_with_nans(each) for each in content]
+    if not isinstance(content, Mapping):
+        return content
+    known = dict(content)
+    for name, value in content.items():
+        if name in ("test", "best", "metrics") and isinstance(value, Mapping) and "trial" not in value:
+            known[name] = numbers(value)
+        elif name in ("best", "trials"):
+            known[name] = _with_nans(value)
+    # None stays where no step was taken.
+    if known.get("train_loss", 0.0) is None and known.get("step"):
+        known["train_loss"] = math.nan
+    return known
+
+
 def show_metric(name: str, value: float | None) -> str:
     """`93.4%` for an accuracy, `0.1234` for anything else."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "not a number"
     return f"{value:.1%}" if name == "accuracy" else f"{value:.4g}"
 

@@ -100,7 +100,11 @@ class Coordinator:
         self._past = [recorded.event for recorded in earlier]
         self._sync = run_events.last_sync(self._past)
         self._topologies = [event for event in self._past if isinstance(event, TopologyChosen)]
-        self._callbacks = TrialCallbacks(callbacks_of(settings.train), folder.path, self._start_of)
+        self._callbacks = TrialCallbacks(
+            callbacks_of(settings.train),
+            lambda trial: trial_folder(folder, trial).checkpoints,
+            self._start_of,
+        )
         self._log = EventLog(folder.events(), rank=0, on_event=self._callbacks.handle)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
@@ -396,11 +400,16 @@ class Coordinator:
         return {}
 
     def _on_note(
-        self, losses: list[Any], metrics: list[Any], signals: list[Any], changes: list[Any]
+        self,
+        losses: list[Any],
+        metrics: list[Any],
+        signals: list[Any],
+        changes: list[Any],
+        saved: list[Any],
     ) -> Answer:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals).
 
-        `changes` are `changed` events as plain values.
+        `changes` are `changed` events as plain values; `saved` are checkpoints, (trial, step).
         """
         for values in changes:
             self._log.record(run_events.Changed(*values))
@@ -411,6 +420,8 @@ class Coordinator:
             self._log.record(run_events.TrialEvaluated(trial, step, values))
         for each in signals:
             self._log.record(run_events.TrialSignals(*each))
+        for trial, step in saved:
+            self._log.record(run_events.TrialSaved(trial, step))
         return {}
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.events import Event
-from plait.schema.results import TrialResult
+from plait.schema.results import TrialResult, plain
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.scheduler import TrialScheduler
 
@@ -94,7 +94,7 @@ class SweepProgress:
             "trials": scheduler.search.total,
             "ended": scheduler.ended,
             "trial_steps_per_s": round(self.trial_steps_per_s, 3),
-            "rows": encode(self._shown()),
+            "rows": plain(self._shown()),
             "arrays": encode(self._arrays.table(LINES)),
             "failed": {str(t.number): t.why for t in scheduler.trials if t.state == "failed"},
         }

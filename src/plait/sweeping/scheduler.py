@@ -17,7 +17,7 @@ from plait.core import run_events
 from plait.core.codec import finite
 from plait.core.events import Event
 from plait.data.seeding import mix
-from plait.schema.results import TrialResult
+from plait.schema.results import TrialResult, numbers
 from plait.schema.settings import TrainSettings
 from plait.sweeping.search.pruning import exploit, survivors
 from plait.sweeping.search.study import NO_STUDY, StudyTrials, value_of
@@ -172,7 +172,7 @@ class TrialScheduler:
         """All trials, best first: finished ones by result, then the others by progress."""
         ordered = sorted(self.trials, key=_standing)
         return tuple(
-            TrialResult(t.number, t.state, t.step, dict(t.values), dict(t.metrics), t.train_loss, t.why)
+            TrialResult(t.number, t.state, t.step, dict(t.values), numbers(t.metrics), t.train_loss, t.why)
             for t in ordered
         )
 

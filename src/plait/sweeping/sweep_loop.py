@@ -517,9 +517,16 @@ class SweepLoop(Loop):
         metrics: Sequence[tuple[int, int, Any]] = (),
         signals: Sequence[tuple[Any, ...]] = (),
         changes: Sequence[tuple[Any, ...]] = (),
+        saved: Sequence[tuple[int, int]] = (),
     ) -> None:
-        if losses or metrics or changes:
-            noted = {"losses": losses, "metrics": metrics, "signals": signals, "changes": changes}
+        if losses or metrics or changes or saved:
+            noted = {
+                "losses": losses,
+                "metrics": metrics,
+                "signals": signals,
+                "changes": changes,
+                "saved": saved,
+            }
             self._coordinator.ask(ask="note", **{name: list(each) for name, each in noted.items()})
 
     def after_evaluation(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
@@ -593,6 +600,8 @@ class SweepLoop(Loop):
     def _save(self, slot: int) -> bool:
         state, trial = self.engine.state(slot), self.trials[slot]
         saved: bool = self._workers.from_first(lambda: state and save_trial(self._folder, trial, state))
+        if saved:
+            self._record([], saved=[(trial.number, trial.step)])
         return saved
 
     def _save_and_return(self, slot: int) -> None:

@@ -32,6 +32,10 @@ from plait.profiler.traced_model import TracedModel
 from plait.schema.plans.plan import Layout
 
 PlanLike = Plan | Sequence[str] | int | str
+_EXPECTED = (
+    "expected a plan (plait.plan makes one), a number of stages, the names of the first layers or modules of "
+    "all stages but the first, such as ['blocks.2', 'blocks.4'], or 'auto'"
+)
 # Microbatches per worker in a step of a synchronous schedule.
 _PER_WORKER = 4
 
@@ -60,12 +64,13 @@ def find_layout(
         stages = _balanced(plan, world, profile_model)
         layout = _spread(stages, world.world_size, wanted or Schedule.FLUSH)
     elif isinstance(plan, Sequence) and not isinstance(plan, str) and all(isinstance(c, str) for c in plan):
-        layout = _spread(stages_from_cuts(trace_model(), plan), world.world_size, wanted or Schedule.FLUSH)
+        try:
+            stages = stages_from_cuts(trace_model(), plan)
+        except InputError as failure:
+            raise InputError(f"plan: found {shown(plan)}: {failure}; {_EXPECTED}") from None
+        layout = _spread(stages, world.world_size, wanted or Schedule.FLUSH)
     else:
-        raise InputError(
-            f"plan: found {shown(plan)}, expected a plan (plait.plan makes one), a number of stages, the "
-            f"names of the first layers of all stages but the first, or 'auto'"
-        )
+        raise InputError(f"plan: found {shown(plan)}, {_EXPECTED}")
     layout = with_microbatches(layout, microbatches, samples)
     check_depths(layout)
     return layout

@@ -151,10 +151,13 @@ def verify_stages(
 
 
 def stages_from_cuts(traced: TracedModel, cuts: Sequence[str]) -> Stages:
-    """The stages that begin with the layers `cuts`, in any order; the first begins with the model."""
+    """The stages that begin with `cuts`, layers or modules, in any order; the first with the model."""
     order = [layer.id for layer in traced.layers]
-    traced.select(cuts)  # raises for unknown names
-    begins = [0, *sorted(order.index(id) for id in cuts), len(order)]
+    inside = {name: traced.inside([name]) for name in cuts if name and name not in order}
+    first = {name: layers[0].id for name, layers in inside.items() if layers}
+    ids = [first.get(name, name) for name in cuts]
+    traced.select(ids)  # raises for unknown names
+    begins = [0, *sorted(order.index(id) for id in ids), len(order)]
     if len(set(begins)) != len(begins):
         raise InputError(f"found the first layer {order[0]!r} or one twice among cuts {list(cuts)}")
     return tuple(tuple(order[begin:end]) for begin, end in itertools.pairwise(begins))

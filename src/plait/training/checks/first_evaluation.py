@@ -134,7 +134,10 @@ def _own(components: Components) -> Components:
 
 
 def _describe_metric(components: Components, name: str, output: Any, target: Any, count: int) -> str:
-    """A warning if the metric of a batch is not the sum over its parts; else empty."""
+    """A warning if the metric of a batch is not the sum over its parts; else empty.
+
+    Two numbers of which, besides, the second is no whole number are refused.
+    """
     if count < 2:
         return ""
 
@@ -163,12 +166,20 @@ def _describe_metric(components: Components, name: str, output: Any, target: Any
         return ""
     for samples, whole, together in tried:
         if not torch.allclose(together, whole, rtol=1e-3, equal_nan=True):
+            if not all(float(pair[1]).is_integer() for pair in (whole, together)):
+                shown = ", ".join(f"{float(number):.4g}" for number in whole)
+                raise JobError(
+                    f"evaluate.metric: {name} returned ({shown}) for {samples} test samples, expected (sum, "
+                    f"count), but the second number counts nothing; two metrics are two functions that "
+                    f"return one number each: metrics=[precision, recall], or in a job file "
+                    f"evaluate.metrics: [mine:precision, mine:recall]"
+                )
             value, mean = (float(pair[0] / pair[1]) for pair in (whole, together))
             return (
                 f"evaluate.metric: {name} of {samples} test samples is {value:.6g}, but "
                 f"{mean:.6g} by the sums and counts of their parts, so it depends on how samples are cut "
                 f"into batches and over workers; return (sum, count) over samples, or one number, and it is "
-                f"given all samples"
+                f"given all samples (two metrics are two functions)"
             )
     return ""
 
