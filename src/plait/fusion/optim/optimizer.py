@@ -532,7 +532,7 @@ def _update_alike(
     """Update parameters of one shape as one with more trials: on small ones, launches take all the time."""
     parameter, gradient, state = members[0]
     if (count := len(members)) > 1:
-        parameter, gradient = (torch.cat([member[place] for member in members]) for place in (0, 1))
+        parameter, gradient = torch.cat([p for p, _, _ in members]), torch.cat([g for _, g, _ in members])
         state = {name: torch.cat([states[name] for _, _, states in members]) for name in state}
         table, moving = table.repeat(1, count), None if moving is None else moving.repeat(count)
     rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from plait.fusion.optim.kind import Common, OptimizerKind, UpdateTensors, Vectors
-from plait.fusion.optim.lion import Lion
 from plait.fusion.optim.matrix_kinds import ADAFACTOR, MUON
 from plait.fusion.optim.step_clock import StepClock, nadam_momentum
+from plait.workloads.lion import Lion
 
 _BETAS = {"betas": ("beta1", "beta2")}
 
