@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import (
     RANDOM,
+    body_of,
     is_in_place,
     one_trial,
     refuse_random,
@@ -19,35 +20,45 @@ from plait.fusion.dispatch.fallback import (
     stack_outcomes,
 )
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
+from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.rules.dropout import NEW, draw_new, streams_of
 from plait.fusion.trials.per_trial import PerTrial
 
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
+_ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
+_RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
+# Functions with a dropout inside.
+_DRAWS_INSIDE = _ATTENTION | _RECURRENT | {F.multi_head_attention_forward}
 REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
 
 
 class TrialMode(TorchFunctionMode):
     """Intercepts each torch function of a fused forward, also on plain tensors."""
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, separation: Separation | None = None) -> None:
         super().__init__()
         self.trials = trials
+        self._separation = separation
 
     def __torch_function__(
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._separation is not None and not self.trials.is_alone:
+            args, kwargs = self._separation(func, args, kwargs)
         # A generator is the user's, whose numbers are the same for all trials.
         if self.trials.is_alone or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
+        if func in _DRAWS_INSIDE and not _has_trials((args, kwargs)):
+            return self._draw_inside(func, args, kwargs)
         if func in NEW:
             drawn = draw_new(streams_of(self.trials), func, args, kwargs)
             return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
-        if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
+        if func in REFUSED and not _has_trials(args):
             return refuse_random(func, args, kwargs)
         # Calls on trial tensors are checked by `compute`.
         is_checked = not PerTrial.made_any or TrialTensor in types
@@ -55,9 +66,25 @@ class TrialMode(TorchFunctionMode):
             return self._each(func, args, kwargs)
         return func(*args, **kwargs)
 
+    def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+        """A function on shared tensors: computed once, unless it drops elements, which differ by trial."""
+        if func is F.multi_head_attention_forward:
+            with self:
+                return body_of(func)(*args, **kwargs)
+        if func in _ATTENTION:
+            draws = bool(args[4]) if len(args) > 4 else bool(kwargs.get("dropout_p"))
+        else:
+            dropout, training = args[6:8] if isinstance(args[3], (list, tuple)) else args[5:7]
+            draws = bool(dropout) and training
+        if not draws:
+            return func(*args, **kwargs)
+        if args:
+            return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
+        return RULES[func](func, args, {**kwargs, "query": self._with_trials_axis(kwargs["query"])})
+
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""
-        if any(isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))):
+        if _has_trials((args, kwargs)):
             return func(*args, **kwargs)
         if is_in_place(func):
             refuse_shared_target(func, args)
@@ -71,6 +98,10 @@ class TrialMode(TorchFunctionMode):
             return x
         expanded: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
         return expanded
+
+
+def _has_trials(values: Any) -> bool:
+    return any(isinstance(leaf, TrialTensor) for leaf in leaves(values))
 
 
 def has_per_trial(values: Iterable[Any]) -> bool:
