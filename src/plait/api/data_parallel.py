@@ -13,19 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from plait.api.same_model import (
-    Copies,
-    TrainedParameters,
-    check_same_model,
-    copies_of,
-    copy_of_first,
-    restore,
-)
+from plait.api.same_model import Copies, TrainedParameters, copies_of, copy_of_first, restore, share_model
 from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
-from plait.schema.topology import TopologyError
-from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
+from plait.schema.topology_spec import TopologySpec, check_topology, fitting, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 
@@ -128,8 +120,7 @@ class DataParallel(nn.Module):
         """Connect the copies of the model; all workers call it together."""
         self._is_copy = False
         if self.world.world_size > 1:
-            check_same_model("DataParallel", self.module)
-            copy_of_first([*self.module.parameters(), *self.module.buffers()], self.world)
+            share_model("DataParallel", self.module, self.world)
             self.connect()
 
     def connect(self) -> None:
@@ -172,12 +163,9 @@ class DataParallel(nn.Module):
     def _topology_spec(self) -> TopologySpec:
         """The topology, or the default one if it does not fit workers that have changed."""
         spec = read_topology_spec(self.topology)
-        try:
-            check_topology(spec, self.world.world_size)
-        except TopologyError:
-            if self.world.launched is None:
-                raise
-            return TopologySpec()
+        if self.world.launched is not None:
+            return fitting(spec, self.world.world_size)
+        check_topology(spec, self.world.world_size)
         return spec
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
