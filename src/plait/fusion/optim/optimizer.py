@@ -161,8 +161,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"optimizer: found a parameter of shape {tuple(parameter.shape)}, expected one of the "
                     f"fused module's, with its {self.fused.trials} trials first: fused.module.parameters()"
                 )
-            if objection := self.kind.objection(parameter):
-                raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         like = given["params"][0] if given["params"] else torch.empty(0, device=self.fused.seeds.device)
         group = FusedGroup(self.kind_name, self.fused.trials, like.device, like.dtype)
         group.update(given)
@@ -178,6 +176,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A parameter may have been frozen until now, and without momentum there is no buffer.
         """
+        if objection := self.kind.objection(parameter):
+            raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         state: dict[str, Tensor] = self.state[parameter]
         for name in self._state_names(group, parameter.dim()):
             if name not in state:
