@@ -530,6 +530,7 @@ def test_a_function_of_ones_own_is_called_once_on_all_rows_where_that_is_right(b
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     fused(x)
     assert set(fused.shared) == {"base.packed"}
+    assert not fused.unfused
     Packed.calls = 0
     found = fused(x)
     assert Packed.calls == calls
