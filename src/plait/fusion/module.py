@@ -480,12 +480,15 @@ class FusedModule(nn.Module):
         return left
 
     def split(self) -> list[nn.Module]:
-        """The trials as ordinary modules; they share memory with this one only where all trials do."""
+        """The trials as ordinary modules; they share memory only of frozen parameters that all trials share."""
         return [self.trial(number) for number in range(self.trials)]
 
     def trial(self, number: int) -> nn.Module:
         """One trial as an ordinary module."""
-        memo: dict[Any, Any] = {id(tensor): same_memory(tensor) for tensor in self.shared.values()}
+        # A buffer is copied, as the trial may write to it.
+        memo: dict[Any, Any] = {
+            id(t): same_memory(t) if isinstance(t, nn.Parameter) else t.clone() for t in self.shared.values()
+        }
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if id(tensor) in memo:
                 continue
