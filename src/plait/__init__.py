@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from plait.api.stages.step_loss import StepLoss
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
+    from plait.fusion.optim.lion import Lion
     from plait.fusion.verify.loop_audit import AuditReport, audit
     from plait.jobs.open_run import OpenedRun, open_run
     from plait.jobs.study import study
@@ -47,6 +48,7 @@ __all__ = [
     "GradientNoiseScale",
     "GradientVariance",
     "Job",
+    "Lion",
     "OpenedRun",
     "Pipeline",
     "Plan",
@@ -89,6 +91,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
     "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
+    "Lion": ("plait.fusion.optim.lion", "Lion"),
     "OpenedRun": ("plait.jobs.open_run", "OpenedRun"),
     "Pipeline": ("plait.api.pipeline", "Pipeline"),
     "Plan": ("plait.planner", "Plan"),

@@ -247,6 +247,12 @@ def test_optimizers_of_adapters_are_fused_and_split_with_their_states():
         torch.testing.assert_close(model.state_dict(), models[number].state_dict(), rtol=0, atol=1e-10)
 
 
+def test_an_optimizer_of_whole_matrices_refuses_padded_ranks():
+    fused = fuse(adapted(llama(), [lora(2), lora(3)]))
+    with pytest.raises(FusionError, match="adafactor computes with whole matrices.* unlike ranks"):
+        FusedOptimizer(fused, "adafactor")
+
+
 def wrapped_twice():
     base = llama()
     return [peft.get_peft_model(base, lora(rank)) for rank in (2, 3)]
@@ -264,7 +270,7 @@ REFUSED = {
         r"the bases of models 0 and 1 differ: 'model.embed_tokens.weight' is \(24, 16\).*one vocabulary",
     ),
     "another base": (
-        lambda: [named(model, name) for model, name in zip(adapted(llama(), [lora(), lora()]), ("one", "two"))],
+        lambda: [*map(named, adapted(llama(), [lora(), lora()]), ("one", "two"))],
         "model 0 adapts 'one' and model 1 'two'",
     ),
     "another method": (

@@ -367,6 +367,13 @@ class FusedModule(nn.Module):
         else:
             parameter.grad = None
 
+    @property
+    def has_unlike_ranks(self) -> bool:
+        """Whether adapters are padded with zeros, since others have a larger rank."""
+        common = {} if self.common_form is None else self.common_form.layers
+        forms = (form.layers.items() for form in self.own_forms)
+        return any(layer.rank < common[path].rank for layers in forms for path, layer in layers)
+
     def own_name(self, number: int, name: str) -> str | None:
         """The name that a parameter has in one trial by itself; None if that has no adapter there."""
         own = self.own_forms[number].layers if self.own_forms else {}

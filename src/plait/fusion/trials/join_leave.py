@@ -14,7 +14,6 @@ from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
-from plait.fusion.optim.param_groups import torch_names
 from plait.fusion.trials.per_trial import PerTrial, float_holders
 from plait.fusion.trials.unfused import copy_of_structure, gradient_hooks, independent_copy
 from plait.workloads.adapters.forms import bring_to, form_of, is_adapted, misfit
@@ -84,6 +83,7 @@ def replace_trial(
     `steps` is the number of steps of the new trial, if the optimizer limits them.
     """
     model = _fitted(fused, number, model)
+    optimizer.check_ranks()
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
     if fused.plain_models:
@@ -94,7 +94,7 @@ def replace_trial(
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
         _set_clip(optimizer, number, changed.pop("clip_norm"))
-    names = torch_names(optimizer.kind)
+    names = optimizer.kind.torch_names()
     unknown = next((name for name in changed if name not in names), None)
     if unknown is not None:
         hint = did_you_mean(unknown, [*names, "clip_norm"])

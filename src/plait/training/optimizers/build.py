@@ -14,6 +14,7 @@ from plait.core.errors import JobError
 from plait.core.names import check_arguments, did_you_mean, parameters_of, resolve
 from plait.core.shown import shown
 from plait.data.call_model import has_modes, set_mode
+from plait.fusion.optim.lion import Lion
 from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
 from plait.sync.weight_ema import keep_ema
@@ -21,8 +22,8 @@ from plait.training.optimizers.torch_kernels import use_fused_kernels
 
 
 def optimizer_kinds() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer of torch.optim under its name in lower case."""
-    classes = [c for _, c in inspect.getmembers(torch.optim, inspect.isclass)]
+    """Every optimizer of torch.optim, and Lion, under its name in lower case."""
+    classes = [Lion, *(c for _, c in inspect.getmembers(torch.optim, inspect.isclass))]
     return {
         c.__name__.lower(): c
         for c in classes
@@ -39,7 +40,7 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
         factory = kinds[kind]
     else:
         raise JobError(
-            f"optimizer.kind: found {kind!r}, expected an optimizer of torch.optim in lower case "
+            f"optimizer.kind: found {kind!r}, expected an optimizer of torch.optim in lower case, lion, "
             f"or 'package.module:name'{did_you_mean(kind, kinds)}"
         )
     sections: dict[str, Mapping[str, Any]] = {"optimizer": {}}
@@ -66,6 +67,7 @@ def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any], wher
             usual, wrong = usual[0], next((item for item in value if isinstance(item, (str, bool))), None)
         else:
             wrong = value if isinstance(value, (str, bool)) else None
+        wrong = "null" if value is None else wrong
         if wrong is not None and isinstance(usual, (int, float)) and not isinstance(usual, bool):
             raise JobError(f"{where}.{name}: found {wrong!r}, expected a number")
 
