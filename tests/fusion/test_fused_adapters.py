@@ -247,6 +247,16 @@ def test_optimizers_of_adapters_are_fused_and_split_with_their_states():
         torch.testing.assert_close(model.state_dict(), models[number].state_dict(), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_the_base_of_adapters_is_held_once(count):
+    base = llama()
+    fused = fuse(adapted(base, [lora(4) for _ in range(count)]), verify=False)
+    adapter = sum(p.nbytes for p in fused.trial(0).parameters() if p.requires_grad)
+    frozen = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
+    held = sum(tensor.nbytes for tensor in (*fused.module.parameters(), *fused.module.buffers()))
+    assert held <= 1.05 * (frozen + count * adapter)
+
+
 def test_an_optimizer_of_whole_matrices_refuses_padded_ranks():
     fused = fuse(adapted(llama(), [lora(2), lora(3)]))
     with pytest.raises(FusionError, match="adafactor computes with whole matrices.* unlike ranks"):

@@ -18,6 +18,7 @@ from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule, call_forward
 from plait.fusion.shared_input import Shared
+from plait.fusion.sharing import check_share, held_once, nearly_shared
 from plait.fusion.trials.unfused import copy_of_structure
 from plait.fusion.verify import (
     CallCandidate,
@@ -37,6 +38,7 @@ def fuse(
     rng_steps: Sequence[int] | None = None,
     unfused: Iterable[str] | Mapping[str, str] = (),
     verify: bool | Sequence[Any] = True,
+    share: str = "auto",
 ) -> FusedModule:
     """One module that computes, and trains, all of `models` at once; the models are not changed.
 
@@ -52,7 +54,13 @@ def fuse(
     or for parts of it one after the other; the models are kept until then. With `verify=False` nothing is
     compared. `verify` can also be one or two batches for the plain models (a tensor, a tuple of positional or
     a dict of named arguments), on which the trials are compared at once.
+
+    What all models have and none trains is held once: `FusedModule.shared`. With `share="auto"` that is
+    frozen parameters and buffers with equal values, with "parameters" no buffers, with "same-storage" those
+    that are one tensor in all models, with "never" nothing. Its memory is that of the first model. A buffer that a forward writes to is
+    not shared from then on; a shared parameter must be unshared (`FusedModule.unshare`) before it is trained.
     """
+    check_share(share)
     is_list = isinstance(models, Iterable) and not (
         isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList)
     )
@@ -70,7 +78,9 @@ def fuse(
         if len(given) != count:
             raise FusionError(f"fuse: found {len(given)} {what} for {count} models, expected one each")
     reasons = dict(unfused) if isinstance(unfused, Mapping) else dict.fromkeys(unfused, "as asked")
-    made = FusedModule(models, seeds, rng_steps, reasons)
+    shared = held_once(models, share)
+    made = FusedModule(models, seeds, rng_steps, reasons, shared)
+    made.unlike_base = nearly_shared(models, shared) if shared and share != "same-storage" else []
     if common is not None:
         made.set_forms(common, forms)
     if verify is True:

@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
-from plait.fusion.check import hyperparameters, tensor_attributes
+from plait.fusion.check import tensor_attributes
 from plait.fusion.closures import copied_closures
 from plait.fusion.dispatch.install import (
+    Slot,
     Wrappers,
     installed,
     recurrent_in,
@@ -27,6 +28,7 @@ from plait.fusion.dispatch.install import (
 )
 from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.separation import Separation, copy_for
 from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
@@ -34,6 +36,8 @@ from plait.fusion.forward_patches import Patch, patch_norms
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_clipping
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared_input import Shared
+from plait.fusion.sharing import describe_sharing
+from plait.fusion.stacking import same_memory, stacked
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (
@@ -51,17 +55,29 @@ from plait.workloads.adapters.forms import AdapterForm, bring_to, own_parameters
 class FusedModule(nn.Module):
     """K trials of one model. Inputs and outputs have the trials axis first.
 
-    `module` has the structure and parameter names of one trial; each parameter has shape (trials, ...).
+    `module` has the structure and parameter names of one trial; each parameter has shape (trials, ...), but
+    for those that all trials share (`shared`), which have the shape of one trial.
     """
 
     seeds: Tensor
     ages: Tensor
 
     def __init__(
-        self, models: list[nn.Module], seeds: list[int], rng_steps: list[int], unfused: Mapping[str, str]
+        self,
+        models: list[nn.Module],
+        seeds: list[int],
+        rng_steps: list[int],
+        unfused: Mapping[str, str],
+        shared: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.module = _stacked(models)
+        # The names of the tensors that are held once for all trials, without the trials axis.
+        self._shared = set(shared)
+        # Frozen parameters that differ between the trials, while others are shared.
+        self.unlike_base: Sequence[str] = ()
+        # Parameters that were shared, each with the one in its place since.
+        self.replaced: dict[Tensor, Tensor] = {}
+        self.module = stacked(models, self._shared)
         device = next((tensor.device for tensor in models[0].parameters()), torch.device("cpu"))
         self.register_buffer("seeds", torch.tensor(seeds, dtype=torch.int64, device=device))
         # The trials' rng_steps, under the name that saved states have.
@@ -111,6 +127,18 @@ class FusedModule(nn.Module):
         """How many trials there are."""
         return self._trials.count
 
+    def describe(self) -> str:
+        """What is held once and what each trial adds, in a line, such as `base: 374 MB held once, ...`."""
+        shared = list(self.shared.values())
+        ids = self.shared_ids()
+        others = [t for t in (*self.module.parameters(), *self.module.buffers()) if id(t) not in ids]
+        unlike = ", ".join([*self.unlike_base[:3], *["..."] * (len(self.unlike_base) > 3)])
+        differs = f"; frozen but not equal in all trials: {unlike}" if unlike else ""
+        return describe_sharing(shared, others, self.trials, differs)
+
+    def extra_repr(self) -> str:
+        return self.describe()
+
     def _register_hooks(self) -> None:
         for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
             if any(hooks):
@@ -121,7 +149,7 @@ class FusedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without caches keyed by object identity."""
-        caches = ("_wrappers", "_parts", "_slots", "_recurrent", "_held_before", "_known")
+        caches = ("_wrappers", "_parts", "_slots", "_shared_slots", "_recurrent", "_held_before", "_known")
         return {**self.__dict__, **dict.fromkeys(caches)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,11 +185,16 @@ class FusedModule(nn.Module):
         models = [self.array_trial(n) for n in range(self.trials)] if models is None else models
         for other in [other for other in self.per_trial_modules if is_within(other, [name])]:
             del self.per_trial_modules[other]
-        modules = [independent_copy(model.get_submodule(name)) for model in models]
+        modules = [self.copy_of(model, name) for model in models]
         self.per_trial_modules[name] = PerTrialModules(
-            parts[name], modules, self._trials, self._tied_in(parts[name]), why
+            parts[name], modules, self._trials, self._tied_in(parts[name]), why, self
         )
         self.forget()
+
+    def copy_of(self, model: nn.Module, name: str) -> nn.Module:
+        """A copy of a submodule of one trial; what all trials share is not copied."""
+        memo = {id(s.tensor): same_memory(s.tensor) for s in slots_of(model, self._shared) if s.is_shared}
+        return independent_copy(model.get_submodule(name), memo)
 
     def _tied_in(self, part: nn.Module) -> set[int]:
         """The ids of parameters of a submodule that other submodules also hold."""
@@ -180,6 +213,8 @@ class FusedModule(nn.Module):
         if self.first_call is not None:
             first, self.first_call = self.first_call, None
             first(self, function, args, kwargs)
+        if self._shared_slots:
+            self.refuse_unfrozen()
         with self._installed():
             outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
         if self.training:
@@ -192,7 +227,7 @@ class FusedModule(nn.Module):
         self._trials.streams = Streams(self.seeds, self.ages, self.draws_before)
         entered_args = [_each_leaf(self._enter, value) for value in args]
         entered_kwargs = {name: _each_leaf(self._enter, value) for name, value in kwargs.items()}
-        with running(self._again, self._apply_alone), TrialMode(self._trials):
+        with running(self._again, self._apply_alone), self._mode():
             outcome = function(*entered_args, **entered_kwargs)
         return _each_leaf(self._leave, outcome)
 
@@ -204,12 +239,22 @@ class FusedModule(nn.Module):
             return
         self._is_installed = True
         try:
+            versions = [(slot, _version(slot.tensor)) for slot in self._shared_slots]
             with installed(self._slots, self._recurrent, self._wrappers, self._trials):
                 yield
+            if versions:
+                self._note_separated()
+                _refuse_written(versions)
             if self._held() != self._held_before:
                 self._adopt_buffers()
         finally:
+            if self._shared_slots:
+                self._note_separated()
             self._is_installed = False
+
+    def _mode(self) -> TrialMode:
+        shared = self._shared_slots
+        return TrialMode(self._trials, Separation(shared, self._trials) if shared else None)
 
     def _adopt_buffers(self) -> None:
         """Keep buffers that a forward has registered, with the trials axis."""
@@ -223,7 +268,8 @@ class FusedModule(nn.Module):
 
     def _find_slots(self) -> None:
         self._parts = list(self.module.modules())
-        self._slots = slots_of(self.module)
+        self._slots = slots_of(self.module, self._shared)
+        self._shared_slots = [slot for slot in self._slots if slot.is_shared and slot.tensor is not None]
         self._known = {(id(part), name) for part in self._parts for name in part._buffers}
         self._held_before = self._held()
 
@@ -242,7 +288,7 @@ class FusedModule(nn.Module):
             before = trials.streams, trials.rows, trials.is_alone
             trials.streams, trials.rows, trials.is_alone = streams.repeated(), rows, False
             try:
-                with self._installed(), running(self._again, self._apply_alone), TrialMode(trials):
+                with self._installed(), running(self._again, self._apply_alone), self._mode():
                     yield
             finally:
                 trials.streams, trials.rows, trials.is_alone = before
@@ -277,6 +323,20 @@ class FusedModule(nn.Module):
         finally:
             self._trials.rows = None
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load a saved state, also one in which other tensors are shared."""
+        for slot in self._slots:
+            saved, tensor = state_dict.get(f"{prefix}module.{slot.key}"), slot.tensor
+            if saved is None or tensor is None:
+                continue
+            if slot.is_shared and saved.shape == tensor.shape:
+                tensor.data = tensor.data.clone()  # the memory may be that of the models
+            elif slot.is_shared and saved.shape == (self.trials, *tensor.shape):
+                self.unshare(slot.key)
+            elif not slot.is_shared and tensor.shape == (self.trials, *saved.shape):
+                state_dict[f"{prefix}module.{slot.key}"] = saved.expand(tensor.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+
     def clip_grad_norm_(self, max_norm: Number) -> Tensor:
         """Clip the norm of each trial's gradients to `max_norm` (one, or one per trial); returns the norms.
 
@@ -288,8 +348,12 @@ class FusedModule(nn.Module):
 
     def channels_last(self) -> FusedModule:
         """Store the weights of 2d convolutions in channels-last format, which is fastest on GPUs."""
+        shared = self.shared_ids()
         for parameter in self.module.parameters():
-            if parameter.dim() == 5:
+            if id(parameter) in shared:
+                if parameter.dim() == 4:
+                    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+            elif parameter.dim() == 5:
                 parameter.data = parameter.data.movedim(2, -1).contiguous().movedim(-1, 2)
         self.forget()
         return self
@@ -300,6 +364,64 @@ class FusedModule(nn.Module):
             "fused module: torch.compile cannot trace it in one graph; capture the step as a CUDA graph "
             "(plait.fusion.speed.cuda_graph.CapturedStep), or do not compile"
         )
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The tensors that all trials share, by name: held once, without the trials axis."""
+        return {slot.key: slot.tensor for slot in self._shared_slots if slot.is_shared}
+
+    def shared_ids(self) -> set[int]:
+        """The ids of the tensors that all trials share."""
+        return {id(tensor) for tensor in self.shared.values()}
+
+    def part_of(self, tensor: Tensor, number: int) -> Tensor:
+        """The part of one trial of a parameter or buffer."""
+        return tensor if id(tensor) in self.shared_ids() else tensor[number]
+
+    def unshare(self, name: str = "") -> None:
+        """Give each trial its own copy of a shared tensor, or of all those of a submodule; "" names all.
+
+        Only then a frozen parameter can be unfrozen. An optimizer of the module follows.
+        """
+        names = [key for key in self._shared if is_within(key, [name])]
+        if not names:
+            raise FusionError(
+                f"unshare: found no shared tensor {name!r}{did_you_mean(name, self._shared)}; `shared` of the "
+                f"fused module has those that there are"
+            )
+        tensors = {id(self.shared[key]) for key in names if key in self.shared}
+        copies: dict[int, Tensor] = {}
+        for slot in self._shared_slots:  # those of a tied weight, too
+            tensor = slot.tensor
+            if slot.is_shared and id(tensor) in tensors:
+                if id(tensor) not in copies:
+                    own = copy_for(tensor, self.trials)
+                    copies[id(tensor)] = TrialTensor(own, self._trials) if self._is_installed else own
+                slot.separate(copies[id(tensor)])
+        if not self._is_installed:  # else when the forward ends
+            self._note_separated()
+        refresh_recurrent(self._recurrent)
+
+    def _note_separated(self) -> None:
+        """Take note of slots that are not shared any more, as they hold a tensor of all trials now."""
+        for slot in [slot for slot in self._shared_slots if slot.was_shared is not None]:
+            self._shared_slots.remove(slot)
+            if slot.is_buffer:
+                self._kept[f"module.{slot.key}"] = slot.tensor[self._frozen].clone()
+            else:
+                self.replaced[slot.was_shared] = slot.tensor
+            self._shared.discard(slot.key)
+            slot.was_shared = None
+
+    def refuse_unfrozen(self) -> None:
+        """Raise FusionError if a shared parameter is to be trained: its gradient would be that of a sum."""
+        for slot in self._shared_slots:
+            if slot.tensor.requires_grad:
+                raise FusionError(
+                    f"fused module: {slot.key!r} requires a gradient, and all trials share it; call "
+                    f"fused.unshare({slot.key!r}) before it is unfrozen, which gives each trial its own, or "
+                    f"fuse the models with share='never'"
+                )
 
     def set_count(self, count: int) -> None:
         """Set the number of trials, after all tensors were changed."""
@@ -322,7 +444,10 @@ class FusedModule(nn.Module):
         self._kept = {name: b[self._frozen].clone() for name, b in self._own_buffers()}
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
-        return [("ages", self.ages), *self.module.named_buffers(prefix="module")]
+        """The buffers with the trials axis."""
+        buffers = self.module.named_buffers(prefix="module")
+        shared = self.shared_ids()
+        return [("ages", self.ages), *((name, b) for name, b in buffers if id(b) not in shared)]
 
     def _restore_frozen(self) -> None:
         if self._frozen_numbers:
@@ -384,7 +509,7 @@ class FusedModule(nn.Module):
         return name
 
     def split(self) -> list[nn.Module]:
-        """The trials as ordinary modules, which do not share memory with this one."""
+        """The trials as ordinary modules; they share memory with this one only where all trials do."""
         return [self.trial(number) for number in range(self.trials)]
 
     def trial(self, number: int) -> nn.Module:
@@ -394,8 +519,10 @@ class FusedModule(nn.Module):
 
     def array_trial(self, number: int) -> nn.Module:
         """One trial as an ordinary module, in the form that all trials have in the array."""
-        memo: dict[Any, Any] = {}
+        memo: dict[Any, Any] = {id(tensor): same_memory(tensor) for tensor in self.shared.values()}
         for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if id(tensor) in memo:
+                continue
             value = tensor.detach()[number].clone()
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
@@ -431,21 +558,25 @@ def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+def _version(tensor: Any) -> int:
+    """How often a tensor was written; tensors of inference mode do not count it."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _refuse_written(versions: Sequence[tuple[Slot, int]]) -> None:
+    """Raise FusionError if a forward has written to a shared tensor where the trials could not be told apart."""
+    for slot, version in versions:
+        if slot.is_shared and _version(slot.tensor) != version:
+            raise FusionError(
+                f"fused module: the forward has written to {slot.key!r}, which all trials share, through "
+                f"another tensor or out=...; call fused.unshare({slot.key!r}) before, which gives each trial "
+                f"its own, or fuse the models with share='never'"
+            )
+
+
 def is_within(name: str, others: Iterable[str]) -> bool:
     """Whether a module is one of others, or inside of one; "" is the whole model."""
     return any(name == other or name.startswith(f"{other}.") or not other for other in others)
-
-
-def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
-    """A module that holds the fused tensors of a scripted module, whose code takes only plain tensors."""
-    made = nn.Module()
-    for name, parameter in part.named_parameters(recurse=False):
-        made.register_parameter(name, memo[id(parameter)])
-    for name, buffer in part.named_buffers(recurse=False):
-        made.register_buffer(name, memo[id(buffer)])
-    for name, child in part.named_children():
-        made.add_module(name, _placeholder(child, memo))
-    return made
 
 
 def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter]:
@@ -458,25 +589,3 @@ def _parameters_outside(module: nn.Module, part: nn.Module) -> list[nn.Parameter
         for parameter in one._parameters.values()
         if parameter is not None
     ]
-
-
-def _stacked(models: list[nn.Module]) -> nn.Module:
-    """A copy of the first model with the stacked tensors of all models."""
-    states = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
-    buffers = [dict(model.named_buffers(remove_duplicate=False)) for model in models]
-    memo: dict[int, Any] = {}
-    for name, parameter in states[0].items():
-        stacked = stack([state[name] for state in states])
-        memo.setdefault(id(parameter), nn.Parameter(stacked, parameter.requires_grad))
-    for name, buffer in buffers[0].items():
-        memo.setdefault(id(buffer), stack([buffer_dict[name] for buffer_dict in buffers]))
-    for part in models[0].modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            memo.setdefault(id(part), _placeholder(part, memo))
-    module = independent_copy(models[0], memo, hooks=False)
-    for path, (*outer, name), values in hyperparameters(models):
-        attributes = vars(module.get_submodule(path))
-        holder = attributes[outer[0]] if outer else attributes
-        holder[name] = PerTrial(values)
-    refresh_recurrent(recurrent_in(module))
-    return module

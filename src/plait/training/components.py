@@ -161,8 +161,8 @@ class Components:
         """What workers that average these weights and buffers average besides when they synchronize."""
         return rest_of_state(store, prefix, weights, buffers, self.optimizer, self.scaler)
 
-    def of_slot(self, tensor: Tensor, slot: int) -> Tensor:
-        """The trial's part of a tensor that has the shape of a weight: all of it."""
+    def of_slot(self, name: str, tensor: Tensor, slot: int) -> Tensor:
+        """The trial's part of a tensor that has the shape of the weight `name`: all of it."""
         return tensor
 
     def cut(self, batches: Sequence[Batch], microbatches: Sequence[int], alone: bool) -> list[Round]:

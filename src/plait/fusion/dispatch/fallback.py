@@ -174,14 +174,14 @@ class without_draws:
         self.function = function
 
     def __enter__(self) -> None:
-        self.before = _drawn()
+        self.before = draw_marks()
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is None and self.before != _drawn():
+        if kind is None and self.before != draw_marks():
             refuse_random(self.function, (), {})
 
 
-def _drawn() -> tuple[Any, ...]:
+def draw_marks() -> tuple[Any, ...]:
     """A value that changes with each draw from torch's generators."""
     with torch._C._DisableTorchDispatch():
         marks: tuple[Any, ...] = (torch.default_generator.get_state().numpy().tobytes(),)

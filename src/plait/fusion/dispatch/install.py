@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +16,38 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 Wrap = Callable[[Tensor], TrialTensor]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slot:
-    """One parameter or buffer of a module."""
+    """One parameter or buffer of a module; `key` is its full name."""
 
     tensors: dict[str, Any]
     name: str
     is_buffer: bool
+    key: str
+    # Whether all trials share it, so that it has no trials axis; and what was shared until it was written.
+    is_shared: bool
+    was_shared: Tensor | None = None
+
+    @property
+    def tensor(self) -> Any:
+        return self.tensors[self.name]
+
+    def separate(self, own: Tensor) -> None:
+        """Hold `own`, which has a tensor for each trial, in the place of a shared one."""
+        self.was_shared, self.is_shared = self.tensor, False
+        self.tensors[self.name] = own
 
 
-def slots_of(module: nn.Module) -> list[Slot]:
+def slots_of(module: nn.Module, shared: Collection[str] = ()) -> list[Slot]:
     """All slots of `module` and its submodules; a tied weight has several, a buffer may be None."""
     slots = []
-    for part in module.modules():
-        slots += [
-            Slot(part._parameters, name, False) for name, p in part._parameters.items() if p is not None
-        ]
-        slots += [Slot(part._buffers, name, True) for name in part._buffers]
+    for path, part in module.named_modules():
+        kinds = ((part._parameters, False), (part._buffers, True))
+        for tensors, is_buffer in kinds:
+            for name, tensor in tensors.items():
+                key = f"{path}.{name}" if path else name
+                if is_buffer or tensor is not None:
+                    slots.append(Slot(tensors, name, is_buffer, key, key in shared))
     return slots
 
 
@@ -63,7 +78,9 @@ def installed(slots: list[Slot], recurrent: list[nn.RNNBase], wrap: Wrap, trials
     A buffer that the module reassigns meanwhile keeps the new value, as in a single model.
     """
     before = [slot.tensors[slot.name] for slot in slots]
-    wrappers = [None if tensor is None else wrap(tensor) for tensor in before]
+    wrappers = [
+        tensor if tensor is None or slot.is_shared else wrap(tensor) for slot, tensor in zip(slots, before)
+    ]
     for slot, wrapper in zip(slots, wrappers):
         slot.tensors[slot.name] = wrapper
     refresh_recurrent(recurrent)
@@ -72,11 +89,20 @@ def installed(slots: list[Slot], recurrent: list[nn.RNNBase], wrap: Wrap, trials
     finally:
         for slot, tensor, wrapper in zip(slots, before, wrappers):
             now = slot.tensors[slot.name]
-            if slot.is_buffer and now is not wrapper and now is not None:
-                slot.tensors[slot.name] = _with_trials_axis(unwrap(now, trials), now)
-            else:
-                slot.tensors[slot.name] = tensor
+            is_kept = now is wrapper or now is None
+            slot.tensors[slot.name] = tensor if is_kept else _after_forward(slot, now, tensor, trials)
         refresh_recurrent(recurrent)
+
+
+def _after_forward(slot: Slot, now: Any, before: Any, trials: Trials) -> Any:
+    """What a slot holds after a forward that has found `before` in it, and left `now`."""
+    if slot.is_shared:  # assigned
+        if not isinstance(now, TrialTensor):
+            return now
+        slot.separate(now)
+    elif slot.was_shared is not None and isinstance(now, TrialTensor) and not slot.is_buffer:
+        return now.stacked
+    return _with_trials_axis(unwrap(now, trials), now) if slot.is_buffer else before
 
 
 def _with_trials_axis(inner: Tensor, now: Tensor) -> Tensor:

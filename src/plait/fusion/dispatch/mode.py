@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import (
     RANDOM,
+    body_of,
     is_in_place,
     one_trial,
     refuse_random,
@@ -19,31 +20,41 @@ from plait.fusion.dispatch.fallback import (
     stack_outcomes,
 )
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
+from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.rules.dropout import NEW, draw_new, streams_of
 from plait.fusion.trials.per_trial import PerTrial
 
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
+_ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
+_RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
+# Functions that draw for a dropout of their own.
+_DRAWS_INSIDE = _ATTENTION | _RECURRENT | {F.multi_head_attention_forward}
 REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
 
 
 class TrialMode(TorchFunctionMode):
     """Intercepts each torch function of a fused forward, also on plain tensors."""
 
-    def __init__(self, trials: Trials) -> None:
+    def __init__(self, trials: Trials, separation: Separation | None = None) -> None:
         super().__init__()
         self.trials = trials
+        self._separation = separation
 
     def __torch_function__(
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._separation is not None and not self.trials.is_alone:
+            args, kwargs = self._separation(func, args, kwargs)
         # A generator is the user's, whose numbers are the same for all trials.
         if self.trials.is_alone or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
+        if func in _DRAWS_INSIDE and not any(isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))):
+            return self._draw_inside(func, args, kwargs)
         if func in NEW:
             drawn = draw_new(streams_of(self.trials), func, args, kwargs)
             return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
@@ -54,6 +65,22 @@ class TrialMode(TorchFunctionMode):
         if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
             return self._each(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+        """A function on shared tensors: computed once, unless each trial has a dropout of its own in it."""
+        if func is F.multi_head_attention_forward:
+            with self:
+                return body_of(func)(*args, **kwargs)  # type: ignore[arg-type]
+        if func in _ATTENTION:
+            draws = bool(args[4]) if len(args) > 4 else bool(kwargs.get("dropout_p"))
+        else:
+            dropout, training = args[6:8] if isinstance(args[3], (list, tuple)) else args[5:7]
+            draws = bool(dropout) and training
+        if not draws:
+            return func(*args, **kwargs)
+        if args:
+            return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
+        return RULES[func](func, args, {**kwargs, "query": self._with_trials_axis(kwargs["query"])})
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""

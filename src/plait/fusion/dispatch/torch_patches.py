@@ -66,6 +66,7 @@ def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     def original(*some: Any, **options: Any) -> Any:
         return super(autograd._SingleLevelFunction, cls).apply(*some, **options)
 
+    original.owner, original.__qualname__ = cls, cls.__qualname__  # type: ignore[attr-defined]
     applied = RUNNING[-1][1] if RUNNING else None
     if applied is None or not _has_trials((*args, *kwargs.values())):
         return original(*args, **kwargs)

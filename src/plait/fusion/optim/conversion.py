@@ -218,7 +218,11 @@ def _names_by_group(
         of_array = {fused.own_name(number, name): name for name, _ in fused.module.named_parameters()}
         names = {parameter: of_array.get(name, name) for name, parameter in model.named_parameters()}
         return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    values = {name: parameter[number].detach() for name, parameter in fused.module.named_parameters()}
+    shared = fused.shared_ids()
+    values = {
+        name: parameter.detach() if id(parameter) in shared else parameter[number].detach()
+        for name, parameter in fused.module.named_parameters()
+    }
     # The usual order: an optimizer over all parameters, or over the trained ones.
     trained = [name for name, parameter in fused.module.named_parameters() if parameter.requires_grad]
     given = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]

@@ -131,7 +131,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def groups(self) -> list[FusedGroup]:
-        """`param_groups`, typed as `FusedGroup`."""
+        """`param_groups`, typed as `FusedGroup`; with the parameters that the module has now."""
+        if self.fused.replaced:
+            for group in self.param_groups:
+                group.replace(self.fused.replaced)
         return self.param_groups  # type: ignore[return-value]
 
     @property
@@ -154,7 +157,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(dict(param_group))
         given = self.param_groups.pop()
         check_options(self.kind_name, given, _OF_SCHEDULERS)
+        shared = self.fused.shared_ids()
         for parameter in given["params"]:
+            if id(parameter) in shared:  # frozen, so never updated
+                continue
             if parameter.dim() == 0 or parameter.shape[0] != self.fused.trials:
                 raise FusionError(
                     f"optimizer: found a parameter of shape {tuple(parameter.shape)}, expected one of the "
@@ -169,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(group)
         for parameter in given["params"]:
             # Now, as a CUDA graph would reset the state at each replay if it were created during capture.
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in shared:
                 self.state_of(group, parameter)
 
     def state_of(self, group: FusedGroup, parameter: Tensor) -> dict[str, Tensor]:
@@ -295,6 +301,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 outcome = closure()
+        self.fused.refuse_unfrozen()
         gradients = [p.grad for group in self.groups for p in group["params"] if p.grad is not None]
         skip = _either(self.skip if skip is None else skip, self._overflowed(gradients))
         moving = self.active if skip is None else ~skip if self.active is None else self.active & ~skip

@@ -134,8 +134,8 @@ class FusedGroup(dict[str, Any]):
                 self._set_clocks(dict.fromkeys(apart, clock.mapped(torch.clone)))
         return [self._clock_of[parameter] for parameter in parameters]
 
-    def _set_clocks(self, clocks: Mapping[Tensor, StepClock]) -> None:
-        self._clock_of.update(clocks)
+    def _set_clocks(self, clocks: Mapping[Tensor, StepClock], all_of_them: bool = False) -> None:
+        self._clock_of = {**({} if all_of_them else self._clock_of), **clocks}
         self._clocks = distinct(self._clock_of.values())
 
     def _add_clocks(self) -> None:
@@ -146,6 +146,13 @@ class FusedGroup(dict[str, Any]):
             if new:
                 self._set_clocks(dict.fromkeys(new, StepClock.new(self.trials, self.device)))
             self._with_clock = list(parameters)
+
+    def replace(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Hold other parameters in the place of some."""
+        if any(parameter in others for parameter in self["params"]):
+            self["params"] = [others.get(parameter, parameter) for parameter in self["params"]]
+            self._set_clocks({others.get(p, p): clock for p, clock in self._clock_of.items()}, True)
+            self._with_clock = [others.get(p, p) for p in self._with_clock]
 
     def counts(self, parameter: Tensor) -> StepClock:
         """How many times each trial of a parameter was updated."""

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.dispatch.fallback import vmap_rule
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
@@ -44,7 +43,7 @@ def convolution(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, weight = given["input"], given["weight"]
     trials = trials_of(x, weight)
     if not isinstance(weight, TrialTensor):
-        return vmap_rule(function, args, kwargs)
+        return _with_one_weight(function, given, _NAMES)
     spatial = weight.dim() - 2
     if x.dim() == spatial + 1:
         return convolution(function, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
@@ -56,6 +55,24 @@ def convolution(function: Function, args: Arguments, kwargs: Options) -> Any:
         return wrap(unfold_channels(wide, trials.count), trials)
     inner = unwrap(x, trials)
     return wrap(_per_trial(function, inner, weight.stacked, bias, options, given["groups"]), trials)
+
+
+def _with_one_weight(function: Function, given: Options, names: str) -> Any:
+    """A convolution whose weight all trials share: the images of all trials are one batch."""
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    trials = trials_of(x, bias)
+    options = {name: given[name] for name in names.split()[3:]}
+    own = None if isinstance(bias, TrialTensor) else bias
+    if not isinstance(x, TrialTensor):
+        outcome = wrap(unwrap(function(x, weight, own, **options), trials), trials)
+    elif x.dim() == weight.dim() - 1:  # one image of each trial
+        outcome = wrap(function(x.stacked, weight, own, **options), trials)
+    else:
+        images = function(x.stacked.flatten(0, 1), weight, own, **options)
+        outcome = wrap(images.unflatten(0, x.stacked.shape[:2]), trials)
+    if own is bias:
+        return outcome
+    return outcome + bias.view(-1, *(1,) * (weight.dim() - 2))
 
 
 def _per_trial(
@@ -220,7 +237,7 @@ def transposed(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, weight = given["input"], given["weight"]
     trials = trials_of(x, weight)
     if not isinstance(weight, TrialTensor):
-        return vmap_rule(function, args, kwargs)
+        return _with_one_weight(function, given, _TRANSPOSED)
     if x.dim() == weight.dim() - 1:
         return transposed(function, (x.unsqueeze(0), *args[1:]), kwargs).squeeze(0)
     options = {name: given[name] for name in ("stride", "padding", "output_padding", "dilation")}

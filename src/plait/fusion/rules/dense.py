@@ -22,10 +22,12 @@ def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, weight, bias = given["input"], given["weight"], given["bias"]
     trials = trials_of(x, weight, bias)
     if not isinstance(weight, TrialTensor):
-        product = (
-            wrap(F.linear(x.stacked, weight), trials) if isinstance(x, TrialTensor) else F.linear(x, weight)
-        )
-        return product if bias is None else product + bias
+        shared = None if isinstance(bias, TrialTensor) else bias
+        if isinstance(x, TrialTensor):
+            product = wrap(rows_linear(x.stacked, weight, shared), trials)
+        else:
+            product = F.linear(x, weight, shared)
+        return product if shared is bias else product + bias
     if weight.dim() != 2 or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
     if not isinstance(x, TrialTensor):
@@ -37,8 +39,27 @@ def _bias(bias: Any, trials: Trials) -> Tensor | None:
     return None if bias is None else unwrap(bias, trials)
 
 
+def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b with one weight for all trials: one product, the rows of all trials are its batch."""
+    if x.dim() < 3 or weight.dim() != 2:
+        return F.linear(x, weight, bias)
+    # Torch would expand the weight if the rows are not contiguous.
+    return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+
 def batched_linear(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
-    """x W^T + b for each trial; axes between trials and channels are flattened to one batch."""
+    """x W^T + b for each trial; axes between trials and channels are flattened to one batch.
+
+    A weight or a bias that all trials share has no trials axis.
+    """
+    if weight_toc.dim() == 2:
+        shared = None if bias_to is None or bias_to.dim() > 1 else bias_to
+        product = rows_linear(x_tbc, weight_toc, shared)
+        if bias_to is None or shared is not None:
+            return product
+        return product + bias_to.view(len(bias_to), *(1,) * (product.dim() - 2), -1)
+    if bias_to is not None and bias_to.dim() == 1:
+        bias_to = bias_to.expand(len(x_tbc), -1)
     count, middle = x_tbc.shape[0], x_tbc.shape[1:-1]
     flat = x_tbc if len(middle) == 1 else x_tbc.reshape(count, -1, x_tbc.shape[-1])
     product = dense(flat, weight_toc, bias_to)
@@ -81,6 +102,8 @@ def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
     if left.dim() < 2 or right.dim() < 2:
         return vmap_rule(torch.matmul, (left, right), {})
     trials = trials_of(left, right)
+    if right.dim() == 2 and not isinstance(right, TrialTensor):  # one product for all trials
+        return wrap(rows_linear(left.stacked, right.mT, None), trials)
     dims = max(left.dim(), right.dim())
     like = left if isinstance(left, TrialTensor) else right
     return wrap(torch.matmul(align_operand(left, dims, like), align_operand(right, dims, like)), trials)
@@ -90,7 +113,10 @@ def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
 def add_product(function: Function, args: Arguments, kwargs: Options) -> Any:
     if len(args) != 3 or kwargs:
         return vmap_rule(function, args, kwargs)
-    return args[0] + torch.matmul(args[1], args[2])
+    bias, left, right = args
+    if right.dim() == 2 and bias.dim() == 1 and not any(isinstance(x, TrialTensor) for x in (bias, right)):
+        return linear(F.linear, (left, right.mT, bias), {})
+    return bias + torch.matmul(left, right)
 
 
 @rule("embedding")
@@ -157,11 +183,11 @@ def embedding_bag(function: Function, args: Arguments, kwargs: Options) -> Any:
         _limit_norms(weight, given)
         given["max_norm"] = None
     plain = not any(given.get(k) for k in ("max_norm", "scale_grad_by_freq", "sparse", "include_last_offset"))
-    folds = bags.dim() == 2 and given.get("padding_idx") is None and isinstance(weight, TrialTensor)
+    folds = bags.dim() == 2 and given.get("padding_idx") is None
     if not plain or not folds:
         return loop(F.embedding_bag, (), given)
-    trials = trials_of(bags, weight)
-    rows, index = _rows(weight, bags)
+    trials = trials_of(bags, weight, given.get("per_sample_weights"))
+    rows, index = _rows(weight, bags) if isinstance(weight, TrialTensor) else (weight, unwrap(bags, trials))
     weights = given.get("per_sample_weights")
     pooled = F.embedding_bag(
         index.flatten(0, 1),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.dispatch.fallback import loop, vmap_rule
+from plait.fusion.dispatch.fallback import loop, refuse_shared_target, vmap_rule
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
@@ -28,10 +28,21 @@ def _flat(value: Any, trials: Trials) -> Tensor | None:
     return unwrap(value, trials).reshape(-1)
 
 
+def _has_own(*values: Any) -> bool:
+    """Whether a weight or bias is that of each trial; otherwise trials are rows of one batch."""
+    return any(isinstance(value, TrialTensor) for value in values)
+
+
 def _can_write(given: Options) -> bool:
     """Whether running statistics are per trial and contiguous, so that they can be viewed as one axis."""
     statistics = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
     return all(isinstance(x, TrialTensor) and x.stacked.is_contiguous() for x in statistics)
+
+
+def _refuse_shared_statistics(given: Options) -> None:
+    for name in ("running_mean", "running_var"):
+        if isinstance(given[name], Tensor):
+            refuse_shared_target(F.batch_norm, (given[name],))
 
 
 @takes_per_trial
@@ -46,8 +57,13 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
         require_rows_first("batch_norm", given["input"])
         return _padded_norm(inner, given, trials)
     writes = given["training"] and not _can_write(given)
+    if given["training"] and isinstance(given["input"], TrialTensor):
+        _refuse_shared_statistics(given)
     if writes or isinstance(given["momentum"], PerTrial) or isinstance(given["eps"], PerTrial):
         return loop(function, args, kwargs)
+    if not given["training"] and not _has_own(*(given[name] for name in defaults)):
+        options = (given[name] for name in (*defaults, "training", "momentum", "eps"))
+        return wrap(F.batch_norm(inner.flatten(0, 1), *options).unflatten(0, inner.shape[:2]), trials)
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     folded = fold_channels(inner)
     if given["training"] and weight is not None and bias is not None and _waits(folded):
@@ -155,6 +171,12 @@ def group_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(*given.values())
     if given["input"].dim() < 2:
         return vmap_rule(function, args, kwargs)
+    if not _has_own(given["weight"], given["bias"]):
+        rows = given["input"].stacked
+        normal = F.group_norm(
+            rows.flatten(0, 1), given["num_groups"], given["weight"], given["bias"], given["eps"]
+        )
+        return wrap(normal.unflatten(0, rows.shape[:2]), trials)
     folded = F.group_norm(
         fold_channels(unwrap(given["input"], trials)),
         given["num_groups"] * trials.count,
@@ -171,6 +193,9 @@ def layer_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     given = arguments_of(names, {"weight": None, "bias": None, "eps": 1e-5}, args, kwargs)
     trials = trials_of(*given.values())
     x = wrap(unwrap(given["input"], trials), trials)
+    if not _has_own(given["weight"], given["bias"]):
+        options = {name: given[name] for name in names.split()[1:]}
+        return wrap(F.layer_norm(x.stacked, **options), trials)
     normal = F.layer_norm(x.stacked, given["normalized_shape"], eps=given["eps"])
     return wrap(_affine(normal, given["weight"], given["bias"], x), trials)
 
@@ -181,6 +206,8 @@ def rms_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     given = arguments_of(names, {"weight": None, "eps": None}, args, kwargs)
     trials = trials_of(*given.values())
     x = wrap(unwrap(given["input"], trials), trials)
+    if not _has_own(given["weight"]):
+        return wrap(F.rms_norm(x.stacked, given["normalized_shape"], given["weight"], given["eps"]), trials)
     normal = F.rms_norm(x.stacked, given["normalized_shape"], eps=given["eps"])
     return wrap(_affine(normal, given["weight"], None, x), trials)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.fusion.dispatch.fallback import loop
 from plait.fusion.dispatch.registry import Arguments, Function, Options, rule, takes_per_trial
-from plait.fusion.dispatch.tensor import Trials, trials_of, unwrap, wrap
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
@@ -71,7 +71,7 @@ def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
         return _packed(function, args)
     inner = unwrap(x, trials)
     inner = inner if batch_first else inner.transpose(1, 2)
-    flat_weights = [unwrap(weight, trials) for weight in weights]
+    flat_weights = [weight_of(weight) for weight in weights]
     begin = [_as_products(unwrap(part, trials)).unbind(1) for part in states]
     ends: list[State] = []
     for layer in range(count):
@@ -88,6 +88,11 @@ def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
         inner = torch.cat(outputs, -1) if both_ways else outputs[0]
     last = [torch.stack(parts, 1) for parts in zip(*ends)]
     return wrap((inner if batch_first else inner.transpose(1, 2), *last), trials)
+
+
+def weight_of(weight: Tensor) -> Tensor:
+    """A weight with the trials axis, or the one that all trials share."""
+    return weight.stacked if isinstance(weight, TrialTensor) else weight
 
 
 def _run(
@@ -136,7 +141,7 @@ def cell(function: Function, args: Arguments, kwargs: Options) -> Any:
         return loop(function, args, kwargs)
     states = state if isinstance(state, (tuple, list)) else (state,)
     input_weight, state_weight, input_bias, state_bias = (
-        None if weight is None else unwrap(weight, trials) for weight in weights
+        None if weight is None else weight_of(weight) for weight in weights
     )
     assert input_weight is not None
     assert state_weight is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,17 @@ from torch import Tensor, nn
 
 from plait.core.names import did_you_mean
 from plait.fusion.check import check_structure, different_attributes, tensor_attributes
+from plait.fusion.dispatch.install import slots_of
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.sharing import equal_values, is_same_view
 from plait.fusion.trials.per_trial import PerTrial, float_holders
-from plait.fusion.trials.unfused import copy_of_structure, gradient_hooks, independent_copy
+from plait.fusion.trials.unfused import copy_of_structure, gradient_hooks
 from plait.workloads.adapters.forms import bring_to, form_of, is_adapted, misfit
+
+log = logging.getLogger(__name__)
 
 
 def keep_trials(
@@ -89,7 +94,7 @@ def replace_trial(
     if fused.plain_models:
         fused.plain_models[number] = model
     for name, modules in fused.per_trial_modules.items():
-        modules.replace(number, independent_copy(model.get_submodule(name)))
+        modules.replace(number, fused.copy_of(model, name))
     fused.seeds[number], fused.ages[number] = seed, 0
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
@@ -150,10 +155,13 @@ def _set_clip(optimizer: FusedOptimizer, number: int, limit: float | None) -> No
 def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
     for hooks, parameter in zip(fused.gradient_hooks, model.parameters()):
         hooks[number] = gradient_hooks(parameter)
+    _unshare_other(fused, model)
+    shared = fused.shared_ids()
     tensors = [*model.parameters(), *model.buffers()]
     stacked = [*fused.module.parameters(), *fused.module.buffers()]
     for target, source in zip(stacked, tensors):
-        target.data[number].copy_(source.detach())
+        if id(target) not in shared:
+            target.data[number].copy_(source.detach())
     parts = dict(model.named_modules())
     for path, name, (before, after) in tensor_attributes([fused.array_trial(number), model]):
         part = fused.module.get_submodule(path)
@@ -176,16 +184,30 @@ def _name_of(holder: dict[Any, Any], part: nn.Module) -> str:
     return next(name for name, value in vars(part).items() if value is holder)
 
 
+def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
+    """Give each trial its own of the shared tensors that `model` has other values of."""
+    tensors = {slot.key: slot.tensor for slot in slots_of(model)}
+    for name, tensor in list(fused.shared.items()):
+        other = tensors[name]
+        if name not in fused.shared or is_same_view(tensor, other):
+            continue
+        if other.requires_grad or not equal_values(tensor, other.to(tensor)):
+            log.info("%s differs in a trial that joins: each trial has its own from now on", name)
+            fused.unshare(name)
+
+
 def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:
     """Apply `change` to every tensor that has the trials axis; parameters stay the same objects."""
+    shared = fused.shared_ids()
     for parameter in fused.module.parameters():
-        parameter.data = change(parameter.data)
-        parameter.grad = None
+        if id(parameter) not in shared:
+            parameter.data = change(parameter.data)
+            parameter.grad = None
     # A buffer with several names stays one tensor.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for part in fused.module.modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None:
+            if buffer is not None and id(buffer) not in shared:
                 known = changed.setdefault(id(buffer), (buffer, change(buffer)))
                 part._buffers[name] = known[1]
     _rewrite_attributes(fused.module, change)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,15 @@ from torch.utils import _pytree as pytree
 
 from plait.fusion.closures import copied_closures
 from plait.fusion.describe import describe
+from plait.fusion.dispatch.install import slots_of
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.forward_patches import Patch
+from plait.fusion.sharing import equal_values
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.row_wise import call_once, is_row_wise, rows_at
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 _HOOKS = (
@@ -33,21 +36,44 @@ _HOOKS = (
 )  # fmt: skip
 
 
+class SharesTensors(Protocol):
+    """A fused module, some tensors of which all trials share."""
+
+    module: nn.Module
+
+    @property
+    def shared(self) -> dict[str, Tensor]: ...
+
+    def shared_ids(self) -> set[int]: ...
+
+    def unshare(self, name: str) -> None: ...
+
+
 class PerTrialModules:
     """The per-trial modules of one submodule `part` of a fused model.
 
     This object takes ownership of `modules`. `tied` are the parameters of `part` that other submodules also
-    hold: their gradients flow through slices, those of the others through per-trial parameters.
+    hold: their gradients flow through slices, those of the others through per-trial parameters. Of tensors
+    that all trials of `fused` share, the modules of all trials hold the same memory.
     """
 
     def __init__(
-        self, part: nn.Module, modules: Sequence[nn.Module], trials: Trials, tied: set[int], why: str
+        self,
+        part: nn.Module,
+        modules: Sequence[nn.Module],
+        trials: Trials,
+        tied: set[int],
+        why: str,
+        fused: SharesTensors,
     ) -> None:
         self.part = part
         self.modules = list(modules)
         self.trials = trials
         self.why = why
         self._tied = tied
+        self._fused = fused
+        # The modes in which the module was seen not to write to shared tensors.
+        self._checked: set[bool] = set()
         # Whether the module writes to shared input tensors, so that each trial needs a copy; None if unknown.
         self._copies: bool | None = None
         for name in _HOOKS:  # the per-trial modules have them
@@ -64,27 +90,32 @@ class PerTrialModules:
                 pairs[id(parameter)] = (_inner(stacked[name]), parameter)
         return list(pairs.values())
 
-    def point(self) -> None:
-        """Make the trials' parameters and buffers views of the current fused ones.
+    def point(self, only: Container[int] | None = None) -> None:
+        """Make the trials' parameters and buffers views of the current fused ones; or `only` of these, by id.
 
         Gradients of the trials' parameters are added to the fused ones.
         """
+        shared = self._fused.shared_ids()
         for number, module in enumerate(self.modules):
             for stacked, parameter in self._parameters(module):
-                self._point_at(stacked, parameter, number)
+                slice_ = stacked.data if id(stacked) in shared else stacked.data[number]
+                if only is None or id(stacked) in only:
+                    self._point_at(stacked, parameter, slice_, number)
         buffers = dict(_named(self.part, "_buffers"))
         for number, module in enumerate(self.modules):
             kept: dict[int, Tensor] = {}
             for holder, name, key in _slots(module, "_buffers"):
-                if buffers.get(key) is not None:
-                    inner = _inner(buffers[key])
+                inner = _inner(buffers.get(key))
+                if inner is not None and (only is None or id(inner) in only):
+                    own = inner.detach() if id(inner) in shared else inner.detach()[number]
                     # Through `data`, each trial has its own version counter.
-                    holder[name] = kept.setdefault(id(inner), inner.detach()[number].data)
+                    holder[name] = kept.setdefault(id(inner), own.data)
 
-    def _point_at(self, stacked: nn.Parameter, parameter: nn.Parameter, number: int) -> None:
+    def _point_at(
+        self, stacked: nn.Parameter, parameter: nn.Parameter, slice_: Tensor, number: int
+    ) -> None:
         if parameter.requires_grad != stacked.requires_grad:
             parameter.requires_grad_(stacked.requires_grad)
-        slice_ = stacked.data[number]
         if not _is_same_memory(parameter, slice_):
             parameter.data = slice_
         if parameter.requires_grad and id(stacked) not in self._tied and "deliver" not in parameter.__dict__:
@@ -154,8 +185,10 @@ class PerTrialModules:
                 trial_args, trial_kwargs = _with_copies((trial_args, trial_kwargs), plain, pristine)
             _follow_modes(self.part, module)
             shape = _shape_of_objects(trial_args, trial_kwargs) if self._copies is None else None
-            with _holding(slices, module, self.part, number), seeded_for(streams), SingleTrialMode(streams):
-                outcomes.append(module(*trial_args, **trial_kwargs))
+            watched = self._unshare_written() if number == 0 else nullcontext()
+            with watched, _holding(slices, module, self.part, number), seeded_for(streams):
+                with SingleTrialMode(streams):
+                    outcomes.append(module(*trial_args, **trial_kwargs))
             if self._copies is None:
                 if shape != _shape_of_objects(trial_args, trial_kwargs):  # such as a cache
                     raise FusionError(
@@ -168,19 +201,65 @@ class PerTrialModules:
                     self._copies = any(not torch.equal(leaf, pristine[id(leaf)]) for leaf in plain)
         return outcomes
 
+    def _shared(self) -> dict[str, Tensor]:
+        """The shared tensors in this part, by their names in the fused module."""
+        inner = {id(_inner(t)) for kind in ("_parameters", "_buffers") for _, t in _named(self.part, kind)}
+        return {name: tensor for name, tensor in self._fused.shared.items() if id(tensor) in inner}
+
+    @contextmanager
+    def _unshare_written(self) -> Iterator[None]:
+        """Context for the first trial: each trial gets its own of the shared tensors that are written in it.
+
+        Values are compared once in each mode of the module.
+        """
+        if self.part.training in self._checked or not (shared := self._shared()):
+            yield
+            return
+        self._checked.add(self.part.training)
+        before = {name: tensor.detach().clone() for name, tensor in shared.items()}
+        yield
+        written = [name for name, tensor in shared.items() if not equal_values(tensor, before[name])]
+        own_ids = set()
+        for name in written:
+            first = shared[name].detach().clone()
+            shared[name].data.copy_(before[name])
+            if name in self._fused.shared:  # else it was, under another name
+                self._fused.unshare(name)
+            own = _inner(next(slot.tensor for slot in slots_of(self._fused.module) if slot.key == name))
+            own.data[0].copy_(first)
+            own_ids.add(id(own))
+        self.point(only=own_ids)
+
+    def _refuse_written(self) -> None:
+        """Raise FusionError if a trial has written to a buffer that all share, since it was checked."""
+        shared = {id(tensor) for tensor in self._shared().values()}
+        inner = {key: id(_inner(tensor)) for key, tensor in _named(self.part, "_buffers")}
+        for module in self.modules:
+            for key, buffer in _named(module, "_buffers"):
+                # It was made when the trials' modules were pointed at the fused tensors.
+                if inner.get(key) in shared and not buffer.is_inference() and buffer._version:
+                    raise FusionError(
+                        f"{type(self.part).__qualname__} writes to its buffer {key!r}, which all trials share; "
+                        f"call fused.unshare before, or fuse the models with share='never'"
+                    )
+
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
-        slices = {}
+        slices, shared = {}, self._fused.shared_ids()
         for _, stacked in _named(self.part, "_parameters"):
             inner = _inner(stacked)
-            if id(inner) in self._tied:
+            if id(inner) in self._tied and id(inner) not in shared:
                 slices[id(inner)] = inner.unbind()
         return slices
 
     @torch.no_grad()
     def _keep_written(self) -> None:
         """Copy replaced parameter data and buffers back to the fused tensors."""
+        self._refuse_written()
+        shared = self._fused.shared_ids()
         for number, module in enumerate(self.modules):
             for stacked, parameter in self._parameters(module):
+                if id(stacked) in shared:
+                    continue
                 slice_ = stacked.data[number]
                 if not _is_same_memory(parameter, slice_):
                     slice_.copy_(parameter.data)
@@ -190,7 +269,8 @@ class PerTrialModules:
             if holder[name] is None or any(key not in parameter for parameter in every):
                 continue
             inner, values = _inner(holder[name]), [parameter[key] for parameter in every]
-            if all(_is_same_memory(value, inner[number]) for number, value in enumerate(values)):
+            parts = [inner] * len(values) if id(inner) in shared else inner
+            if all(_is_same_memory(value, part) for value, part in zip(values, parts)):
                 continue
             if len({tuple(value.shape) for value in values}) > 1:
                 raise FusionError(f"buffer {key}: has different shapes in different trials, expected one")
@@ -247,6 +327,10 @@ def apply_alone(
     trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of `function`, such as a custom autograd function, for each trial, on plain tensors."""
+    if (at := rows_at(args, kwargs)) is not None:
+        with _one_by_one(trials):
+            if is_row_wise(function, args, kwargs, at):
+                return call_once(function, args, kwargs, at)
     outcomes = []
     with _one_by_one(trials) as singles:
         for number, streams in enumerate(singles):
@@ -411,7 +495,7 @@ def _shape_of_objects(args: Any, kwargs: Any) -> Any:
     return spec, describe(objects)
 
 
-def _inner(tensor: Tensor) -> Any:
+def _inner(tensor: Any) -> Any:
     return tensor.stacked if isinstance(tensor, TrialTensor) else tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -15,6 +15,7 @@ from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.shared_input import Shared
+from plait.fusion.sharing import held_once
 
 # The precision of float32 products in TF32, which torch uses for convolutions on a GPU by default.
 TF32_EPS = 2.0**-10
@@ -36,6 +37,7 @@ class Candidate(ABC):
 
     in_stages = False
     loss_alone = True
+    share = "auto"
 
     def __init__(
         self, models: Sequence[nn.Module], seeds: Sequence[int], rng_steps: Sequence[int], rounding: float
@@ -52,7 +54,12 @@ class Candidate(ABC):
 
     def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
         seeds, rng_steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-        return FusedModule([self.models[trial] for trial in trials], seeds, rng_steps, unfused)
+        models = [self.models[trial] for trial in trials]
+        return FusedModule(models, seeds, rng_steps, unfused, self._shared(models))
+
+    def _shared(self, models: Sequence[nn.Module]) -> Iterable[str]:
+        """The names of the tensors that these models share."""
+        return held_once(models, self.share)
 
     @abstractmethod
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
@@ -106,13 +113,16 @@ class CallCandidate(Candidate):
         arguments: Arguments = pytree.tree_map(part, self._calls[batch])
         return arguments
 
+    def _shared(self, models: Sequence[nn.Module]) -> Iterable[str]:
+        return self._fused.shared
+
     def prepare(self, trial: int) -> None:
-        _follow(self.models[trial], self._fused.module, lambda x: x.detach()[trial].clone())
+        _follow(self.models[trial], self._fused, lambda x: x.detach()[trial].clone(), torch.clone)
 
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
         device = self._fused.seeds.device
         made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
-        _follow(made.module, self._fused.module, lambda x: x.detach()[index])
+        _follow(made.module, self._fused, lambda x: x.detach()[index], lambda x: x)
         return [made]
 
 
@@ -143,17 +153,27 @@ def _scaled(arguments: Arguments, factor: float) -> Arguments:
     return scaled
 
 
-def _follow(model: nn.Module, fused: nn.Module, pick: Callable[[Tensor], Tensor]) -> None:
-    """Copy tensors, selected by `pick`, training modes and requires_grad from the fused module to `model`."""
-    parts, modules = dict(fused.named_modules()), dict(model.named_modules())
+def _follow(
+    model: nn.Module,
+    fused: FusedModule,
+    pick: Callable[[Tensor], Tensor],
+    pick_shared: Callable[[Tensor], Tensor],
+) -> None:
+    """Copy tensors, training modes and requires_grad from the fused module to `model`.
+
+    `pick` selects from tensors of all trials, `pick_shared` from those that trials share.
+    """
+    parts, modules = dict(fused.module.named_modules()), dict(model.named_modules())
+    shared = fused.shared_ids()
     for path, part in modules.items():
         if path in parts:
             part.training = parts[path].training
     for kind in ("named_parameters", "named_buffers"):
-        tensors = dict(getattr(fused, kind)(remove_duplicate=False))
+        tensors = dict(getattr(fused.module, kind)(remove_duplicate=False))
         for name, tensor in getattr(model, kind)():
             if name in tensors:
-                tensor.data = pick(tensors[name])
+                picked = pick_shared if id(tensors[name]) in shared else pick
+                tensor.data = picked(tensors[name].detach())
                 if tensor.requires_grad != tensors[name].requires_grad:
                     tensor.requires_grad_(tensors[name].requires_grad)
 

@@ -59,7 +59,7 @@ def _left_in(
 ) -> list[dict[str, Tensor | None]]:
     """The gradients, buffers and Python numbers of each trial in a fused module."""
     states: list[dict[str, Tensor | None]] = [{} for _ in range(fused.trials)]
-    module, per_trial = fused.module, fused.per_trial_modules
+    module, per_trial, shared = fused.module, fused.per_trial_modules, fused.shared_ids()
     for name, parameter in module.named_parameters() if training else ():
         key = f"{GRADIENT}{first_names.get(name, name)}"
         absent = trials_without_gradient(parameter, fused.trials)
@@ -69,7 +69,8 @@ def _left_in(
     for name, buffer in module.named_buffers():
         copied = buffer.detach().clone()
         for trial, state in enumerate(states):
-            state[f"{BUFFER}{first_names.get(name, name)}"] = copied[trial]
+            own = copied if id(buffer) in shared else copied[trial]
+            state[f"{BUFFER}{first_names.get(name, name)}"] = own
     for trial, state in enumerate(states):
         for path, modules in per_trial.items():
             for name, buffer in modules.modules[trial].named_buffers(prefix=path):

@@ -263,8 +263,9 @@ class _Verifier:
     def _fuse(self) -> Sequence[FusedModule]:
         fused, names = self.candidate.fuse(self._trials, self.unfused), first_names(self._first)
         for one in fused:
+            shared = one.shared_ids()
             for name, parameter in one.module.named_parameters():
-                for index, trial in enumerate(self._trials):
+                for index, trial in enumerate(() if id(parameter) in shared else self._trials):
                     _perturb(parameter, parameter.data[index], names.get(name, name), trial)
         plain = dict(self._first.named_modules())
         self._called = {

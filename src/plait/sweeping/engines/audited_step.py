@@ -35,7 +35,9 @@ _AT_ONCE = 1 << 26
 
 def most_at_once(array: FusedComponents) -> int:
     """How many of the array's trials may be audited at one step, by the memory that it takes."""
-    trial_bytes = sum(parameter.nbytes for parameter in array.fused.module.parameters()) // array.trials
+    shared = sum(tensor.nbytes for tensor in array.fused.shared.values())
+    every = sum(parameter.nbytes for parameter in array.fused.module.parameters())
+    trial_bytes = shared + (every - shared) // array.trials
     return max(1, _AT_ONCE // max(1, trial_bytes))
 
 

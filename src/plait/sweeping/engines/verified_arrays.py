@@ -78,6 +78,8 @@ def _halved(settings: TrainSettings, least: int) -> TrainSettings:
 class ArrayCandidate(Candidate):
     """The trials of an array on the first microbatches of two steps."""
 
+    share = "parameters"
+
     def __init__(
         self, entries: Sequence[TrialInit], batches: Sequence[Sequence[Batch]], microbatches: int = 0
     ) -> None:

@@ -119,7 +119,7 @@ class StagedCandidate(ArrayCandidate):
         ]
         kept = of_stages(FusionReport(unfused), models[0]).unfused
         seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-        return [fuse(models, seeds, steps, kept, verify=False)]
+        return [fuse(models, seeds, steps, kept, verify=False, share=self.share)]
 
     def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         (whole,) = fused

@@ -277,7 +277,7 @@ def sync_states(
     kept = averaging.state()
     return [
         {
-            f"{name}/{key}": components.of_slot(tensor, slot)
+            f"{name}/{key}": components.of_slot(name, tensor, slot)
             for key, tensors in kept.items()
             for name, tensor in zip(weights, tensors)
         }

@@ -75,7 +75,10 @@ class FusedComponents:
         models = [entry.components.model for entry in entries]
         ages = [entry.age for entry in entries]
         # Not verified here: the array builder compares arrays with single trials where the job asks for it.
-        self.fused = fuse(models, self._seeds(entries), ages, self.verdict.unfused, verify=False)
+        # Buffers have the trials axis, as workers may average them.
+        self.fused = fuse(
+            models, self._seeds(entries), ages, self.verdict.unfused, verify=False, share="parameters"
+        )
         if self.device.type == "cuda" and not is_shared:
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
@@ -231,9 +234,9 @@ class FusedComponents:
         state = OptimizerState(store, f"{prefix}/optimizer", weights, self.optimizer)
         return [state, TrialCounters(self.fused, self.optimizer, self.scales)]
 
-    def of_slot(self, tensor: Tensor, slot: int) -> Tensor:
-        """The part of the trial in `slot` of a tensor that has the shape of a weight."""
-        return tensor[slot]
+    def of_slot(self, name: str, tensor: Tensor, slot: int) -> Tensor:
+        """The part of the trial in `slot` of a tensor that has the shape of the weight `name`."""
+        return tensor if name in self.fused.shared else tensor[slot]
 
     def cut(self, batches: Sequence[Batch], microbatches: Sequence[int], alone: bool) -> list[Round]:
         """The rounds of a step on these batches, one of each trial, with as many microbatches of each."""

@@ -1,0 +1,115 @@
+"""Tensors that all trials share, and what happens when a forward writes to one: each trial gets a copy.
+
+A shared tensor stays a plain tensor in a forward. `TrialMode` sees every call, and asks here before one that
+writes to memory of a shared tensor; the call, and all later ones of the forward, get the trials' copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.fusion.dispatch.fallback import is_in_place
+from plait.fusion.dispatch.install import Slot
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.errors import FusionError, user_line
+from plait.fusion.rules.hooks import set_data
+
+# Norms write to their running statistics in training; the position of that option.
+_NORMS = frozenset(spellings(("batch_norm", "instance_norm")))
+_TRAINING_AT = 5
+_PLAIN, _IN_PLACE, _NORM = range(3)
+
+
+class Separation:
+    """The shared slots of a fused module during a forward."""
+
+    def __init__(self, slots: Sequence[Slot], trials: Trials) -> None:
+        self._slots = slots
+        self._trials = trials
+        # Tensors that were shared at the beginning of the forward, with the trials' copies.
+        self._separated: list[tuple[Tensor, Tensor]] = []
+        self._kinds: dict[Function, int] = {}
+
+    def __call__(self, function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
+        """The arguments of a call, with the trials' copies in the place of what is not shared (any more)."""
+        kind = self._kinds.get(function)
+        if kind is None:
+            kind = self._kinds[function] = _kind_of(function)
+        if kind == _IN_PLACE and args and _is_plain(args[0]):
+            self._separate(args[0])
+        elif kind == _NORM and _trains(args, kwargs):
+            for value in (*args, *kwargs.values()):
+                if _is_plain(value) and not isinstance(value, nn.Parameter):
+                    self._separate(value)
+        if not self._separated:
+            return args, kwargs
+        changed: tuple[Arguments, Options] = pytree.tree_map(self._current, (args, kwargs))
+        return changed
+
+    def _separate(self, written: Tensor) -> None:
+        """Give each trial a copy of the shared tensors in the memory that is about to be written."""
+        memory = _memory(written)
+        copies: dict[int, Any] = {}
+        for slot in self._slots:
+            tensor = slot.tensor
+            if slot.is_shared and tensor is not None and _memory(tensor) == memory:
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = TrialTensor(copy_for(tensor, self._trials.count), self._trials)
+                    self._separated.append((tensor, copies[id(tensor)].stacked))
+                slot.separate(copies[id(tensor)])
+
+    def _current(self, value: Any) -> Any:
+        """The trials' copies of a tensor, or of a view of one, that is not shared any more."""
+        if not _is_plain(value):
+            return value
+        for before, stacked in self._separated:
+            if value is before or _memory(value) == _memory(before):
+                return TrialTensor(_same_view(value, before, stacked), self._trials)
+        return value
+
+
+def copy_for(tensor: Tensor, trials: int) -> Tensor:
+    """A tensor of all trials with the values of a shared one; a parameter if that is one."""
+    values = tensor.detach().expand(trials, *tensor.shape).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
+
+
+def _kind_of(function: Function) -> int:
+    if function in _NORMS:
+        return _NORM
+    return _IN_PLACE if is_in_place(function) or RULES.get(function) is set_data else _PLAIN
+
+
+def _trains(args: Arguments, kwargs: Options) -> bool:
+    return any(args[_TRAINING_AT : _TRAINING_AT + 1]) or any(
+        kwargs.get(name) for name in ("training", "use_input_stats")
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, TrialTensor)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _same_view(view: Tensor, tensor: Tensor, stacked: Tensor) -> Tensor:
+    """The elements of `stacked`, the trials' copies of `tensor`, that `view` has of it."""
+    offset = view.storage_offset() - tensor.storage_offset()
+    if view.shape == tensor.shape and view.stride() == tensor.stride() and offset == 0:
+        return stacked.detach() if view is not tensor else stacked
+    if not tensor.is_contiguous() or offset < 0 or view.requires_grad:
+        raise FusionError(
+            f"{user_line()}\n  writes to a view of a tensor that all trials share",
+            "give each trial its own: fuse(..., share='never'), or fused.unshare(name)",
+        )
+    # Each trial's copy is contiguous, and so is the tensor.
+    strides = (tensor.numel(), *view.stride())
+    return stacked.detach().as_strided((len(stacked), *view.shape), strides, offset)
