@@ -125,6 +125,4 @@ def describe_sharing(shared: Sequence[Tensor], others: Sequence[Tensor], trials:
         return f"{trials} trials of {each}, nothing held once{unlike}"
     count = len({id(tensor) for tensor in shared})
     tensors = f"{count} tensor{'s' if count > 1 else ''}"
-    return (
-        f"base: {show_bytes(bytes_of(shared))} held once, {tensors}; per trial {each}, {trials} trials{unlike}"
-    )
+    return f"base: {show_bytes(bytes_of(shared))} held once, {tensors}; per trial {each}, {trials} trials{unlike}"

@@ -42,8 +42,9 @@ from plait.sweeping.search.space import (
     parse_dimension,
 )
 from plait.sweeping.search.values import check
+from plait.sweeping.running_trial import trial_folder
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
-from plait.sweeping.trial_settings import check_key
+from plait.sweeping.trial_settings import check_key, with_lora_array
 
 if TYPE_CHECKING:
     import optuna
@@ -147,6 +148,14 @@ def _sweep_on(
         )
     result = replace(decode(SweepResult, answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
+    if result.best is not None and settings.train.model.lora_array is not None:
+        from plait.jobs.adapter import save_adapter  # slow to import
+
+        with searching(os.getcwd(), job.folder):
+            save_adapter(folder)
+            for trial in result.trials if settings.keeps_adapters else ():
+                if (own := trial_folder(folder, trial.trial)).settings.exists():
+                    save_adapter(own)
     shared.receive(folder)
     return result
 
@@ -226,7 +235,8 @@ def make_sweep(
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed, study or StudySettings())
     written = _dimensions(over)
     dimensions = tuple(map(_in_own_spelling, written))
-    settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
+    train = with_lora_array(job.settings(), dimensions)
+    settings = SweepSettings(train, dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
     has_plan = job.parallel.plan != "data-parallel"

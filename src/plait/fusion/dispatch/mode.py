@@ -53,7 +53,9 @@ class TrialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
-        if func in _DRAWS_INSIDE and not any(isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))):
+        if func in _DRAWS_INSIDE and not any(
+            isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))
+        ):
             return self._draw_inside(func, args, kwargs)
         if func in NEW:
             drawn = draw_new(streams_of(self.trials), func, args, kwargs)

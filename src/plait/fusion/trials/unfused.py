@@ -111,9 +111,7 @@ class PerTrialModules:
                     # Through `data`, each trial has its own version counter.
                     holder[name] = kept.setdefault(id(inner), own.data)
 
-    def _point_at(
-        self, stacked: nn.Parameter, parameter: nn.Parameter, slice_: Tensor, number: int
-    ) -> None:
+    def _point_at(self, stacked: nn.Parameter, parameter: nn.Parameter, slice_: Tensor, number: int) -> None:
         if parameter.requires_grad != stacked.requires_grad:
             parameter.requires_grad_(stacked.requires_grad)
         if not _is_same_memory(parameter, slice_):
