@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from plait.api.stages.step_loss import StepLoss
     from plait.api.world import World, init
     from plait.fusion import FusedModule, FusedOptimizer, Shared, fuse
-    from plait.fusion.optim.lion import Lion
     from plait.fusion.verify.loop_audit import AuditReport, audit
     from plait.jobs.open_run import OpenedRun, open_run
     from plait.jobs.study import study
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from plait.profiler.profile import profile_model as profile
     from plait.schema.job import Job, make_job, read_job
     from plait.schema.results import RunResult, SweepResult, TrialResult
+    from plait.workloads.lion import Lion
 
 __version__ = "0.1.0"
 
@@ -91,7 +91,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
     "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
-    "Lion": ("plait.fusion.optim.lion", "Lion"),
+    "Lion": ("plait.workloads.lion", "Lion"),
     "OpenedRun": ("plait.jobs.open_run", "OpenedRun"),
     "Pipeline": ("plait.api.pipeline", "Pipeline"),
     "Plan": ("plait.planner", "Plan"),

@@ -27,10 +27,15 @@ from plait.sync.weight_ema import EMA, swap_ema
 
 # The parameters that have a gradient, with their states.
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
+# A parameter, its gradient and its states.
+Tensors = tuple[Tensor, Tensor, dict[str, Tensor]]
 # Per-trial views of the parameters, of each state by name, and of the steps of each parameter.
 Slices = tuple[list[tuple[Tensor, ...]], dict[str, list[tuple[Tensor, ...]]], list[tuple[Tensor, ...]]]
 
 _WHOLE = (torch.float32, torch.float64)
+# The most elements of a parameter that is updated together with others; on a GPU, a pass over as many takes
+# about as long as a launch.
+_SMALL = {False: 2**14, True: 2**20}
 # Keys that a scheduler adds to a group.
 _OF_SCHEDULERS = (
     "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
@@ -166,8 +171,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"optimizer: found a parameter of shape {tuple(parameter.shape)}, expected one of the "
                     f"fused module's, with its {self.fused.trials} trials first: fused.module.parameters()"
                 )
-            if objection := self.kind.objection(parameter):
-                raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         like = given["params"][0] if given["params"] else torch.empty(0, device=self.fused.seeds.device)
         group = FusedGroup(self.kind_name, self.fused.trials, like.device, like.dtype)
         group.update(given)
@@ -183,6 +186,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A parameter may have been frozen until now, and without momentum there is no buffer.
         """
+        if objection := self.kind.objection(parameter):
+            raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         state: dict[str, Tensor] = self.state[parameter]
         for name in self._state_names(group, parameter.dim()):
             if name not in state:
@@ -340,7 +345,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         updated: Updated = list(zip(parameters, states))
         gradients: list[Tensor] = [p.grad for p in parameters]
         if group.get("maximize"):
-            gradients = [-gradient for gradient in gradients]
+            gradients = list(torch._foreach_neg(gradients))
         clocks = group.clocks_for(parameters, absent)
         kept = _kept(updated, absent, clocks)
         if _has_kernel(group, parameters) and not _in_one_pass(group, parameters):
@@ -520,19 +525,40 @@ def _step_by_vectors(
     for dtype in {parameter.dtype.to_real() for parameter, _ in updated}:
         precision = torch.promote_types(precision, dtype)
     tables = {id(clock): _coefficients(group, clock, moving, precision) for clock in distinct(clocks)}
-    in_one_pass = _in_one_pass(group, [parameter for parameter, _ in updated])
-    kind, switches = group.kind, group.switches
+    if (one_pass := group.kind.one_pass) and _in_one_pass(group, [parameter for parameter, _ in updated]):
+        for (parameter, state), gradient, clock in zip(updated, gradients, clocks):
+            one_pass(parameter, _of_active(gradient, moving), state, tables[id(clock)], group.switches)
+        return
+    alike: dict[Any, list[Tensors]] = {}
     for (parameter, state), gradient, clock in zip(updated, gradients, clocks):
-        gradient, table = _of_active(gradient, moving), tables[id(clock)]
-        if in_one_pass and kind.one_pass is not None:
-            kind.one_pass(parameter, gradient, state, table, switches)
-            continue
+        states = {name: value for name, value in state.items() if name != EMA}
+        key: Any = (parameter.shape, parameter.dtype, id(clock))
+        if parameter.numel() > _SMALL[parameter.is_cuda]:
+            key = (*key, id(parameter))
         if parameter.is_complex():  # as in torch: real and imaginary parts separately
             parameter, gradient = torch.view_as_real(parameter), torch.view_as_real(gradient)
-            state = {name: torch.view_as_real(value) for name, value in state.items()}
-        rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()
-        coefficients = dict(zip(kind.coefficient_names, rows, strict=True))
-        kind.update(parameter, gradient, state, coefficients, switches)
+            states = {name: torch.view_as_real(value) for name, value in states.items()}
+        alike.setdefault(key, []).append((parameter, gradient, states))
+    for (_, _, clock_id, *_), members in alike.items():
+        _update_alike(group, members, tables[clock_id], moving)
+
+
+def _update_alike(
+    group: FusedGroup, members: Sequence[Tensors], table: Tensor, moving: Tensor | None
+) -> None:
+    """Update parameters of one shape as one with more trials: on small ones, launches take all the time."""
+    parameter, gradient, state = members[0]
+    if (count := len(members)) > 1:
+        parameter, gradient = torch.cat([p for p, _, _ in members]), torch.cat([g for _, g, _ in members])
+        state = {name: torch.cat([states[name] for _, _, states in members]) for name in state}
+        table, moving = table.repeat(1, count), None if moving is None else moving.repeat(count)
+    rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()
+    coefficients = dict(zip(group.kind.coefficient_names, rows, strict=True))
+    group.kind.update(parameter, _of_active(gradient, moving), state, coefficients, group.switches)
+    if count > 1:
+        torch._foreach_copy_([own for own, _, _ in members], parameter.chunk(count))
+        for name, value in state.items():
+            torch._foreach_copy_([states[name] for _, _, states in members], value.chunk(count))
 
 
 def _coefficients(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from plait.fusion.optim.kind import Common, OptimizerKind, UpdateTensors, Vectors
-from plait.fusion.optim.lion import Lion
 from plait.fusion.optim.matrix_kinds import ADAFACTOR, MUON
 from plait.fusion.optim.step_clock import StepClock, nadam_momentum
+from plait.workloads.lion import Lion
 
 _BETAS = {"betas": ("beta1", "beta2")}
 
@@ -139,7 +139,7 @@ def _adam_pass(
 def _nadam_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     step = clock.steps.double() + 1
     mu, mu_next = nadam_momentum(h, step), nadam_momentum(h, step + 1)
-    # Rounded as the clock's will be, to which torch's steps are rounded too.
+    # As the clock's will be, and as torch rounds it.
     product = (clock.mu_product * mu.to(clock.mu_product.dtype)).double()
     return {
         "push": h["lr"] * (1 - mu) / (1 - product),

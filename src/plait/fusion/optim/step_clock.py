@@ -43,7 +43,7 @@ class StepClock:
     def advance(self, moving: Tensor | None, vectors: Mapping[str, Tensor]) -> None:
         """Count a step of the trials that are `moving` (None: all), with these hyperparameters."""
         if "momentum_decay" in vectors:
-            mu = nadam_momentum(vectors, self.steps.double() + 1)
+            mu = nadam_momentum(vectors, self.steps.double() + 1).to(self.mu_product.dtype)
             self.mu_product *= mu if moving is None else torch.where(moving, mu, 1.0)
         self.steps += 1.0 if moving is None else moving
         if "momentum" in vectors:

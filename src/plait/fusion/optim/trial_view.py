@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from plait.fusion.errors import FusionError
 from plait.fusion.optim.param_groups import FusedGroup
 
-if TYPE_CHECKING:
-    from plait.fusion.optim.optimizer import FusedOptimizer
+
+class OfTrials(Protocol):
+    """The parts of a fused optimizer that a view of one of its trials needs."""
+
+    kind_name: str
+    defaults: dict[str, Any]
+    made: list[int]
+
+    @property
+    def groups(self) -> Sequence[FusedGroup]: ...
+
+    def trial(self, number: int) -> TrialView: ...
 
 
 class TrialView(torch.optim.Optimizer):
@@ -20,7 +31,7 @@ class TrialView(torch.optim.Optimizer):
     the array, until the trial leaves or is replaced. Only the fused optimizer takes steps.
     """
 
-    def __init__(self, optimizer: FusedOptimizer, number: int) -> None:
+    def __init__(self, optimizer: OfTrials, number: int) -> None:
         # Not the base class's: there are no parameters to check, no state and no hooks.
         self._optimizer = optimizer
         self.number: int | None = number
