@@ -57,8 +57,9 @@ def fuse(
 
     What all models have and none trains is held once: `FusedModule.shared`. With `share="auto"` that is
     frozen parameters and buffers with equal values, with "parameters" no buffers, with "same-storage" those
-    that are one tensor in all models, with "never" nothing. Its memory is that of the first model. A buffer that a forward writes to is
-    not shared from then on; a shared parameter must be unshared (`FusedModule.unshare`) before it is trained.
+    that are one tensor in all models, with "never" nothing. Its memory is that of the first model. A tensor
+    that a forward writes to is not shared from then on; a shared parameter must be unshared
+    (`FusedModule.unshare`) before it is trained.
     """
     check_share(share)
     is_list = isinstance(models, Iterable) and not (

@@ -325,17 +325,23 @@ class FusedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a saved state, also one in which other tensors are shared."""
-        for slot in self._slots:
-            saved, tensor = state_dict.get(f"{prefix}module.{slot.key}"), slot.tensor
-            if saved is None or tensor is None:
+        names = {id(tensor): name for name, tensor in self.shared.items()}
+        tensors = {
+            **dict(self.module.named_parameters(remove_duplicate=False)),
+            **dict(self.module.named_buffers(remove_duplicate=False)),
+        }
+        for name, tensor in tensors.items():
+            key = f"{prefix}module.{name}"
+            if (saved := state_dict.get(key)) is None:
                 continue
-            if slot.is_shared and saved.shape == tensor.shape:
+            shared = names.pop(id(tensor), None)
+            if shared is not None and saved.shape == tensor.shape:
                 tensor.data = tensor.data.clone()  # the memory may be that of the models
-            elif slot.is_shared and saved.shape == (self.trials, *tensor.shape):
-                self.unshare(slot.key)
-            elif not slot.is_shared and tensor.shape == (self.trials, *saved.shape):
-                state_dict[f"{prefix}module.{slot.key}"] = saved.expand(tensor.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+            elif shared is not None and saved.shape == (self.trials, *tensor.shape):
+                self.unshare(shared)
+            elif tensor.shape == (self.trials, *saved.shape):
+                state_dict[key] = saved.expand(tensor.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def clip_grad_norm_(self, max_norm: Number) -> Tensor:
         """Clip the norm of each trial's gradients to `max_norm` (one, or one per trial); returns the norms.
@@ -386,8 +392,8 @@ class FusedModule(nn.Module):
         names = [key for key in self._shared if is_within(key, [name])]
         if not names:
             raise FusionError(
-                f"unshare: found no shared tensor {name!r}{did_you_mean(name, self._shared)}; `shared` of the "
-                f"fused module has those that there are"
+                f"unshare: found no shared tensor {name!r}{did_you_mean(name, self._shared)}; those there "
+                f"are, by name: fused.shared"
             )
         tensors = {id(self.shared[key]) for key in names if key in self.shared}
         copies: dict[int, Tensor] = {}
@@ -404,7 +410,9 @@ class FusedModule(nn.Module):
 
     def _note_separated(self) -> None:
         """Take note of slots that are not shared any more, as they hold a tensor of all trials now."""
-        for slot in [slot for slot in self._shared_slots if slot.was_shared is not None]:
+        for slot in list(self._shared_slots):
+            if slot.was_shared is None:
+                continue
             self._shared_slots.remove(slot)
             if slot.is_buffer:
                 self._kept[f"module.{slot.key}"] = slot.tensor[self._frozen].clone()
@@ -564,7 +572,7 @@ def _version(tensor: Any) -> int:
 
 
 def _refuse_written(versions: Sequence[tuple[Slot, int]]) -> None:
-    """Raise FusionError if a forward has written to a shared tensor where the trials could not be told apart."""
+    """Raise FusionError if a forward has written to a shared tensor, unseen, so that trials are mixed up."""
     for slot, version in versions:
         if slot.is_shared and _version(slot.tensor) != version:
             raise FusionError(

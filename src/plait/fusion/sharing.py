@@ -50,7 +50,7 @@ def held_once(models: Sequence[nn.Module], share: str = "auto") -> set[str]:
 
 
 def nearly_shared(models: Sequence[nn.Module], shared: set[str]) -> list[str]:
-    """The names of frozen parameters that differ between the models, beside those that they share."""
+    """The names of frozen parameters that differ between models that share other tensors."""
     return [
         name
         for name, every, part in _tensors(models)
@@ -63,7 +63,7 @@ def _tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[Tensor], n
     parts = [dict(model.named_modules()) for model in models]
     for path, part in parts[0].items():
         for kind in ("_parameters", "_buffers"):
-            for name in getattr(part, kind).keys():
+            for name in getattr(part, kind):
                 every = [getattr(other[path], kind)[name] for other in parts]
                 if all(isinstance(tensor, Tensor) for tensor in every):
                     yield f"{path}.{name}" if path else name, every, part
@@ -125,4 +125,5 @@ def describe_sharing(shared: Sequence[Tensor], others: Sequence[Tensor], trials:
         return f"{trials} trials of {each}, nothing held once{unlike}"
     count = len({id(tensor) for tensor in shared})
     tensors = f"{count} tensor{'s' if count > 1 else ''}"
-    return f"base: {show_bytes(bytes_of(shared))} held once, {tensors}; per trial {each}, {trials} trials{unlike}"
+    base = f"base: {show_bytes(bytes_of(shared))} held once, {tensors}"
+    return f"{base}; per trial {each}, {trials} trials{unlike}"

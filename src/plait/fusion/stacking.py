@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from plait.fusion.check import hyperparameters
 from plait.fusion.dispatch.install import recurrent_in, refresh_recurrent, slots_of, stack
@@ -44,15 +42,11 @@ def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:
 def same_memory(tensor: Tensor) -> Tensor:
     """Another tensor object for the same memory, so that moving one does not move the other.
 
-    Under fake tensors it is a copy, which counts as memory. Parameters of other classes, such as those of
-    quantized layers, are the objects themselves.
+    Parameters of other classes, such as those of quantized layers, are the objects themselves.
     """
-    values = tensor.detach()
-    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
-        values = values.clone()
     if type(tensor) is nn.Parameter:
-        return nn.Parameter(values, False)
-    return values if type(tensor) is Tensor else tensor
+        return nn.Parameter(tensor.detach(), False)
+    return tensor.detach() if type(tensor) is Tensor else tensor
 
 
 def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:

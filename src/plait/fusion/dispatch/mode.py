@@ -29,7 +29,7 @@ _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", 
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
-# Functions that draw for a dropout of their own.
+# Functions with a dropout inside.
 _DRAWS_INSIDE = _ATTENTION | _RECURRENT | {F.multi_head_attention_forward}
 REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
 
@@ -53,14 +53,12 @@ class TrialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DRAWS or func in _LIKE:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
-        if func in _DRAWS_INSIDE and not any(
-            isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))
-        ):
+        if func in _DRAWS_INSIDE and not _has_trials((args, kwargs)):
             return self._draw_inside(func, args, kwargs)
         if func in NEW:
             drawn = draw_new(streams_of(self.trials), func, args, kwargs)
             return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
-        if func in REFUSED and not any(isinstance(leaf, TrialTensor) for leaf in leaves(args)):
+        if func in REFUSED and not _has_trials(args):
             return refuse_random(func, args, kwargs)
         # Calls on trial tensors are checked by `compute`.
         is_checked = not PerTrial.made_any or TrialTensor in types
@@ -69,10 +67,10 @@ class TrialMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """A function on shared tensors: computed once, unless each trial has a dropout of its own in it."""
+        """A function on shared tensors: computed once, unless it drops elements, which differ by trial."""
         if func is F.multi_head_attention_forward:
             with self:
-                return body_of(func)(*args, **kwargs)  # type: ignore[arg-type]
+                return body_of(func)(*args, **kwargs)
         if func in _ATTENTION:
             draws = bool(args[4]) if len(args) > 4 else bool(kwargs.get("dropout_p"))
         else:
@@ -86,7 +84,7 @@ class TrialMode(TorchFunctionMode):
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""
-        if any(isinstance(leaf, TrialTensor) for leaf in leaves((args, kwargs))):
+        if _has_trials((args, kwargs)):
             return func(*args, **kwargs)
         if is_in_place(func):
             refuse_shared_target(func, args)
@@ -100,6 +98,10 @@ class TrialMode(TorchFunctionMode):
             return x
         expanded: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
         return expanded
+
+
+def _has_trials(values: Any) -> bool:
+    return any(isinstance(leaf, TrialTensor) for leaf in leaves(values))
 
 
 def has_per_trial(values: Iterable[Any]) -> bool:

@@ -97,7 +97,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
 
 
 def _same_view(view: Tensor, tensor: Tensor, stacked: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """`param_groups`, typed as `FusedGroup`; with the parameters that the module has now."""
         if self.fused.replaced:
             for group in self.param_groups:
-                group.replace(self.fused.replaced)
+                cast("FusedGroup", group).replace(self.fused.replaced)
         return self.param_groups  # type: ignore[return-value]
 
     @property

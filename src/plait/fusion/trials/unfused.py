@@ -184,9 +184,9 @@ class PerTrialModules:
             _follow_modes(self.part, module)
             shape = _shape_of_objects(trial_args, trial_kwargs) if self._copies is None else None
             watched = self._unshare_written() if number == 0 else nullcontext()
-            with watched, _holding(slices, module, self.part, number), seeded_for(streams):
-                with SingleTrialMode(streams):
-                    outcomes.append(module(*trial_args, **trial_kwargs))
+            held = _holding(slices, module, self.part, number)
+            with watched, held, seeded_for(streams), SingleTrialMode(streams):
+                outcomes.append(module(*trial_args, **trial_kwargs))
             if self._copies is None:
                 if shape != _shape_of_objects(trial_args, trial_kwargs):  # such as a cache
                     raise FusionError(
@@ -228,6 +228,15 @@ class PerTrialModules:
             own_ids.add(id(own))
         self.point(only=own_ids)
 
+    def _unshare_replaced(self) -> None:
+        """Give each trial its own of the shared parameters whose data a trial has replaced."""
+        if not (names := {id(tensor): name for name, tensor in self._shared().items()}):
+            return
+        pairs = [pair for module in self.modules for pair in self._parameters(module)]
+        for shared, parameter in pairs:
+            if id(shared) in names and not _is_same_memory(parameter, shared):
+                self._fused.unshare(names.pop(id(shared)))
+
     def _refuse_written(self) -> None:
         """Raise FusionError if a trial has written to a buffer that all share, since it was checked."""
         shared = {id(tensor) for tensor in self._shared().values()}
@@ -237,8 +246,8 @@ class PerTrialModules:
                 # It was made when the trials' modules were pointed at the fused tensors.
                 if inner.get(key) in shared and not buffer.is_inference() and buffer._version:
                     raise FusionError(
-                        f"{type(self.part).__qualname__} writes to its buffer {key!r}, which all trials share; "
-                        f"call fused.unshare before, or fuse the models with share='never'"
+                        f"{type(self.part).__qualname__} writes to its buffer {key!r}, which all trials "
+                        f"share; call fused.unshare before, or fuse the models with share='never'"
                     )
 
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
@@ -253,6 +262,7 @@ class PerTrialModules:
     def _keep_written(self) -> None:
         """Copy replaced parameter data and buffers back to the fused tensors."""
         self._refuse_written()
+        self._unshare_replaced()
         shared = self._fused.shared_ids()
         for number, module in enumerate(self.modules):
             for stacked, parameter in self._parameters(module):
