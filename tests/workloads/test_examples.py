@@ -46,6 +46,7 @@ WORLDS = (
     ("awd-lstm", "gnmt-catalogues", "s2vt"),
     ("bert-pretraining", "squad"),
     ("gpt2", *TRANSFORMERS),
+    ("lora_sweep",),
 )
 Trained = Callable[[str], "InStages"]
 # The first test of a world waits for all of it, and on a busy machine tracing takes long.
@@ -91,6 +92,8 @@ def skip_without_library(workload: str) -> float:
     if job_of(workload).loss != "model":
         return 1e-9
     pytest.importorskip("transformers")
+    if workload == "lora_sweep":
+        pytest.importorskip("peft", reason="needs peft: pip install 'plait[peft]'")
     return 1e-6
 
 

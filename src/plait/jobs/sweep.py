@@ -34,6 +34,7 @@ from plait.schema.settings import SEARCHES, SearchSettings, StudySettings, SyncS
 from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
 from plait.sweeping.group_client import check_worker_groups
+from plait.sweeping.running_trial import trial_folder
 from plait.sweeping.search.space import (
     MOST_VALUES,
     Dimension,
@@ -42,7 +43,6 @@ from plait.sweeping.search.space import (
     parse_dimension,
 )
 from plait.sweeping.search.values import check
-from plait.sweeping.running_trial import trial_folder
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
 from plait.sweeping.trial_settings import check_key, with_lora_array
 

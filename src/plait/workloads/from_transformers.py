@@ -43,8 +43,7 @@ def from_config(
             f"model_args.path: found no config.json in {folder}, expected a folder that save_pretrained wrote"
         )
     loaded: Any = model_class
-    made = loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
-    return made
+    return loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
 
 
 def factory_of(name: str) -> Callable[..., nn.Module] | None:
