@@ -31,8 +31,10 @@ def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:
         if isinstance(part, torch.jit.ScriptModule):
             memo.setdefault(id(part), _placeholder(part, memo))
     module = independent_copy(models[0], memo, hooks=False)
-    for path, attribute, values in hyperparameters(models):
-        setattr(module.get_submodule(path), attribute, PerTrial(values))
+    for path, (*outer, name), values in hyperparameters(models):
+        attributes = vars(module.get_submodule(path))
+        holder = attributes[outer[0]] if outer else attributes
+        holder[name] = PerTrial(values)
     refresh_recurrent(recurrent_in(module))
     return module
 
