@@ -239,6 +239,10 @@ def test_one_process_is_a_plain_loop() -> None:
     narrow = plait.Pipeline(make_model().float(), loss=F.cross_entropy, **inputs)
     with pytest.raises(InputError, match=r"^step: the inputs are float64.*double\(\)"):
         narrow.step(x, y)
+    with pytest.raises(InputError, match=r"found the class CrossEntropyLoss, expected .*Loss\(\)"):
+        make_pipe("auto", loss=nn.CrossEntropyLoss)
+    with pytest.raises(InputError, match=r"loss: it returned a tensor of shape \[\d\], expected .*'mean'"):
+        make_pipe("auto", loss=nn.CrossEntropyLoss(reduction="none")).step(x, y)
 
 
 class Scaled(nn.Module):

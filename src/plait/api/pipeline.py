@@ -282,6 +282,10 @@ def _check_arguments(model: object, loss: object, optimizer: object, microbatche
             )
     if not callable(loss):
         raise InputError(f"loss: found {shown(loss)}, expected a function of output and target")
+    if isinstance(loss, type):
+        raise InputError(
+            f"loss: found the class {loss.__name__}, expected an object of it: {loss.__name__}()"
+        )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise InputError("loss: it has parameters, which would not be trained; put them into the model")
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
