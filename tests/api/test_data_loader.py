@@ -338,6 +338,11 @@ def test_what_cannot_be_right_is_refused(dataset: Any, changes: dict[str, Any], 
         plait.DataLoader(dataset, **{"batch_size": 4} | changes)
 
 
+def test_a_misspelt_argument_has_a_hint():
+    with pytest.raises(TypeError, match="'numworkers'; did you mean 'num_workers'"):
+        plait.DataLoader(Noisy(), 4, numworkers=2)  # type: ignore[arg-type]
+
+
 def test_a_state_of_another_data_set_or_of_something_else_is_refused():
     _, state = read(0, "noisy", 1, stop=2)
     loader = plait.DataLoader(range(9), 4)

@@ -259,6 +259,26 @@ def test_batches_of_a_loader_that_are_accumulated_count_as_in_one_process(sample
         assert len(warned) == 1
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: plait.DataParallel([nn.Linear(2, 2)]), r"found \[Linear.*expected a torch.nn.Module"),
+        (lambda: plait.DataParallel(nn.Linear(2, 2), device_ids=[0]), "device_ids is not taken"),
+        (lambda: plait.DataParallel(nn.Linear(2, 2), topology="rings"), "did you mean 'ring'"),
+        (lambda: plait.launch("main.py"), "launch: found 'main.py', expected a function"),
+        (
+            lambda: plait.GradientNoiseScale(torch.optim.SGD([torch.ones(1)])),
+            "found an optimizer, expected a model",
+        ),
+        (lambda: plait.Averaging(nn.Linear(2, 2), None, ["sma"]), r"sync: found \['sma'\], expected a name"),
+        (lambda: plait.DataLoader((torch.ones(9, 2), torch.ones(9)), 3), r"TensorDataset\(inputs, targets\)"),
+    ],
+)
+def test_what_a_newcomer_gives_by_mistake_is_refused_in_words(make: Any, words: str):
+    with pytest.raises(InputError, match=words):
+        make()
+
+
 def wrap_wrongly(rank: int) -> list[str]:
     order = [("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2))]
     wrong: list[tuple[nn.Module, str]] = [

@@ -231,6 +231,18 @@ def test_one_process_is_a_plain_loop() -> None:
     assert_equal(as_arrays(pipe.state_dict()), as_arrays(plain.state_dict()))
     with pytest.raises(InputError, match="microbatches: found 0, expected at least 1"):
         make_pipe("auto", microbatches=0)
+    step = pipe.step(x, y)
+    assert 0.0 + step + step == 2 * step > step / 2 > 0.0
+    with pytest.raises(InputError, match=r"leave loss\.backward\(\), optimizer\.step\(\) and zero_grad"):
+        step.backward()
+    inputs = {"example_inputs": (x.float(),), "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    narrow = plait.Pipeline(make_model().float(), loss=F.cross_entropy, **inputs)
+    with pytest.raises(InputError, match=r"^step: the inputs are float64.*double\(\)"):
+        narrow.step(x, y)
+    with pytest.raises(InputError, match=r"found the class CrossEntropyLoss, expected .*Loss\(\)"):
+        make_pipe("auto", loss=nn.CrossEntropyLoss)
+    with pytest.raises(InputError, match=r"loss: it returned a tensor of shape \[\d\], expected .*'mean'"):
+        make_pipe("auto", loss=nn.CrossEntropyLoss(reduction="none")).step(x, y)
 
 
 class Scaled(nn.Module):

@@ -18,6 +18,7 @@ from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError, JobError, LostPeer, PeerError, PlaitError
 from plait.core.names import did_you_mean
+from plait.core.shown import shown
 from plait.schema.sync_options import COLLECTIVE, KEY, KINDS, Options, read_options
 from plait.sync.averaging.base import SyncStats
 from plait.sync.averaging.collective_averages import Collective
@@ -73,6 +74,10 @@ class Averaging:
     ) -> None:
         self.world = init() if world is None else world
         self.model, self.optimizer, self.seed = model, optimizer, seed
+        if not isinstance(sync, str):
+            raise InputError(
+                f"Averaging: sync: found {shown(sync)}, expected a name, such as 'partial-reduce'"
+            )
         self.sync, more = ALIASES.get(sync, (sync, {}))
         self.options = _read(self.sync, {**more, **sync_options}, self.world.world_size)
         _check(model, optimizer)

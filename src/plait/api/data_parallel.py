@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from plait.api.same_model import Copies, TrainedParameters, copies_of, copy_of_f
 from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
+from plait.core.shown import shown
 from plait.schema.topology_spec import TopologySpec, check_topology, fitting, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
@@ -87,8 +88,17 @@ class DataParallel(nn.Module):
         samples: Samples = count_samples,
         broadcast_buffers: bool = True,
         world: World | None = None,
+        **others: Never,
     ) -> None:
         super().__init__()
+        for name in others:
+            raise InputError(
+                f"DataParallel: {name} is not taken; unused parameters, buckets and static graphs need "
+                "nothing declared, and the device is that of the model"
+            )
+        if not isinstance(module, nn.Module):
+            raise InputError(f"DataParallel: found {shown(module)}, expected a torch.nn.Module")
+        read_topology_spec(topology)
         self.module = module
         self.world = init() if world is None else world
         self._samples = samples

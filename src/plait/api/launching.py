@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle
 
 from plait.core.errors import InputError, LaunchError
+from plait.core.shown import shown
 from plait.launcher.display import Display
 from plait.launcher.environment import STORE
 from plait.launcher.fork_server import ForkServer, ServerGoneError
@@ -58,6 +59,8 @@ def launch(
     (`plait.Elastic`): one that is killed is replaced, and the results are those of the workers that came to
     the end, in the order of their numbers.
     """
+    if not callable(fn):
+        raise InputError(f"launch: found {shown(fn)}, expected a function, which runs on each worker")
     if workers < 1:
         raise InputError(f"workers: found {workers}, expected at least 1")
     content = cloudpickle.dumps((fn, args, kwargs))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Never
 
+from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, default_collate
 
 from plait.core.errors import DataError, InputError
+from plait.core.names import did_you_mean
 from plait.workloads.data import is_stream
 
 # Arguments of torch's DataLoader that this one does not take, and why.
@@ -23,6 +25,7 @@ _REFUSED = {
     "pin_memory_device": "memory is pinned for the device of this worker",
     "in_order": "batches always come in order",
 }
+_KNOWN = ("shuffle", "seed", "drop_last", "sampler", "num_workers", "collate_fn", "pin_memory", "world")
 # The words of job files in messages of the data package, and what they are called here.
 _WORDS = (
     ("data.kind: ", "DataLoader: "),
@@ -37,7 +40,8 @@ def refuse(name: str) -> Never:
     """Refuse a keyword argument that `DataLoader` does not have."""
     if name in _REFUSED:
         raise InputError(f"DataLoader: {name} is not taken: {_REFUSED[name]}")
-    raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}")
+    hint = did_you_mean(name, _KNOWN)
+    raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}{hint}")
 
 
 def check_counts(batch_size: int, num_workers: int) -> None:
@@ -52,6 +56,11 @@ def check_dataset(dataset: object) -> None:
     """Refuse what is not a data set."""
     if isinstance(dataset, TorchDataLoader):
         raise InputError("DataLoader: found a torch DataLoader, expected a data set: use loader.dataset")
+    if isinstance(dataset, tuple) and dataset and all(isinstance(each, Tensor) for each in dataset):
+        raise InputError(
+            f"DataLoader: found a tuple of {len(dataset)} tensors, each of which would be a sample; tensors "
+            "together are a data set: torch.utils.data.TensorDataset(inputs, targets)"
+        )
     if not is_stream(dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise InputError(
             f"DataLoader: found {dataset!r}, expected a data set with __getitem__ and __len__, or __iter__"

@@ -21,7 +21,7 @@ from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, Step
 from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
 from plait.api.stages.stage_layout import PlanLike, find_layout, find_schedule
-from plait.api.stages.step_inputs import StepInputs
+from plait.api.stages.step_inputs import StepInputs, in_words_of_step
 from plait.api.stages.step_loss import StepLoss
 from plait.api.stages.whole_model import WholeModel
 from plait.api.world import World, init
@@ -193,7 +193,7 @@ class Pipeline:
                 f" which this schedule needs to stay full; give larger batches or fewer microbatches"
             )
         microbatches = microbatch_count(samples, self._largest, self._microbatches)
-        with keep_random_states():
+        with keep_random_states(), in_words_of_step():
             share = self._engine.step((x, y), samples, microbatches)
         return StepLoss(share, samples, self.world.world_size > 1)
 
@@ -278,6 +278,10 @@ def _check_arguments(model: object, loss: object, optimizer: object, microbatche
             )
     if not callable(loss):
         raise InputError(f"loss: found {shown(loss)}, expected a function of output and target")
+    if isinstance(loss, type):
+        raise InputError(
+            f"loss: found the class {loss.__name__}, expected an object of it: {loss.__name__}()"
+        )
     if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise InputError("loss: it has parameters, which would not be trained; put them into the model")
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):

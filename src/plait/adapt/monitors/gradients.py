@@ -44,6 +44,8 @@ class GradientVariance:
     """The variance of one sample's gradient (the trace of its covariance), as a moving average over steps."""
 
     def __init__(self, model: nn.Module | Iterable[Tensor], decay: float = DECAY) -> None:
+        if isinstance(model, torch.optim.Optimizer):
+            raise InputError(f"{type(self).__name__}: found an optimizer, expected a model or its parameters")
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.averages = GradientAverages(decay)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.core.errors import InputError
+from plait.core.shown import shown
 from plait.pipeline.stage import Loss
 from plait.verification import unchanged_random_numbers
 from plait.verification.loss_parts import describe_difference, rows_of, whole_and_in_parts
@@ -36,7 +38,14 @@ class CheckedLoss:
             if words := self._describe(output, target):
                 log.warning("Pipeline: %s", words)
                 self._looks = 0
-        return self._loss(output, target)
+        loss = self._loss(output, target)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+            raise InputError(
+                f"loss: it returned {found}, expected a tensor of one number, the mean over the batch; use "
+                f"reduction='mean' or loss.mean()"
+            )
+        return loss
 
     def _describe(self, output: Any, target: Any) -> str:
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()]

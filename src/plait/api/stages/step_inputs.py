@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,6 +68,16 @@ class StepInputs:
             (each.dtype, each.shape[1:] if self._has_fixed_sizes and each.is_floating_point() else each.dim())
             for each in tensors
         ]
+
+
+@contextlib.contextmanager
+def in_words_of_step() -> Iterator[None]:
+    """Errors about a batch within it are said as those of a loop, rather than of a job's data."""
+    try:
+        yield
+    except DataError as failure:
+        message = str(failure).replace("data.kind: ", "step: ")
+        raise InputError(message.replace("set precision: float64", "use model.double()")) from failure
 
 
 def _describe(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,8 +14,8 @@ from plait.core.errors import InputError
 class StepLoss:
     """The mean loss of a batch, equal on all workers; reading it waits for the last stage.
 
-    `float(loss)`, `loss.item()` and f-strings read it. A loss that is not read costs no wait, as a tensor on
-    a GPU.
+    `float(loss)`, `loss.item()`, f-strings, sums and comparisons read it. A loss that is not read costs no
+    wait, as a tensor on a GPU.
     """
 
     def __init__(self, share: float | Tensor, samples: int, is_shared: bool) -> None:
@@ -41,6 +43,32 @@ class StepLoss:
 
     def __float__(self) -> float:
         return self.item()
+
+    def __add__(self, other: float) -> float:
+        return self.item() + other
+
+    __radd__ = __add__
+
+    def __mul__(self, other: float) -> float:
+        return self.item() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float) -> float:
+        return self.item() / other
+
+    def __lt__(self, other: float) -> bool:
+        return self.item() < other
+
+    def __gt__(self, other: float) -> bool:
+        return self.item() > other
+
+    def backward(self) -> Never:
+        """Refused: `step` has done it."""
+        raise InputError(
+            "backward: step has run forward and backward and updated the weights; leave loss.backward(), "
+            "optimizer.step() and zero_grad() out of the loop"
+        )
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
