@@ -25,7 +25,6 @@ from plait.fusion.trials.per_trial import PerTrial
 
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
-_ONLY_TRIALS = (TrialTensor,)
 REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
 
 
@@ -54,7 +53,7 @@ class TrialMode(TorchFunctionMode):
         is_checked = not PerTrial.made_any or TrialTensor in types
         if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
             return self._each(func, args, kwargs)
-        if types == _ONLY_TRIALS:  # what torch would call next
+        if types == (TrialTensor,):  # what torch would call next
             return TrialTensor.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
