@@ -171,6 +171,7 @@ UNKNOWN = {
     "FusedOptimizer.parameters",
     "FusedOptimizer.state_dict",
     "FusedOptimizer.step",
+    "Lion.step",
     "Pipeline.evaluate",
     "Pipeline.state_dict",
     "RunResult.to_dict",

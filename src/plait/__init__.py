@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from plait.profiler.profile import profile_model as profile
     from plait.schema.job import Job, make_job, read_job
     from plait.schema.results import RunResult, SweepResult, TrialResult
+    from plait.workloads.lion import Lion
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "GradientNoiseScale",
     "GradientVariance",
     "Job",
+    "Lion",
     "OpenedRun",
     "Pipeline",
     "Plan",
@@ -89,6 +91,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "GradientNoiseScale": ("plait.adapt.monitors.gradients", "GradientNoiseScale"),
     "GradientVariance": ("plait.adapt.monitors.gradients", "GradientVariance"),
     "Job": ("plait.schema.job", "Job"),
+    "Lion": ("plait.workloads.lion", "Lion"),
     "OpenedRun": ("plait.jobs.open_run", "OpenedRun"),
     "Pipeline": ("plait.api.pipeline", "Pipeline"),
     "Plan": ("plait.planner", "Plan"),

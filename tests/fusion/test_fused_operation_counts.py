@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+from functools import partial
 
 import pytest
 import torch
@@ -15,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.fusion import FusedOptimizer
 from plait.fusion.dispatch import alias_links
 from plait.fusion.kernels import update
+from plait.fusion.optim import matrix_kinds
 from plait.fusion.optim import optimizer as optimizers
+from plait.fusion.optim.matrix_kinds import orthogonalized
+from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.fusion.speed import autotune
 from plait.fusion.trials import padding
 
-# Of a parameter without a kernel of its own; Adam's formula alone is eleven.
-PER_PARAMETER = 24
-
 # Calls in Python of a training step of one dense layer, and of each further layer: a tenth above today's.
-OF_A_STEP, OF_A_LAYER = 600, 76
+OF_A_STEP, OF_A_LAYER = 600, 72
 
 # A view and a number on the host launch no kernel.
 FREE = ("aten::detach", "aten::scalar_tensor")
@@ -54,14 +55,17 @@ def operations(kind, parameters, trials, dtype=torch.float32, **options):
     return count.operations
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_step_takes_operations_for_every_parameter_of_every_trial(kind, dtype):
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_no_step_takes_operations_for_every_parameter_of_every_trial(kind, dtype, monkeypatch):
+    # As on a GPU.
+    monkeypatch.setattr(matrix_kinds, "orthogonalized", partial(orthogonalized, batched=True))
     few, more_trials, more_parameters, both = (
         operations(kind, p, t, dtype) for p, t in ((4, 2), (4, 6), (12, 2), (12, 6))
     )
     assert both - more_parameters == more_trials - few  # a trial costs the same at any number of parameters
-    assert more_parameters - few <= 8 * PER_PARAMETER
+    assert more_parameters == few  # small ones of one shape are updated together
 
 
 @pytest.mark.parametrize("options", [{}, {"steps": [1, 9]}], ids=["all move", "one stands still"])

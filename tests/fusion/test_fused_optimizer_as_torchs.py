@@ -14,7 +14,14 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, split_optimizer
+from plait.fusion import (
+    FusedOptimizer,
+    FusionError,
+    fuse_optimizers,
+    keep_trials,
+    replace_trial,
+    split_optimizer,
+)
 
 TRIALS = 3
 RATES = [0.01, 0.02, 0.05]
@@ -47,6 +54,52 @@ def test_torchs_schedulers_change_the_rate_of_each_trial_as_alone(name):
         for schedule in schedules:
             schedule.step()
     assert_same(fused, models)
+
+
+OWN_SCHEDULERS = [
+    lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 5)], [3]
+    ),
+    lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+]
+
+
+def test_a_trial_takes_a_scheduler_of_its_own_until_it_leaves():
+    models = make_models(net, TRIALS)
+    fused = fuse(copy.deepcopy(models))
+    optimizer = FusedOptimizer(fused, "adamw", params=grouped(fused.module), lr=RATES)
+    lone = [torch.optim.AdamW(grouped(m), lr=rate) for m, rate in zip(models, RATES)]
+    schedules = [make(optimizer.trial(number)) for number, make in enumerate(OWN_SCHEDULERS)]
+    own_schedules = [make(own) for make, own in zip(OWN_SCHEDULERS, lone)]
+    metrics = [1.0, 0.5, 0.5, 0.4, 0.6, 0.7, 0.1, 0.1]
+    numbers = [0, 1, 2]
+    for step, metric in enumerate(metrics):
+        if step == 4:
+            fused, optimizer, schedules = copy.deepcopy((fused, optimizer, schedules))
+        if step == 6:
+            numbers = [2, 0]
+            keep_trials(fused, optimizer, numbers)
+            with pytest.raises(FusionError, match="has left the array"):
+                schedules[1].step()
+        x = batch(step, 4, 5)
+        step_fused(fused, optimizer, x[numbers])
+        for number in numbers:
+            step_alone(models[number], lone[number], x[number])
+            for schedule in (schedules[number], own_schedules[number]):
+                schedule.step(*[metric][: number == 2])
+    rates = [group["lr"].values for group in optimizer.param_groups]
+    assert rates == [tuple(lone[n].param_groups[i]["lr"] for n in numbers) for i in (0, 1)]
+    assert_same(fused, [models[number] for number in numbers])
+    replace_trial(fused, optimizer, 0, net().double(), 3)
+    with pytest.raises(FusionError, match="another has taken its place"):
+        schedules[2].step(9.0)
+    assert optimizer.trial(1) is schedules[0].optimizer
+    for what in (optimizer.trial(1).step, optimizer.trial(1).zero_grad):
+        with pytest.raises(FusionError, match="FusedOptimizer"):
+            what()
+    with pytest.raises(FusionError, match="found 2, expected 0 to 1"):
+        optimizer.trial(2)
 
 
 def test_a_scheduler_that_needs_one_rate_takes_one_and_refuses_several():

@@ -9,12 +9,14 @@ import torch
 from fused_checks import CLOSE, fuse, make_models
 from torch import nn
 
+import plait
 from plait.fusion import FusedOptimizer, FusionError, fuse_optimizers, replace_trial, split_optimizer
 from plait.fusion.optim.conversion import load_trial
 
 TRIALS = 3
 LONE = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 LONE |= {"rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad, "adadelta": torch.optim.Adadelta}
+LONE |= {"nadam": torch.optim.NAdam, "lion": plait.Lion, "adafactor": torch.optim.Adafactor}
 
 
 class Heads(nn.Module):
@@ -117,6 +119,7 @@ def test_switches_of_torchs_optimizers_are_kept(name):
         ("nesterov", lambda p, **o: torch.optim.SGD(p, momentum=0.9, **o)),
         ("centered", torch.optim.RMSprop),
         ("decoupled_weight_decay", torch.optim.Adam),
+        ("decoupled_weight_decay", torch.optim.NAdam),
     ],
 )
 def test_switches_that_differ_between_trials_are_refused(switch, make):

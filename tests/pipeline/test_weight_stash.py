@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from plait.pipeline.weight_stash import WeightVersions
+from plait.workloads.lion import Lion
 
 
 class WritesData(torch.optim.Optimizer):
@@ -54,6 +55,8 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p),
     "adamax": lambda p: torch.optim.Adamax(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "lion": lambda p: Lion(p, lr=0.01),
     "rprop": lambda p: torch.optim.Rprop(p),
     "maximize": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from plait.core import events as core_events
 from plait.core import run_events
@@ -17,6 +18,7 @@ from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     DataSettings,
     EarlyStopSettings,
+    EmaSettings,
     EvaluateSettings,
     LrScheduleSettings,
     ModelSettings,
@@ -71,7 +73,30 @@ CASES = {
         "optimizer.kind=sgd,adamax",
         job=unverified_job(steps=8, optimizer=OptimizerSettings("sgd", {"lr": 0.01})),
     ),
+    "optimizers for adapters": sweep_of(
+        "optimizer.kind=nadam,lion,adafactor",
+        "optimizer.lr=1e-3,3e-3",
+        job=unverified_job(
+            steps=10, clip_norm=0.5, optimizer=OptimizerSettings("adam", {}, ema=EmaSettings(0.9))
+        ),
+    ),
+    "muon on matrices": sweep_of(
+        "optimizer.momentum=0.5,0.95",
+        "optimizer.adjust_lr_fn=original,match_rms_adamw",
+        job=unverified_job(
+            steps=6,
+            model=ModelSettings("test_sweep:matrices"),
+            optimizer=OptimizerSettings("muon", {"lr": 0.02}),
+        ),
+    ),
 }
+
+
+def matrices() -> nn.Module:
+    """Without biases, which torch's Muon refuses."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 16, bias=False), nn.ReLU(), nn.Linear(16, 10, bias=False)
+    )
 
 
 # Microbatches of two workers are in test_sweep_replicas.py.

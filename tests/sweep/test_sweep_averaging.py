@@ -92,6 +92,12 @@ EQUAL = {
         "data.batch_size=131,200", job=averaged("local-sgd", LOCAL, optimizer=ADAM, steps=18)
     ),
     "batch norms": sweep_of("optimizer.lr=0.01,0.1", job=averaged("local-sgd", LOCAL, model=NORM)),
+    # States that are no weight's shape: a number, and factors of a matrix.
+    "factored states": sweep_of(
+        "optimizer.kind=nadam,adafactor",
+        "optimizer.lr=0.01,0.1",
+        job=averaged("local-sgd", LOCAL, optimizer=ADAM),
+    ),
     # Where a trial has no gradient of a layer, weight decay and momentum must leave it alone.
     "unused layers": sweep_of(
         "model_args.uses=0.0,0.2,0.9",
@@ -152,7 +158,8 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
 # layers that some trials do not use are in test_sweep_replicas.py, too, trials one by one in
 # test_sweep_stages.py, and pairs in tests/training/test_elastic_averaging.py.
 @pytest.mark.parametrize(
-    "name", but_further(EQUAL, "local SGD", "DiLoCo", "unused layers", "pairs", "one by one")
+    "name",
+    but_further(EQUAL, "local SGD", "DiLoCo", "unused layers", "pairs", "one by one", "factored states"),
 )
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
     check_as_runs(2, EQUAL[name], tmp_path)

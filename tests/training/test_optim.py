@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import plait
 from plait.core.errors import JobError
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
@@ -52,11 +53,31 @@ def test_a_schedule_of_ones_own_is_called_with_its_options():
     assert factors("test_optim:own_factor", 2, scale=3.0) == [3.0, 1.5]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "nadam"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "nadam", "lion", "adafactor"])
 def test_any_optimizer_of_torch_can_be_named(kind: str):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = build_optimizer(OptimizerSettings(kind, {"lr": 0.1}), [weight])
     assert type(optimizer) is optimizer_kinds()[kind]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_lion_is_that_of_the_paper(maximize: bool):
+    lr, beta1, beta2, decay = 0.01, 0.8, 0.95, 0.3
+    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer = plait.Lion([weight, unused], lr, (beta1, beta2), decay, maximize=maximize)
+    expected, momentum = weight.detach().clone(), torch.zeros_like(weight)
+    for _ in range(5):
+        weight.grad = torch.randn_like(weight)
+        gradient = -weight.grad if maximize else weight.grad
+        update = torch.sign(beta1 * momentum + (1 - beta1) * gradient)
+        expected -= lr * (update + decay * expected)
+        momentum = beta2 * momentum + (1 - beta2) * gradient
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
+    assert unused not in optimizer.state
+    with pytest.raises(ValueError, match="beta parameter at index 1: 1.0"):
+        plait.Lion([weight], betas=(0.9, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +85,8 @@ def test_any_optimizer_of_torch_can_be_named(kind: str):
     [
         (OptimizerSettings("adm"), "optimizer.kind: found 'adm'.*did you mean 'adam'"),
         (OptimizerSettings("sgd", {"lr": True}), "optimizer.lr: found True, expected a number"),
+        (OptimizerSettings("adafactor", {"lr": None}), "optimizer.lr: found null, expected a number"),
+        (OptimizerSettings("muon"), "muon refused .* only supports 2D .*; freeze what is no matrix"),
         (
             OptimizerSettings("sgd", {"weight_decay": False}),
             "optimizer.weight_decay: found False, expected",
@@ -184,6 +207,20 @@ def test_groups_train_alike_in_one_process_on_workers_that_share_batches_and_in_
     assert largest_difference(saved_weights(tmp_path / "pipeline"), expected) < 1e-10
     _, again = train_here(with_groups(unverified_job(steps=6)), tmp_path / "pipeline", resume=True)
     assert largest_difference(again, expected) < 1e-10
+
+
+def test_optimizers_for_adapters_train_alike_in_stages_and_when_resumed(tmp_path: Path):
+    kinds = {
+        kind: {"optimizer": OptimizerSettings(kind, {"lr": 0.01})} for kind in ("nadam", "lion", "adafactor")
+    }
+    stages = {kind: unverified_plan((1, 1), Schedule.FLUSH, steps=6, **job) for kind, job in kinds.items()}
+    run_ranks(2, train_each, stages, tmp_path)
+    for kind, job in kinds.items():
+        _, expected = train_here(unverified_job(steps=6, **job), tmp_path / f"{kind} alone")
+        assert largest_difference(saved_weights(tmp_path / kind), expected) < 1e-10
+        train_here(unverified_job(steps=3, **job), tmp_path / f"{kind} resumed")
+        _, again = train_here(unverified_job(steps=6, **job), tmp_path / f"{kind} resumed", resume=True)
+        assert largest_difference(again, expected) == 0.0
 
 
 def vectors_apart(parameters, lr: float) -> torch.optim.Optimizer:

@@ -113,7 +113,7 @@ def fused_step(
     return step
 
 
-@pytest.mark.parametrize(("kind", "clip_norm"), [("adamw", None), ("sgd", [0.1, 0.2, 9.0])])
+@pytest.mark.parametrize(("kind", "clip_norm"), [("adamw", None), ("nadam", None), ("sgd", [0.1, 0.2, 9.0])])
 def test_a_step_of_fused_trials_is_that_of_each_trial_alone(kind: str, clip_norm: Any) -> None:
     torch.manual_seed(0)
     fused = plait.fuse([make_model() for _ in range(3)], seeds=[3, 4, 5])

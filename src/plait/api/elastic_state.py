@@ -17,6 +17,7 @@ from plait.api.same_model import refuse_difference, specs_of
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.errors import InputError
 from plait.data.trees import NotHandedOverError, put_together, take_apart
+from plait.pipeline.named_state import load_state_dict
 
 
 @runtime_checkable
@@ -124,7 +125,7 @@ class LoopState:
                 "Elastic by name"
             )
         self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_state_dict(self._optimizer, state["optimizer"])
         for name, each in state["state"].items():
             self.registered[name].load_state_dict(each)
 

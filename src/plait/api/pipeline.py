@@ -148,7 +148,7 @@ class Pipeline:
         self._never_drains = not layout.schedule.synchronous
         make, named = options.optimizer, dict(model.named_parameters())
         traits = find_traits(lambda parameters, _: make(parameters), named)
-        kind = type(make([Parameter(torch.zeros(1))])).__name__
+        kind = type(make([Parameter(torch.zeros(1, 1))])).__name__
         if why := objection_in_stages(kind, traits, verified.traced, layout):
             raise InputError(f"optimizer: {why}")
         seed = broadcast_value(torch.initial_seed() % (1 << 31), 0)

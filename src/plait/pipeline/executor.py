@@ -193,7 +193,7 @@ class PipelineExecutor:
         trained = [p for p in self.parameters.values() if p.requires_grad]
         self._frozen = FrozenAtStart(self.parameters.items())
         # An optimizer wants a parameter, also on a worker whose stages have none.
-        self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0))])
+        self.optimizer = parts.optimizer(trained or [Parameter(torch.empty(0, 0))])
         # Of its own groups: a user's optimizer may leave out those that are empty in these stages.
         # A float may be that of fused trials, with one value for each.
         rates = [group["lr"] for group in self.optimizer.param_groups]

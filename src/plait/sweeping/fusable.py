@@ -77,7 +77,8 @@ def why_optimizer(settings: TrainSettings) -> str | None:
     kind = KINDS.get(settings.optimizer.kind)
     if kind is None:
         return f"optimizer.kind {settings.optimizer.kind!r} has no fused form"
-    known = {*kind.hyperparameters, *kind.common, "betas"}
+    # How torch computes a step, not what.
+    known = {*kind.torch_names(), *kind.common, "foreach", "fused", "capturable"}
     every = [settings.optimizer.options, *(group.options for group in settings.optimizer.groups)]
     unknown = next((name for options in every for name in options if name not in known), None)
     return None if unknown is None else f"optimizer.{unknown} has no fused form"

@@ -288,7 +288,7 @@ def check(settings: TrainSettings) -> None:
         if name is not None and name not in code.modes:
             raise JobError(f"{key}: {unknown_mode(name)}")
     # On a dummy parameter, so that the optimizer checks its options.
-    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    build_optimizer(settings.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))])
     choose_device(settings.device, 0)
     check_lr_schedule(settings.lr_schedule)
     for policy in settings.adapt:

@@ -14,7 +14,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.optimizer_kinds import KINDS, kind_of
-from plait.fusion.optim.param_groups import torch_names
+from plait.fusion.optim.param_groups import as_switch
 from plait.sync.weight_ema import EMA, decay_of, evaluates_ema
 
 
@@ -30,7 +30,7 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
     make: Any = fused.kind.torch_class
     groups = [
         {
-            **{name: _of_trial(group[name], number) for name in torch_names(fused.kind)},
+            **{name: group.of_trial(name, number) for name in fused.kind.torch_names()},
             **group.switches,
             "params": [parameters[parameter] for parameter in group["params"]],
         }
@@ -50,18 +50,14 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
             trial_state: dict[str, Any] = {
                 name: tensor[number].detach().clone() for name, tensor in state.items()
             }
-            if fused.kind.counts_steps:
+            if "momentum_decay" in fused.kind.hyperparameters:
+                trial_state["mu_product"] = clock.mu_product[number].cpu().clone()
+            if fused.kind.has_step:
                 trial_state["step"] = torch.tensor(steps, dtype=torch.float32)
                 if group.numbers.get("momentum", [1.0] * (number + 1))[number] == 0.0:
                     trial_state.pop("momentum_buffer", None)
             single.state[parameters[parameter]] = trial_state
     return single
-
-
-def _of_trial(value: Any, number: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_of_trial(one, number) for one in value)
-    return value.of(number) if hasattr(value, "of") else value
 
 
 def fuse_optimizers(
@@ -79,7 +75,7 @@ def fuse_optimizers(
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None or len({len(optimizer.param_groups) for optimizer in optimizers}) > 1:
         raise FusionError(
-            f"fuse_optimizers: found {sorted({type(o).__name__ for o in optimizers})} with "
+            f"fuse_optimizers: found {sorted({_class_name(o) for o in optimizers})} with "
             f"{[len(o.param_groups) for o in optimizers]} groups of parameters, expected one type of "
             f"{sorted(KINDS)} with equal numbers of groups"
         )
@@ -104,19 +100,25 @@ def fuse_optimizers(
     return made
 
 
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    """With its package where that is not torch's, as Adafactor has several."""
+    package = type(optimizer).__module__.partition(".")[0]
+    return type(optimizer).__name__ if package == "torch" else f"{package}'s {type(optimizer).__name__}"
+
+
 def _fused_group(
     fused: FusedModule, kind: str, groups: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
     """A group of fused parameters, by name, with the hyperparameters of the trials' groups."""
     parameters = dict(fused.module.named_parameters())
-    numbers: dict[str, Any] = {name: [group[name] for group in groups] for name in torch_names(KINDS[kind])}
-    switches = {name: _common_switch(name, groups) for name in KINDS[kind].common}
+    numbers: dict[str, Any] = {name: [group[name] for group in groups] for name in KINDS[kind].torch_names()}
+    switches = {name: _common_switch(name, groups, start) for name, start in KINDS[kind].common.items()}
     return {**numbers, **switches, "params": [parameters[name] for name in names]}
 
 
-def _common_switch(name: str, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """A boolean option, which must be equal in all trials since one formula computes them all."""
-    values = [bool(group.get(name, False)) for group in groups]
+def _common_switch(name: str, groups: Sequence[Mapping[str, Any]], default: Any = False) -> Any:
+    """An option that must be equal in all trials since one formula computes them all."""
+    values = [as_switch(default, group.get(name, default)) for group in groups]
     if len(set(values)) > 1:
         raise FusionError(
             f"fuse_optimizers: found {name} = {values}, expected one value for all trials; fuse trials with "
@@ -157,7 +159,7 @@ def load_trial(
     if fused.ema is not None and (decay := decay_of(optimizer)) is not None:
         fused.ema[number] = decay
     for group, single in zip(fused.groups, optimizer.param_groups):
-        group.set_trial(number, {name: single[name] for name in torch_names(fused.kind)})
+        group.set_trial(number, {name: single[name] for name in fused.kind.torch_names()})
     _load_states(fused, optimizer, number, names_by_group)
 
 
@@ -174,7 +176,7 @@ def _load_states(
         return
     parameters = dict(fused.fused.module.named_parameters())
     for group, single, names in zip(fused.groups, optimizer.param_groups, names_by_group):
-        rows = {id(clock): (clock.steps.tolist(), clock.pushes.tolist()) for clock in group.clocks}
+        rows = {id(clock): [row.tolist() for row in clock.rows] for clock in group.clocks}
         counts = {p: copy.deepcopy(rows[id(group.counts(p))]) for p in group["params"]}
         for parameter, name in zip(single["params"], names):
             trial_state, stacked = optimizer.state.get(parameter, {}), parameters[name]
@@ -183,9 +185,10 @@ def _load_states(
             for key, tensor in fused.state_of(group, stacked).items():
                 if trial_state.get(key) is not None:
                     tensor[number] = trial_state[key]
-            pushed = float(trial_state.get("momentum_buffer") is not None)
-            steps, pushes = counts[stacked]
-            steps[number], pushes[number] = float(trial_state.get("step", pushed)), pushed
+            steps, pushes, products = counts[stacked]
+            steps[number] = float(trial_state.get("step", 1.0))
+            pushes[number] = float(trial_state.get("momentum_buffer") is not None)
+            products[number] = float(trial_state.get("mu_product", 1.0))
         group.set_counts(counts)
 
 

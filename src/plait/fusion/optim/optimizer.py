@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -14,32 +15,32 @@ from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.module import FusedModule
-from plait.fusion.optim.optimizer_kinds import KINDS, OptimizerKind, UpdateTensors
-from plait.fusion.optim.param_groups import (
-    FusedGroup,
-    StepClock,
-    check_options,
-    distinct,
-    torch_names,
-)
+from plait.fusion.optim.kind import OptimizerKind, UpdateTensors
+from plait.fusion.optim.optimizer_kinds import KINDS
+from plait.fusion.optim.param_groups import FusedGroup, check_options, check_values
+from plait.fusion.optim.step_clock import ROWS, StepClock, distinct
 from plait.fusion.optim.trial_gradients import clip_gradients, unscale_gradients
+from plait.fusion.optim.trial_view import TrialView
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import trials_without_gradients
 from plait.sync.weight_ema import EMA, swap_ema
 
 # The parameters that have a gradient, with their states.
 Updated = list[tuple[Tensor, dict[str, Tensor]]]
+# A parameter, its gradient and its states.
+Tensors = tuple[Tensor, Tensor, dict[str, Tensor]]
 # Per-trial views of the parameters, of each state by name, and of the steps of each parameter.
 Slices = tuple[list[tuple[Tensor, ...]], dict[str, list[tuple[Tensor, ...]]], list[tuple[Tensor, ...]]]
 
 _WHOLE = (torch.float32, torch.float64)
+# The most elements of a parameter that is updated together with others; on a GPU, a pass over as many takes
+# about as long as a launch.
+_SMALL = {False: 2**14, True: 2**20}
 # Keys that a scheduler adds to a group.
 _OF_SCHEDULERS = (
     "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
     "initial_momentum",
 )  # fmt: skip
-# Keys of the step counts in a saved state.
-_STEPS, _PUSHES = "step", "pushes"
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
@@ -96,10 +97,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.kind_name = kind
         self.fused = fused
         check_options(kind, options)
-        defaults = {**torch_names(self.kind), **self.kind.common, **options}
+        defaults = {**self.kind.torch_names(), **self.kind.common, **options}
         self._slices: dict[int, tuple[Any, Slices]] = {}
         # How many parameters of the module have been replaced here.
         self._followed = 0
+        self._views: list[weakref.ref[TrialView]] = []
         decays = None if ema is None else one_each("ema", ema, fused.trials)
         self.ema = None if decays is None else torch.tensor(decays, dtype=torch.float64)
         # Whether `eval` uses the averages, and whether they are in the place of the weights.
@@ -169,9 +171,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"optimizer: found a parameter of shape {tuple(parameter.shape)}, expected one of the "
                     f"fused module's, with its {self.fused.trials} trials first: fused.module.parameters()"
                 )
-        device = given["params"][0].device if given["params"] else self.fused.seeds.device
-        group = FusedGroup(self.kind_name, self.fused.trials, device)
+        like = given["params"][0] if given["params"] else torch.empty(0, device=self.fused.seeds.device)
+        group = FusedGroup(self.kind_name, self.fused.trials, like.device, like.dtype)
         group.update(given)
+        check_values(group)
         self.param_groups.append(group)
         for parameter in given["params"]:
             # Now, as a CUDA graph would reset the state at each replay if it were created during capture.
@@ -183,8 +186,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A parameter may have been frozen until now, and without momentum there is no buffer.
         """
+        if objection := self.kind.objection(parameter):
+            raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         state: dict[str, Tensor] = self.state[parameter]
-        for name in self._state_names(group):
+        for name in self._state_names(group, parameter.dim()):
             if name not in state:
                 if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise FusionError(
@@ -194,8 +199,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[name] = _first_state(group, parameter, name)
         return state
 
-    def _state_names(self, group: FusedGroup) -> tuple[str, ...]:
-        return group.state_names if self.ema is None else (*group.state_names, EMA)
+    def _state_names(self, group: FusedGroup, dims: int) -> tuple[str, ...]:
+        return (*group.state_names(dims), *(() if self.ema is None else (EMA,)))
 
     def eval(self) -> None:
         """Put the moving averages in the place of the weights; without `ema`, nothing changes."""
@@ -212,12 +217,27 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def set(self, **values: Any) -> None:
         """Set hyperparameters in all groups, from the next step on."""
-        names = torch_names(self.kind)
+        names = self.kind.torch_names()
         for name, value in values.items():
             if name not in names:
                 raise FusionError(f"optimizer: no hyperparameter {name!r}{did_you_mean(name, names)}")
             for group in self.groups:
                 group[name] = value
+
+    def trial(self, number: int) -> TrialView:
+        """One trial for its own torch.optim.lr_scheduler, which changes the numbers of this trial alone."""
+        if not 0 <= number < self.fused.trials:
+            raise FusionError(f"optimizer.trial: found {number}, expected 0 to {self.fused.trials - 1}")
+        view = next((view for view in self._live_views() if view.number == number), None)
+        if view is None:
+            view = TrialView(self, number)
+            self._views.append(weakref.ref(view))
+        return view
+
+    def _live_views(self) -> list[TrialView]:
+        views = [(view, reference) for reference in self._views if (view := reference()) is not None]
+        self._views = [reference for _, reference in views]
+        return [view for view, _ in views]
 
     def state_dict(self) -> dict[str, Any]:
         """All state that a restart needs besides the constructor arguments."""
@@ -229,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         packed["state"] = {number: dict(state) for number, state in packed["state"].items()}
         for number, (group, parameter) in enumerate(self._numbered()):
             clock = group.counts(parameter)
-            packed["state"].setdefault(number, {}).update({_STEPS: clock.steps, _PUSHES: clock.pushes})
+            packed["state"].setdefault(number, {}).update(zip(ROWS, clock.rows))
         return {**packed, "made": list(self.made)}
 
     @torch.no_grad()
@@ -247,13 +267,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         counts: dict[int, dict[Tensor, Any]] = {}
         for number, (group, parameter) in enumerate(self._numbered()):
             given = dict(state_dict["state"][number])
-            pair = tuple(given.pop(name).tolist() for name in (_STEPS, _PUSHES))
-            counts.setdefault(id(group), {})[parameter] = pair
+            start = dict(zip(ROWS, StepClock.new(self.fused.trials, torch.device("cpu")).rows))
+            rows = [given.pop(name, start[name]).tolist() for name in ROWS]
+            counts.setdefault(id(group), {})[parameter] = rows
             state = self.state[parameter]
             for name, tensor in given.items():
                 # If momentum was set after the start, the state has a buffer that a new optimizer does not
                 # have.
-                state.setdefault(name, torch.zeros_like(parameter, requires_grad=False)).copy_(tensor)
+                state.setdefault(name, torch.empty_like(tensor, device=parameter.device)).copy_(tensor)
         for group in self.groups:
             group.set_counts(counts.get(id(group), {}))
         self.made = list(state_dict["made"])
@@ -267,7 +288,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The state for copies and pickles, without caches; hooks are dropped, as in torch."""
         return {
             name: value for name, value in self.__dict__.items() if not name.startswith("_optimizer_")
-        } | {"_slices": {}}
+        } | {"_slices": {}, "_views": []}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients; in torch's way, which takes longer, if a profiler is to see it."""
@@ -321,12 +342,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         absent = trials_without_gradients(parameters, self.fused.trials)
         states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in parameters]
-        if not all(map(set(self._state_names(group)).issubset, states)):
+        if not all(map(set(self._state_names(group, parameters[0].dim())).issubset, states)):
             states = [self.state_of(group, parameter) for parameter in parameters]
         updated: Updated = list(zip(parameters, states))
         gradients: list[Tensor] = [p.grad for p in parameters]
-        if group["maximize"]:
-            gradients = [-gradient for gradient in gradients]
+        if group.get("maximize"):
+            gradients = list(torch._foreach_neg(gradients))
         clocks = group.clocks_for(parameters, absent)
         kept = _kept(updated, absent, clocks)
         if _has_kernel(group, parameters) and not _in_one_pass(group, parameters):
@@ -394,7 +415,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[number] = _first_state(group, parameter, name)[number]
         for group in self.groups:
             group.forget(number)
+        self._move_views(lambda before: None if before == number else before)
         self.made[number] = 0
+
+    def _move_views(self, place: Callable[[int], int | None]) -> None:
+        for view in self._live_views():
+            view.number = None if view.number is None else place(view.number)
 
     def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
         """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
@@ -410,6 +436,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.made = [self.made[number] for number in numbers]
         self.limits = None if self.limits is None else [self.limits[number] for number in numbers]
         self._slices.clear()
+        places = {before: now for now, before in reversed([*enumerate(numbers)])}
+        self._move_views(places.get)
         self.notice_finished()
 
     def notice_finished(self) -> None:
@@ -450,17 +478,12 @@ def _update_ema(updated: Updated, decays: Tensor, moving: Tensor | None) -> None
 def _first_state(group: FusedGroup, parameter: Tensor, name: str) -> Tensor:
     if name == EMA:
         return parameter.detach().clone()
-    state = torch.zeros_like(parameter, requires_grad=False)
-    if name == "sum" and "initial_accumulator_value" in group.vectors:
-        start = group.vectors["initial_accumulator_value"]
-        start = (torch.complex(start, start) if parameter.is_complex() else start).to(parameter.dtype)
-        state += start.view(-1, *(1,) * (parameter.dim() - 1))
-    return state
+    return group.kind.first_state(group.vectors, parameter, name)
 
 
 def _advance(group: FusedGroup, clocks: Iterable[StepClock], moving: Tensor | None) -> None:
     for clock in distinct(clocks):
-        clock.advance(moving, group.vectors.get("momentum"))
+        clock.advance(moving, group.vectors)
 
 
 def _kept(
@@ -472,7 +495,7 @@ def _kept(
     tensors: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
     for (parameter, state), trials, clock in zip(updated, absent, clocks):
         if trials:
-            for tensor in (parameter, *state.values(), clock.steps, clock.pushes):
+            for tensor in (parameter, *state.values(), *clock.rows):
                 tensors[id(tensor)] = tensor, trials
     return [(tensor, trials, tensor[list(trials)].clone()) for tensor, trials in tensors.values()]
 
@@ -504,19 +527,40 @@ def _step_by_vectors(
     for dtype in {parameter.dtype.to_real() for parameter, _ in updated}:
         precision = torch.promote_types(precision, dtype)
     tables = {id(clock): _coefficients(group, clock, moving, precision) for clock in distinct(clocks)}
-    in_one_pass = _in_one_pass(group, [parameter for parameter, _ in updated])
-    kind, switches = group.kind, group.switches
+    if (one_pass := group.kind.one_pass) and _in_one_pass(group, [parameter for parameter, _ in updated]):
+        for (parameter, state), gradient, clock in zip(updated, gradients, clocks):
+            one_pass(parameter, _of_active(gradient, moving), state, tables[id(clock)], group.switches)
+        return
+    alike: dict[Any, list[Tensors]] = {}
     for (parameter, state), gradient, clock in zip(updated, gradients, clocks):
-        gradient, table = _of_active(gradient, moving), tables[id(clock)]
-        if in_one_pass and kind.one_pass is not None:
-            kind.one_pass(parameter, gradient, state, table, switches)
-            continue
+        states = {name: value for name, value in state.items() if name != EMA}
+        key: Any = (parameter.shape, parameter.dtype, id(clock))
+        if parameter.numel() > _SMALL[parameter.is_cuda]:
+            key = (*key, id(parameter))
         if parameter.is_complex():  # as in torch: real and imaginary parts separately
             parameter, gradient = torch.view_as_real(parameter), torch.view_as_real(gradient)
-            state = {name: torch.view_as_real(value) for name, value in state.items()}
-        rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()
-        coefficients = dict(zip(kind.coefficient_names, rows, strict=True))
-        kind.update(parameter, gradient, state, coefficients, switches)
+            states = {name: torch.view_as_real(value) for name, value in states.items()}
+        alike.setdefault(key, []).append((parameter, gradient, states))
+    for (_, _, clock_id, *_), members in alike.items():
+        _update_alike(group, members, tables[clock_id], moving)
+
+
+def _update_alike(
+    group: FusedGroup, members: Sequence[Tensors], table: Tensor, moving: Tensor | None
+) -> None:
+    """Update parameters of one shape as one with more trials: on small ones, launches take all the time."""
+    parameter, gradient, state = members[0]
+    if (count := len(members)) > 1:
+        parameter, gradient = torch.cat([p for p, _, _ in members]), torch.cat([g for _, g, _ in members])
+        state = {name: torch.cat([states[name] for _, _, states in members]) for name in state}
+        table, moving = table.repeat(1, count), None if moving is None else moving.repeat(count)
+    rows = table.view(*table.shape, *(1,) * (parameter.dim() - 1)).unbind()
+    coefficients = dict(zip(group.kind.coefficient_names, rows, strict=True))
+    group.kind.update(parameter, _of_active(gradient, moving), state, coefficients, group.switches)
+    if count > 1:
+        torch._foreach_copy_([own for own, _, _ in members], parameter.chunk(count))
+        for name, value in state.items():
+            torch._foreach_copy_([states[name] for _, _, states in members], value.chunk(count))
 
 
 def _coefficients(
@@ -528,8 +572,7 @@ def _coefficients(
     numbers takes as long as one on a small weight.
     """
     kind = group.kind
-    steps = clock.steps if kind.counts_steps else clock.pushes
-    values = kind.coefficients(group.vectors, steps.to(torch.float64))
+    values = kind.coefficients(group.vectors, clock)
     table = torch.stack([values[name] for name in kind.coefficient_names]).to(precision)
     if moving is None:
         return table

@@ -1,65 +1,23 @@
 """The update of each optimizer for all trials at once: every coefficient has one value per trial.
 
-An `OptimizerKind` defines the hyperparameters of a torch optimizer, its state, how coefficients are computed
-from both, and how one parameter changes. Formulas are those of torch.optim.
+Formulas are those of torch.optim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Hyperparameters or coefficients by name, each with one value per trial.
-Vectors = Mapping[str, Tensor]
-Common = Mapping[str, bool]
+from plait.fusion.optim.kind import Common, OptimizerKind, UpdateTensors, Vectors
+from plait.fusion.optim.matrix_kinds import ADAFACTOR, MUON
+from plait.fusion.optim.step_clock import StepClock, nadam_momentum
+from plait.workloads.lion import Lion
 
-
-@dataclass(frozen=True)
-class OptimizerKind:
-    """One optimizer: hyperparameters with torch's defaults, states of a parameter, and the formulas.
-
-    `coefficients(h, steps)` takes the hyperparameters and the steps of each trial (or the steps with
-    momentum, for a kind that does not count all) and returns the `coefficient_names`; `update(p, g, state, c,
-    common)` changes a parameter and its states in place.
-    """
-
-    torch_class: type[torch.optim.Optimizer]
-    hyperparameters: Mapping[str, float]
-    states: Callable[[Mapping[str, Sequence[float]], Common], list[str]]
-    coefficient_names: tuple[str, ...]
-    coefficients: Callable[[Vectors, Tensor], dict[str, Tensor]]
-    update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
-    common: Mapping[str, bool] = field(default_factory=dict)
-    counts_steps: bool = True
-    # If a trial is skipped, these coefficients are 1 and all others 0.
-    keeping: frozenset[str] = frozenset()
-    # Torch's fused kernel for all parameters of one trial, if there is one.
-    kernel: Callable[[UpdateTensors], None] | None = None
-    # Same as `update`, by one of our kernels in one pass over all trials; on a GPU, in float32. The
-    # coefficients are one tensor, with a row per name.
-    one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None] | None = None
-
-
-@dataclass(frozen=True)
-class UpdateTensors:
-    """One trial's slices of all tensors, as arguments of torch's fused kernels.
-
-    `found_inf` is nonzero if the trial's gradients are not finite and it is skipped.
-    """
-
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    states: Mapping[str, Sequence[Tensor]]
-    steps: Sequence[Tensor]
-    lr: Tensor | float
-    numbers: Mapping[str, float]
-    common: Common
-    found_inf: Tensor | None
+_BETAS = {"betas": ("beta1", "beta2")}
 
 
 def _sgd_kernel(tensors: UpdateTensors) -> None:
@@ -99,10 +57,10 @@ def _adam_kernel(function: Callable[..., None], tensors: UpdateTensors) -> None:
     )
 
 
-def _sgd_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+def _sgd_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     # The first step fills the momentum buffer with the whole gradient, without dampening. Without momentum
     # the buffer does not change.
-    enter = torch.where(steps == 0, 1.0, 1.0 - h["dampening"])
+    enter = torch.where(clock.pushes == 0, 1.0, 1.0 - h["dampening"])
     stays = h["momentum"] == 0
     return {
         "lr": h["lr"],
@@ -123,11 +81,14 @@ def _sgd(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Com
     p.sub_(c["lr"] * g)
 
 
-def _adam_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
-    first, second = 1 - h["beta1"] ** (steps + 1), 1 - h["beta2"] ** (steps + 1)
+def _adam_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
+    step = clock.steps.double() + 1
+    return {"size": h["lr"] / (1 - h["beta1"] ** step), **_moment_coefficients(h, step)}
+
+
+def _moment_coefficients(h: Vectors, step: Tensor) -> dict[str, Tensor]:
     return {
-        "size": h["lr"] / first,
-        "root": second.rsqrt(),
+        "root": (1 - h["beta2"] ** step).rsqrt(),
         "eps": h["eps"],
         "enter1": 1 - h["beta1"],
         "enter2": 1 - h["beta2"],
@@ -140,11 +101,23 @@ def _adam_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
 def _adam(
     decoupled: bool, p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common
 ) -> None:
+    _, mean, square = _moments(decoupled, p, g, state, c)
+    if common["amsgrad"]:
+        square = state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], square))
+    p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
+
+
+def _moments(
+    decoupled: bool, p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight decay, then the new averages of the gradient and its square; also returns the gradient.
+
+    In the precision of the coefficients, as torch computes within a kernel.
+    """
     if decoupled:
         p.mul_(c["shrink"])
     else:
         g = g + c["decay"] * p
-    # In the precision of the coefficients, as torch does within a kernel.
     precision = c["enter1"].dtype
     g, mean, square = (x.to(precision) for x in (g, state["exp_avg"], state["exp_avg_sq"]))
     mean.lerp_(g, c["enter1"])
@@ -152,9 +125,7 @@ def _adam(
     for name, computed in (("exp_avg", mean), ("exp_avg_sq", square)):
         if state[name] is not computed:
             state[name].copy_(computed)
-    if common["amsgrad"]:
-        square = state["max_exp_avg_sq"].copy_(torch.maximum(state["max_exp_avg_sq"], square))
-    p.sub_(mean / (square.sqrt() * c["root"] + c["eps"]) * c["size"])
+    return g, mean, square
 
 
 def _adam_pass(
@@ -165,12 +136,47 @@ def _adam_pass(
     adam(p, g, state["exp_avg"], state["exp_avg_sq"], table, decoupled)
 
 
-def _rmsprop_states(h: Mapping[str, Sequence[float]], common: Common) -> list[str]:
+def _nadam_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
+    step = clock.steps.double() + 1
+    mu, mu_next = nadam_momentum(h, step), nadam_momentum(h, step + 1)
+    # As the clock's will be, and as torch rounds it.
+    product = (clock.mu_product * mu.to(clock.mu_product.dtype)).double()
+    return {
+        "push": h["lr"] * (1 - mu) / (1 - product),
+        "size": h["lr"] * mu_next / (1 - product * mu_next),
+        **_moment_coefficients(h, step),
+    }
+
+
+def _nadam(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    g, mean, square = _moments(common["decoupled_weight_decay"], p, g, state, c)
+    p.sub_((g * c["push"]).addcmul_(mean, c["size"]) / (square.sqrt() * c["root"] + c["eps"]))
+
+
+def _lion_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
+    return {
+        "lr": h["lr"],
+        "turn": 1 - h["beta1"],
+        "enter": 1 - h["beta2"],
+        "shrink": 1 - h["lr"] * h["weight_decay"],
+    }
+
+
+def _lion(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
+    g, mean = g.to(c["lr"].dtype), state["exp_avg"].to(c["lr"].dtype)
+    direction = mean.lerp(g, c["turn"]).sign_()
+    p.mul_(c["shrink"]).sub_(direction * c["lr"])
+    mean.lerp_(g, c["enter"])
+    if state["exp_avg"] is not mean:
+        state["exp_avg"].copy_(mean)
+
+
+def _rmsprop_states(h: Mapping[str, Sequence[float]], common: Common, dim: int) -> list[str]:
     momentum = ["momentum_buffer"] if any(h["momentum"]) else []
     return ["square_avg", *momentum, *(["grad_avg"] if common["centered"] else [])]
 
 
-def _rmsprop_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+def _rmsprop_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     return {
         "lr": h["lr"],
         "keep": h["alpha"],
@@ -197,6 +203,12 @@ def _rmsprop(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common:
     p.sub_(change * c["lr"])
 
 
+def _adagrad_start(h: Vectors, parameter: Tensor, name: str) -> Tensor:
+    start = h["initial_accumulator_value"]
+    start = (torch.complex(start, start) if parameter.is_complex() else start).to(parameter.dtype)
+    return torch.zeros_like(parameter, requires_grad=False) + start.view(-1, *(1,) * (parameter.dim() - 1))
+
+
 def _adagrad(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
     g = g + c["decay"] * p
     total = state["sum"]
@@ -204,7 +216,7 @@ def _adagrad(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common:
     p.sub_(g / (total.sqrt() + c["eps"]) * c["lr"])
 
 
-def _adadelta_coefficients(h: Vectors, steps: Tensor) -> dict[str, Tensor]:
+def _adadelta_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     rho = h["rho"]
     return {"lr": h["lr"], "eps": h["eps"], "decay": h["weight_decay"], "keep": rho, "enter": 1 - rho}
 
@@ -225,11 +237,12 @@ def _adam_kind(
     return OptimizerKind(
         torch_class,
         {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay},
-        lambda h, common: ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])],
+        lambda h, common, dim: ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])],
         ("size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink"),
         _adam_coefficients,
         partial(_adam, decoupled),
         {"amsgrad": False, "maximize": False},
+        _BETAS,
         keeping=frozenset(("keep2", "shrink", "root", "eps")),
         kernel=partial(_adam_kernel, fused),
         one_pass=partial(_adam_pass, decoupled),
@@ -240,12 +253,13 @@ KINDS: Mapping[str, OptimizerKind] = {
     "sgd": OptimizerKind(
         torch.optim.SGD,
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
-        lambda h, common: ["momentum_buffer"] if any(h["momentum"]) else [],
+        lambda h, common, dim: ["momentum_buffer"] if any(h["momentum"]) else [],
         ("lr", "decay", "momentum", "keep", "enter"),
         _sgd_coefficients,
         _sgd,
         {"nesterov": False, "maximize": False},
         counts_steps=False,
+        has_step=False,
         keeping=frozenset(("keep",)),
         kernel=_sgd_kernel,
     ),
@@ -264,27 +278,60 @@ KINDS: Mapping[str, OptimizerKind] = {
     "adagrad": OptimizerKind(
         torch.optim.Adagrad,
         {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
-        lambda h, common: ["sum"],
+        lambda h, common, dim: ["sum"],
         ("lr", "eps", "decay"),
-        lambda h, steps: {
-            "lr": h["lr"] / (1 + steps * h["lr_decay"]),
+        lambda h, clock: {
+            "lr": h["lr"] / (1 + clock.steps * h["lr_decay"]),
             "eps": h["eps"],
             "decay": h["weight_decay"],
         },
         _adagrad,
         {"maximize": False},
         keeping=frozenset(("eps",)),
+        first_state=_adagrad_start,
     ),
     "adadelta": OptimizerKind(
         torch.optim.Adadelta,
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
-        lambda h, common: ["square_avg", "acc_delta"],
+        lambda h, common, dim: ["square_avg", "acc_delta"],
         ("lr", "eps", "decay", "keep", "enter"),
         _adadelta_coefficients,
         _adadelta,
         {"maximize": False},
         keeping=frozenset(("keep", "eps")),
     ),
+    "nadam": OptimizerKind(
+        torch.optim.NAdam,
+        {
+            "lr": 2e-3,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "momentum_decay": 4e-3,
+        },
+        lambda h, common, dim: ["exp_avg", "exp_avg_sq"],
+        ("push", "size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink"),
+        _nadam_coefficients,
+        _nadam,
+        {"decoupled_weight_decay": False, "maximize": False},
+        _BETAS,
+        keeping=frozenset(("keep2", "shrink", "root", "eps")),
+    ),
+    "lion": OptimizerKind(
+        Lion,
+        {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0},
+        lambda h, common, dim: ["exp_avg"],
+        ("lr", "turn", "enter", "shrink"),
+        _lion_coefficients,
+        _lion,
+        {"maximize": False},
+        _BETAS,
+        has_step=False,
+        keeping=frozenset(("shrink",)),
+    ),
+    "adafactor": ADAFACTOR,
+    "muon": MUON,
 }
 
 

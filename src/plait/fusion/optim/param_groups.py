@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +11,10 @@ from torch import Tensor
 
 from plait.core.names import did_you_mean
 from plait.fusion.errors import FusionError
-from plait.fusion.optim.optimizer_kinds import KINDS, OptimizerKind
+from plait.fusion.optim.kind import OptimizerKind
+from plait.fusion.optim.optimizer_kinds import KINDS
+from plait.fusion.optim.step_clock import StepClock, distinct
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
-
-
-@dataclass
-class StepClock:
-    """The step counts, one per trial, of parameters that were always updated together.
-
-    A parameter without a gradient is not updated, so its bias correction starts later. `pushes` counts the
-    steps with momentum, the first of which fills the buffer.
-    """
-
-    steps: Tensor
-    pushes: Tensor
-
-    @classmethod
-    def new(cls, trials: int, device: torch.device) -> StepClock:
-        return cls(*(torch.zeros(trials, dtype=torch.float32, device=device) for _ in range(2)))
-
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> StepClock:
-        return StepClock(change(self.steps), change(self.pushes))
-
-    def advance(self, moving: Tensor | None, momentum: Tensor | None) -> None:
-        self.steps += 1.0 if moving is None else moving
-        if momentum is not None:
-            pushed = momentum != 0
-            self.pushes += pushed if moving is None else pushed & moving
 
 
 class FusedGroup(dict[str, Any]):
@@ -49,11 +25,12 @@ class FusedGroup(dict[str, Any]):
     it.
     """
 
-    def __init__(self, kind: str, trials: int, device: torch.device) -> None:
+    def __init__(self, kind: str, trials: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind_name = kind
         self.trials = trials
         self.device = device
+        self.dtype = dtype
         # The trials' values of each hyperparameter, also on the device; in float64, since 1 - beta ** step
         # loses digits in float32.
         self.numbers: dict[str, list[float]] = {}
@@ -69,14 +46,13 @@ class FusedGroup(dict[str, Any]):
         return KINDS[self.kind_name]
 
     @property
-    def switches(self) -> dict[str, bool]:
-        """The boolean options, which are the same for all trials."""
-        return {name: bool(self[name]) for name in self.kind.common}
+    def switches(self) -> dict[str, Any]:
+        """The options that are the same for all trials."""
+        return {name: self[name] for name in self.kind.common}
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of a parameter's state tensors, given the current hyperparameters."""
-        return tuple(self.kind.states(self.numbers, self.switches))
+    def state_names(self, dims: int) -> tuple[str, ...]:
+        """The names of the states of a parameter with `dims` axes, given the current hyperparameters."""
+        return tuple(self.kind.states(self.numbers, self.switches, dims - 1))
 
     @property
     def clocks(self) -> list[StepClock]:
@@ -86,14 +62,14 @@ class FusedGroup(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if "numbers" not in self.__dict__:  # while unpickling
             super().__setitem__(name, value)
-        elif name == "betas" and "beta1" in self.kind.hyperparameters:
-            pairs = _split_betas(value)
-            betas = tuple(self._set("betas", f"beta{index}", one) for index, one in enumerate(pairs, 1))
-            super().__setitem__(name, betas)
+        elif name in self.kind.tuples:
+            parts = zip(self.kind.tuples[name], _split(value))
+            super().__setitem__(name, tuple(self._set(name, part, one) for part, one in parts))
         elif name in self.kind.hyperparameters:
             super().__setitem__(name, self._set(name, name, value))
         else:
-            super().__setitem__(name, value)
+            common = self.kind.common
+            super().__setitem__(name, as_switch(common[name], value) if name in common else value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
@@ -104,8 +80,8 @@ class FusedGroup(dict[str, Any]):
             self[name] = default
         return self[name]
 
-    def _set(self, torch_name: str, name: str, value: Number) -> float:
-        values = one_each(torch_name, value, self.trials)
+    def _set(self, torch_name: str, name: str, value: Number | None) -> float:
+        values = one_each(torch_name, self._number(torch_name, name, value), self.trials)
         vector = torch.tensor(values, dtype=torch.float64)
         if name in self.vectors:
             self.vectors[name].copy_(vector)
@@ -114,14 +90,32 @@ class FusedGroup(dict[str, Any]):
         self.numbers[name] = values
         return values[0] if len(set(values)) == 1 else PerTrial(values)
 
+    def _number(self, torch_name: str, name: str, value: Any) -> Any:
+        """`value`, with what torch takes for None in its place."""
+        if isinstance(value, (list, tuple)):
+            return [self._number(torch_name, name, one) for one in value]
+        if value is None and name not in self.kind.unset:
+            raise FusionError(f"optimizer: found {torch_name} = None, expected a number, or one per trial")
+        return self.kind.unset[name](self.dtype) if value is None else value
+
+    def of_trial(self, name: str, number: int) -> Any:
+        """A hyperparameter of one trial, under torch's name."""
+        parts = self.kind.tuples.get(name)
+        if parts is not None:
+            return tuple(self.numbers[part][number] for part in parts)
+        return self.numbers[name][number]
+
     def set_trial(self, number: int, values: Mapping[str, Any]) -> None:
         """Set hyperparameters of one trial, under torch's names."""
         for name, value in values.items():
-            names, values_given = (("beta1", "beta2"), value) if name == "betas" else ((name,), (value,))
+            names, given = (
+                self.kind.tuples.get(name, (name,)),
+                value if name in self.kind.tuples else (value,),
+            )
             every = [list(self.numbers[one]) for one in names]
-            for numbers, given in zip(every, values_given):
-                numbers[number] = given
-            self[name] = tuple(map(PerTrial, every)) if name == "betas" else every[0]
+            for part, numbers, one in zip(names, every, given):
+                numbers[number] = float(self._number(name, part, one))
+            self[name] = tuple(map(PerTrial, every)) if name in self.kind.tuples else every[0]
 
     def clocks_for(self, parameters: Sequence[Tensor], absent: Sequence[tuple[int, ...]]) -> list[StepClock]:
         """The clocks of `parameters`, which are updated now except for the trials that are `absent`.
@@ -165,15 +159,14 @@ class FusedGroup(dict[str, Any]):
         self._add_clocks()
         return self._clock_of[parameter]
 
-    def set_counts(self, counts: Mapping[Tensor, tuple[list[float], list[float]]]) -> None:
-        """Set how many times each parameter was updated; parameters with equal counts share a clock."""
+    def set_counts(self, counts: Mapping[Tensor, Sequence[list[float]]]) -> None:
+        """Set the counts of each parameter, as rows of a clock; parameters with equal ones share a clock."""
         known: dict[Any, StepClock] = {}
         clocks: dict[Tensor, StepClock] = {}
-        for parameter, (steps, pushes) in counts.items():
-            key = (*steps, None, *pushes)
+        for parameter, rows in counts.items():
+            key = tuple(map(tuple, rows))
             if key not in known:
-                tensors = (torch.tensor(part, dtype=torch.float32) for part in (steps, pushes))
-                known[key] = StepClock(*(tensor.to(self.device) for tensor in tensors))
+                known[key] = StepClock.of(*rows, device=self.device)
             clocks[parameter] = known[key]
         self._set_clocks(clocks)
 
@@ -181,6 +174,7 @@ class FusedGroup(dict[str, Any]):
         """Reset the steps of a trial."""
         for clock in self.clocks:
             clock.steps[number] = clock.pushes[number] = 0.0
+            clock.mu_product[number] = 1.0
 
     def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
         """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
@@ -192,39 +186,39 @@ class FusedGroup(dict[str, Any]):
         after: dict[str, Any] = {
             name: PerTrial([values[number] for number in numbers]) for name, values in self.numbers.items()
         }
-        self.update(_with_pair(after))
+        self.update(self.kind.in_tuples(after))
 
 
-def distinct(clocks: Iterable[StepClock]) -> list[StepClock]:
-    """Each clock once."""
-    every = list(clocks)
-    return list(dict(zip(map(id, every), every)).values())
+def _split(value: Any) -> tuple[Any, ...]:
+    """The parts of a tuple such as `betas`: each a float or one per trial; or from one tuple per trial."""
+    return tuple(map(list, zip(*value))) if isinstance(value[0], (tuple, list)) else tuple(value)
 
 
-def _split_betas(betas: Any) -> tuple[Any, Any]:
-    """The two `betas`, from a pair (each a float or one per trial) or from one pair per trial."""
-    if isinstance(betas[0], (tuple, list)):
-        return [pair[0] for pair in betas], [pair[1] for pair in betas]
-    return betas[0], betas[1]
-
-
-def _with_pair(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters under torch's names."""
-    if "beta1" not in numbers:
-        return numbers
-    others = {name: value for name, value in numbers.items() if name not in ("beta1", "beta2")}
-    return {**others, "betas": (numbers["beta1"], numbers["beta2"])}
+def as_switch(default: Any, value: Any) -> Any:
+    """An option that is the same for all trials, in the type of its default."""
+    if isinstance(default, bool):
+        return bool(value)
+    return tuple(value) if isinstance(value, (list, tuple)) else value
 
 
 def check_options(name: str, options: Iterable[str], also: Iterable[str] = ()) -> None:
     """Raise for options that this optimizer does not have."""
     kind = KINDS[name]
-    valid = [*torch_names(kind), *kind.hyperparameters, *kind.common, *also]
+    valid = [*kind.torch_names(), *kind.hyperparameters, *kind.common, *also]
     for option in options:
         if option not in valid:
             raise FusionError(f"optimizer: {name} takes no {option!r}{did_you_mean(option, valid)}")
 
 
-def torch_names(kind: OptimizerKind) -> dict[str, Any]:
-    """The hyperparameters of an optimizer kind under torch's names, with torch's defaults."""
-    return _with_pair(dict(kind.hyperparameters))
+def check_values(group: FusedGroup) -> None:
+    """Raise for values that torch's optimizer refuses."""
+    parameter = torch.nn.Parameter(torch.zeros(1, 1))
+    for number in range(group.trials):
+        values = {name: group.of_trial(name, number) for name in group.kind.torch_names()}
+        make: Any = group.kind.torch_class
+        try:
+            make([parameter], **values, **group.switches)
+        except (ValueError, TypeError) as failure:
+            raise FusionError(
+                f"optimizer: torch's {group.kind_name} refuses trial {number}'s values: {failure}"
+            ) from None

@@ -28,7 +28,7 @@ def clip_gradients(
     `sum_squares` adds the squared norms of gradients on other workers to those of `counted` here (None: all).
     """
     counted = gradients if counted is None else counted
-    each = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in counted]
+    each = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), dim=1) for g in counted]
     norms = torch.linalg.vector_norm(torch.stack(each), dim=0) if each else torch.zeros_like(limit)
     if sum_squares is not None:
         norms = sum_squares(norms.square()).sqrt()
@@ -49,7 +49,7 @@ def unscale_gradients(gradients: Sequence[Tensor], inverse: Tensor | None, trial
         if inverse is not None:
             factor = inverse.to(gradient.dtype)
             gradient.mul_(_of_trials(factor, gradient) if factor.dim() else factor)
-        overflowed |= ~gradient.flatten(1).isfinite().all(1)
+        overflowed |= ~gradient.reshape(trials, -1).isfinite().all(1)
     return overflowed
 
 

@@ -16,7 +16,6 @@ from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
-from plait.fusion.optim.param_groups import torch_names
 from plait.fusion.sharing import equal_values, is_same_view
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import gradient_hooks
@@ -97,7 +96,7 @@ def replace_trial(
     changed = {**(hyperparameters or {})}
     if "clip_norm" in changed:
         _set_clip(optimizer, number, changed.pop("clip_norm"))
-    names = torch_names(optimizer.kind)
+    names = optimizer.kind.torch_names()
     unknown = next((name for name in changed if name not in names), None)
     if unknown is not None:
         hint = did_you_mean(unknown, [*names, "clip_norm"])

@@ -21,6 +21,7 @@ from plait.fusion.optim.conversion import trial_optimizer
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.shared_input import Shared
 from plait.fusion.verify.plain_run import drawing_as
+from plait.pipeline.named_state import load_state_dict
 from plait.verification.audit import (
     Replay,
     Rounding,
@@ -183,7 +184,7 @@ class _TrialAlone:
             if seed is not None:
                 perturb_in_place(model.parameters(), seed)
             single = trial_optimizer(self._optimizer, model, self.trial)
-            single.load_state_dict(copy.deepcopy(self._state))
+            load_state_dict(single, copy.deepcopy(self._state))
             with drawing_as(model, int(fused.seeds[self.trial]), self._rng_step, fused.unfused):
                 PlainModel(model, self._loss).step([self._part])
             if self._optimizer.clip_norm is not None:

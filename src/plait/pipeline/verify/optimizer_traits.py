@@ -41,7 +41,7 @@ class Traits:
 def find_traits(build: BuildOptimizer, named: Mapping[str, Parameter]) -> Traits:
     """The traits of the optimizer that `build` makes, tried out on copies of some parameters `named`."""
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if is_known(build([Parameter(torch.zeros(1))], {})):
+    if is_known(build([Parameter(torch.zeros(1, 1))], {})):
         return Traits()
     with same_random_numbers(0):
         chosen = _few(trained)

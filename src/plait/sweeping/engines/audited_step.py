@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from plait.data.loader import Batch
 from plait.fusion.verify.plain_run import drawing_as
+from plait.pipeline.named_state import load_state_dict
 from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
@@ -126,7 +127,7 @@ class AuditedTrial:
                     weights, perturb([w.data for w in weights], seed, coarsest_rounding(entry))
                 ):
                     weight.copy_(moved)
-        components.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
+        load_state_dict(components.optimizer, copy.deepcopy(self._optimizer))
         components.scaler.load_state_dict(self._scaler)
         if not as_kept:  # else what a model draws or counts would pass for rounding
             self._python.restore()

@@ -16,6 +16,9 @@ from plait.sync.weight_ema import EMA
 # For each tensor of an optimizer's state its type, its shape, and whether it is on its parameter's device.
 Layout = dict[str, list[Any]]
 
+# NAdam's product of all momenta.
+_PRODUCT = "mu_product"
+
 
 def rest_of_state(
     store: dist.Store,
@@ -34,7 +37,7 @@ class OptimizerState:
 
     A worker has no state before its first step, nor for a parameter that it never used. So workers publish
     the layout of their state in the store, under `key`; missing tensors start from zeros, an EMA from the
-    weights.
+    weights, NAdam's product from one.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class OptimizerState:
             # Counters such as Adam's may be on the CPU, whatever device the weights are on.
             device = weight.device if is_per_element else torch.device("cpu")
             if path not in held:
-                first = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+                start = 1.0 if name == _PRODUCT else 0.0
+                first = torch.full(shape, start, dtype=getattr(torch, dtype), device=device)
                 self._optimizer.state[weight][name] = weight.detach().clone() if name == EMA else first
         self._is_filled = True
 

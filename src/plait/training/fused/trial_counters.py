@@ -7,6 +7,7 @@ from torch import Tensor
 
 from plait.fusion import FusedModule, FusedOptimizer, LossScales
 from plait.fusion.optim.param_groups import FusedGroup
+from plait.fusion.optim.step_clock import ROWS
 
 
 class TrialCounters:
@@ -24,7 +25,7 @@ class TrialCounters:
     def prepare(self) -> None:
         """Read the numbers, of which each has one per trial."""
         clocks = [group.counts(parameter) for group, parameter in self._counted()]
-        counts = [count for clock in clocks for count in (clock.steps, clock.pushes)]
+        counts = [count for clock in clocks for count in clock.rows]
         self._numbers = torch.stack([row.double().cpu() for row in [*self._rows(), *counts]])
 
     def __call__(self) -> list[Tensor]:
@@ -35,7 +36,7 @@ class TrialCounters:
         for row, mean in zip(rows, self._numbers):
             row.copy_(mean if row.is_floating_point() else mean.round())
         means = iter(self._numbers[len(rows) :].tolist())
-        counts = {parameter: (next(means), next(means)) for _, parameter in self._counted()}
+        counts = {parameter: [next(means) for _ in ROWS] for _, parameter in self._counted()}
         for group in self._optimizer.groups:
             group.set_counts({parameter: counts[parameter] for parameter in group["params"]})
 

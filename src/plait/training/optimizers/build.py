@@ -18,11 +18,17 @@ from plait.pipeline.named_state import remember_start
 from plait.schema.settings import GroupSettings, OptimizerSettings
 from plait.sync.weight_ema import keep_ema
 from plait.training.optimizers.torch_kernels import use_fused_kernels
+from plait.workloads.lion import Lion
+
+_ONLY_MATRICES = (
+    "; freeze what is no matrix, as adapters do, or name an optimizer of your own that updates the rest by "
+    "another rule"
+)
 
 
 def optimizer_kinds() -> dict[str, type[torch.optim.Optimizer]]:
-    """Every optimizer of torch.optim under its name in lower case."""
-    classes = [c for _, c in inspect.getmembers(torch.optim, inspect.isclass)]
+    """Every optimizer of torch.optim, and Lion, under its name in lower case."""
+    classes: list[type] = [Lion, *(c for _, c in inspect.getmembers(torch.optim, inspect.isclass))]
     return {
         c.__name__.lower(): c
         for c in classes
@@ -39,7 +45,7 @@ def find_optimizer(settings: OptimizerSettings) -> Callable[..., torch.optim.Opt
         factory = kinds[kind]
     else:
         raise JobError(
-            f"optimizer.kind: found {kind!r}, expected an optimizer of torch.optim in lower case "
+            f"optimizer.kind: found {kind!r}, expected an optimizer of torch.optim in lower case, lion, "
             f"or 'package.module:name'{did_you_mean(kind, kinds)}"
         )
     sections: dict[str, Mapping[str, Any]] = {"optimizer": {}}
@@ -66,8 +72,11 @@ def _check_numbers(factory: Callable[..., Any], options: Mapping[str, Any], wher
             usual, wrong = usual[0], next((item for item in value if isinstance(item, (str, bool))), None)
         else:
             wrong = value if isinstance(value, (str, bool)) else None
-        if wrong is not None and isinstance(usual, (int, float)) and not isinstance(usual, bool):
-            raise JobError(f"{where}.{name}: found {wrong!r}, expected a number")
+        if (wrong is None and value is not None) or not isinstance(usual, (int, float)):
+            continue
+        if not isinstance(usual, bool):
+            found = "null" if value is None else repr(wrong)
+            raise JobError(f"{where}.{name}: found {found}, expected a number")
 
 
 def group_of(groups: Sequence[GroupSettings], name: str) -> int:
@@ -137,7 +146,10 @@ def build_optimizer(
     try:
         optimizer = factory(content, **_as_tuples(settings.options))
     except (ValueError, TypeError) as failure:
-        raise JobError(f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}") from None
+        hint = _ONLY_MATRICES if "2D" in str(failure) else ""
+        raise JobError(
+            f"optimizer: {settings.kind} refused {dict(settings.options)}: {failure}{hint}"
+        ) from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(
             f"optimizer.kind: {settings.kind} returned {shown(optimizer)}, expected a torch.optim.Optimizer"

@@ -1,0 +1,85 @@
+"""What defines an optimizer of fused trials: every coefficient has one value per trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.fusion.optim.step_clock import StepClock
+
+# Hyperparameters or coefficients by name, each with one value per trial.
+Vectors = Mapping[str, Tensor]
+# Options that are the same for all trials, as one formula computes them all.
+Common = Mapping[str, Any]
+
+
+def _zeros(h: Vectors, parameter: Tensor, name: str) -> Tensor:
+    return torch.zeros_like(parameter, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """One optimizer: hyperparameters with torch's defaults, states of a parameter, and the formulas.
+
+    `states(numbers, common, dim)` are the names of a parameter's states; it has `dim` axes in each trial.
+    `coefficients(h, clock)` takes the hyperparameters and the step counts of each trial and returns the
+    `coefficient_names`; `update(p, g, state, c, common)` changes a parameter and its states in place.
+    """
+
+    torch_class: type[torch.optim.Optimizer]
+    hyperparameters: Mapping[str, float | None]
+    states: Callable[[Mapping[str, Sequence[float]], Common, int], list[str]]
+    coefficient_names: tuple[str, ...]
+    coefficients: Callable[[Vectors, StepClock], dict[str, Tensor]]
+    update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
+    common: Mapping[str, Any] = field(default_factory=dict)
+    # Hyperparameters that torch has as one tuple, such as betas.
+    tuples: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # What None means for a hyperparameter, for parameters of a type.
+    unset: Mapping[str, Callable[[torch.dtype], float]] = field(default_factory=dict)
+    # Whether a parameter has state from its first step on, or from the first with momentum.
+    counts_steps: bool = True
+    # Whether torch's state has a step count.
+    has_step: bool = True
+    # If a trial is skipped, these coefficients are 1 and all others 0.
+    keeping: frozenset[str] = frozenset()
+    # A parameter's first state, by name.
+    first_state: Callable[[Vectors, Tensor, str], Tensor] = _zeros
+    # What of a parameter the optimizer cannot update, if anything.
+    objection: Callable[[Tensor], str | None] = lambda parameter: None
+    # Torch's fused kernel for all parameters of one trial, if there is one.
+    kernel: Callable[[UpdateTensors], None] | None = None
+    # Same as `update`, by one of our kernels in one pass over all trials; on a GPU, in float32. The
+    # coefficients are one tensor, with a row per name.
+    one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None] | None = None
+
+    def torch_names(self) -> dict[str, Any]:
+        """The hyperparameters under torch's names, with torch's defaults."""
+        return self.in_tuples(self.hyperparameters)
+
+    def in_tuples(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        """Hyperparameters under torch's names."""
+        parts = [name for names in self.tuples.values() for name in names]
+        single = {name: value for name, value in numbers.items() if name not in parts}
+        return single | {name: tuple(numbers[part] for part in of) for name, of in self.tuples.items()}
+
+
+@dataclass(frozen=True)
+class UpdateTensors:
+    """One trial's slices of all tensors, as arguments of torch's fused kernels.
+
+    `found_inf` is nonzero if the trial's gradients are not finite and it is skipped.
+    """
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    states: Mapping[str, Sequence[Tensor]]
+    steps: Sequence[Tensor]
+    lr: Tensor | float
+    numbers: Mapping[str, float]
+    common: Common
+    found_inf: Tensor | None
