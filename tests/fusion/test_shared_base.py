@@ -339,6 +339,7 @@ def test_unfreezing_what_is_shared_is_refused_until_each_trial_has_its_own():
         with pytest.raises(FusionError, match=r"'2.base.bias' requires a gradient.*unshare\('2.base.bias'\)"):
             use()
     bias.requires_grad_(False)
+    optimizer.load_state_dict(optimizer.state_dict())
     fused.unshare("2.base.bias")
     fused.module[2].base.bias.requires_grad_(True)
     train(fused, optimizer, given[6:])
@@ -355,6 +356,7 @@ def test_unfreezing_what_is_shared_is_refused_until_each_trial_has_its_own():
         assert_same_state(fused.trial(number).state_dict(), model.state_dict())
         state = split_optimizer(optimizer, fused.split())[number].state_dict()
         assert state["state"].keys() == plain.state_dict()["state"].keys()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_trials_leave_and_others_of_the_same_base_take_their_places():
