@@ -12,6 +12,7 @@ from plait.core.codec import decode_over, encode
 from plait.core.errors import JobError
 from plait.core.names import parameters_of
 from plait.core.shown import shown
+from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.schema.settings import (
     DataSettings,
     LoraArray,
@@ -21,7 +22,6 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.sweeping.fusable import why_optimizer
 from plait.sweeping.search.space import Dimension
 from plait.workloads.losses import find_loss
@@ -121,7 +121,7 @@ def array_key(settings: TrainSettings) -> str:
     # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
     tree["data"] = {**tree["data"], "batch_size": None}
     if settings.model.lora_array is not None:
-        # Adapters may each have data of their own, of one shape: another file, say.
+        # Adapters may have separate data of one shape: another file, say.
         options = {name: "" if isinstance(v, str) else v for name, v in settings.data.options.items()}
         tree["data"]["options"] = encode(options)
     # Arrays hold one of each option that is no number.

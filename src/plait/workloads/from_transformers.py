@@ -18,7 +18,7 @@ from plait.core.names import check_extra, did_you_mean
 def from_config(
     architecture: str, config: Mapping[str, Any] | None = None, path: str | None = None
 ) -> nn.Module:
-    """The class `architecture` of transformers (`GPT2LMHeadModel`, ...) with fresh weights, or those of `path`.
+    """The class `architecture` of transformers (`GPT2LMHeadModel`, ...), with fresh or saved weights.
 
     `config` are the settings of its configuration that differ from the library's defaults, or from those in
     the local folder `path`, which `save_pretrained` wrote. Caches for generating text are off by default. Use
