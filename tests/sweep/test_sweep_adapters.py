@@ -170,3 +170,6 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     settings = job_of(tmp_path, ("model_args", {"path": str(tmp_path)})).settings()
     with pytest.raises(InputError, match=r"model_args\.path: found no config\.json in"):
         build_model(settings.model, 0)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(InputError, match="has a model of type 'gpt2', expected 'llama'"):
+        build_model(settings.model, 0)

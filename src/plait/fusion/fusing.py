@@ -85,8 +85,8 @@ def fuse(
     made.set_forms(forms)
     if made.unlike_base and is_adapted(models[0]):
         log.warning(
-            "the bases of these adapters differ, in %s for one, so that each trial has its own; load all adapters "
-            "on one base to hold it once",
+            "the bases of these adapters differ, in %s for one, so that each trial has its own; load all "
+            "adapters on one base to hold it once",
             made.unlike_base[0],
         )
     if verify is True:

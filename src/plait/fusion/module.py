@@ -488,7 +488,7 @@ class FusedModule(nn.Module):
         forms.register_hooks(self.module)
 
     def split(self) -> list[nn.Module]:
-        """The trials as ordinary modules; they share memory only of frozen parameters that all trials share."""
+        """The trials as ordinary modules; they share memory only of parameters that all trials share."""
         return [self.trial(number) for number in range(self.trials)]
 
     def trial(self, number: int) -> nn.Module:
