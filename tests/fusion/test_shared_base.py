@@ -339,6 +339,7 @@ def test_unfreezing_what_is_shared_is_refused_until_each_trial_has_its_own():
         with pytest.raises(FusionError, match=r"'2.base.bias' requires a gradient.*unshare\('2.base.bias'\)"):
             use()
     bias.requires_grad_(False)
+    optimizer.load_state_dict(optimizer.state_dict())
     fused.unshare("2.base.bias")
     fused.module[2].base.bias.requires_grad_(True)
     train(fused, optimizer, given[6:])
@@ -355,6 +356,7 @@ def test_unfreezing_what_is_shared_is_refused_until_each_trial_has_its_own():
         assert_same_state(fused.trial(number).state_dict(), model.state_dict())
         state = split_optimizer(optimizer, fused.split())[number].state_dict()
         assert state["state"].keys() == plain.state_dict()["state"].keys()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_trials_leave_and_others_of_the_same_base_take_their_places():
@@ -410,6 +412,35 @@ def test_states_copies_and_other_dtypes_keep_what_is_shared():
     assert half.module.head.weight is half.module.words.weight
     assert half(given[0]).dtype == torch.bfloat16
     assert models[0].words.weight.dtype == torch.float64
+
+
+def test_a_base_that_is_changed_in_place_changes_for_all_trials():
+    models = trials("mlp", 2)
+    fused, x = fuse(models), batches("mlp", 1, 2)[0]
+    with torch.no_grad():
+        models[0][0].base.weight.mul_(2.0)
+    torch.testing.assert_close(fused(x)[1], models[1](x[1]), **CLOSE)
+
+
+class WritesUnseen(nn.Module):
+    """Writes to a buffer in a way that shows only in the buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        torch.add(torch.ones(1), 1.0, out=self.count)
+        return self.layer(x) + self.count
+
+
+def test_a_write_that_cannot_be_seen_is_refused():
+    fused = fuse([WritesUnseen() for _ in range(2)])
+    with pytest.raises(FusionError, match="has written to 'count', which all trials share"):
+        fused(torch.ones(2, 3, 2))
+    fused.unshare("count")
+    assert fused.module.count.shape == (2, 1)
 
 
 class Averages(nn.Module):

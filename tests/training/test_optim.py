@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import plait
 from plait.core.errors import JobError
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import GroupSettings, LrScheduleSettings, ModelSettings, OptimizerSettings
@@ -57,6 +58,26 @@ def test_any_optimizer_of_torch_can_be_named(kind: str):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = build_optimizer(OptimizerSettings(kind, {"lr": 0.1}), [weight])
     assert type(optimizer) is optimizer_kinds()[kind]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_lion_is_that_of_the_paper(maximize: bool):
+    lr, beta1, beta2, decay = 0.01, 0.8, 0.95, 0.3
+    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer = plait.Lion([weight, unused], lr, (beta1, beta2), decay, maximize=maximize)
+    expected, momentum = weight.detach().clone(), torch.zeros_like(weight)
+    for _ in range(5):
+        weight.grad = torch.randn_like(weight)
+        gradient = -weight.grad if maximize else weight.grad
+        update = torch.sign(beta1 * momentum + (1 - beta1) * gradient)
+        expected -= lr * (update + decay * expected)
+        momentum = beta2 * momentum + (1 - beta2) * gradient
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
+    assert unused not in optimizer.state
+    with pytest.raises(ValueError, match="beta parameter at index 1: 1.0"):
+        plait.Lion([weight], betas=(0.9, 1.0))
 
 
 @pytest.mark.parametrize(

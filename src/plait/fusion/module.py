@@ -233,12 +233,12 @@ class FusedModule(nn.Module):
             return
         self._is_installed = True
         try:
-            versions = [(slot, _version(slot.tensor)) for slot in self._shared_slots]
+            versions = _versions(self._shared_slots)
             with installed(self._slots, self._recurrent, self._wrappers, self._trials):
                 yield
             if versions:
                 self._note_separated()
-                _refuse_written(versions)
+                _refuse_written(versions, self._shared_slots)
             if self._held() != self._held_before:
                 self._adopt_buffers()
         finally:
@@ -488,7 +488,7 @@ class FusedModule(nn.Module):
         forms.register_hooks(self.module)
 
     def split(self) -> list[nn.Module]:
-        """The trials as ordinary modules; they share memory only of parameters that all trials share."""
+        """The trials as ordinary modules; shared parameters are in the memory of this one."""
         return [self.trial(number) for number in range(self.trials)]
 
     def trial(self, number: int) -> nn.Module:
@@ -539,19 +539,22 @@ def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _version(tensor: Any) -> int:
-    """How often a tensor was written; tensors of inference mode do not count it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _versions(slots: Sequence[Slot]) -> dict[str, int]:
+    """How often each tensor was written; those of inference mode do not count it."""
+    try:
+        return {slot.key: slot.tensors[slot.name]._version for slot in slots}
+    except RuntimeError:
+        return {}
 
 
-def _refuse_written(versions: Sequence[tuple[Slot, int]]) -> None:
+def _refuse_written(before: Mapping[str, int], shared: Sequence[Slot]) -> None:
     """Raise FusionError if a forward has written to a shared tensor, unseen, so that trials are mixed up."""
-    for slot, version in versions:
-        if slot.is_shared and _version(slot.tensor) != version:
+    for key, version in _versions(shared).items():
+        if before.get(key, version) != version:
             raise FusionError(
-                f"fused module: the forward has written to {slot.key!r}, which all trials share, through "
-                f"another tensor or out=...; call fused.unshare({slot.key!r}) before, which gives each trial "
-                f"its own, or fuse the models with share='never'"
+                f"fused module: the forward has written to {key!r}, which all trials share, through another "
+                f"tensor or out=...; call fused.unshare({key!r}) before, which gives each trial its own, or "
+                f"fuse the models with share='never'"
             )
 
 

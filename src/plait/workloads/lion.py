@@ -54,7 +54,7 @@ class Lion(torch.optim.Optimizer):
         for parameter in updated:
             if parameter.grad.is_sparse:
                 raise RuntimeError("Lion does not support sparse gradients")
-            if not self.state[parameter]:
+            if "exp_avg" not in self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
         # Real and imaginary parts separately, as in torch.optim.
         weights = [_as_real(p.detach()) for p in updated]

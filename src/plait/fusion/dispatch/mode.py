@@ -64,6 +64,8 @@ class TrialMode(TorchFunctionMode):
         is_checked = not PerTrial.made_any or TrialTensor in types
         if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
             return self._each(func, args, kwargs)
+        if types == (TrialTensor,):  # what torch would call next
+            return TrialTensor.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
     def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,7 +61,10 @@ def getter(name: str) -> Function:
 
 def arguments_of(names: str, defaults: Options, args: Arguments, kwargs: Options) -> Options:
     """The arguments of a call by name; `names` gives their order, `defaults` the optional ones."""
-    return {**defaults, **dict(zip(names.split(), args)), **kwargs}
+    return {**defaults, **dict(zip(_split(names), args)), **kwargs}
+
+
+_split = cache(str.split)
 
 
 # NumPy's names that torch accepts for its own.

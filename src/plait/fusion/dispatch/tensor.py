@@ -94,10 +94,19 @@ class TrialTensor(torch.Tensor):
             )
         return self._stacked
 
+    # Known here, as rules and modules ask for them many times a step, and torch would look for a rule first.
+
     def dim(self) -> int:
-        """Axes of one trial's tensor; known here, as rules and modules ask for it many times a step."""
-        inner = self._stacked if self.pending is None else self.pending.like
-        return inner.dim() - 1  # type: ignore[union-attr]
+        """Axes of one trial's tensor."""
+        return (self._stacked if self.pending is None else self.pending.like).dim() - 1  # type: ignore[union-attr]
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """That of one trial's tensor."""
+        return (self._stacked if self.pending is None else self.pending.like).shape[1:]  # type: ignore[union-attr]
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
 
     @classmethod
     def __torch_function__(
@@ -164,6 +173,8 @@ def wrap(outcome: Any, trials: Trials) -> Any:
     """`outcome` with its tensors, which have the trials axis first, as trial tensors."""
     if isinstance(outcome, Tensor):
         return TrialTensor(outcome, trials)
+    if type(outcome) in (tuple, list) and all(isinstance(x, Tensor) for x in outcome):
+        return type(outcome)([TrialTensor(x, trials) for x in outcome])
     if isinstance(outcome, (tuple, list)):
         return pytree.tree_map(lambda x: TrialTensor(x, trials) if isinstance(x, Tensor) else x, outcome)
     return outcome

@@ -100,6 +100,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.check_ranks()
         defaults = {**self.kind.torch_names(), **self.kind.common, **options}
         self._slices: dict[int, tuple[Any, Slices]] = {}
+        # How many parameters of the module have been replaced here.
+        self._followed = 0
         self._views: list[weakref.ref[TrialView]] = []
         decays = None if ema is None else one_each("ema", ema, fused.trials)
         self.ema = None if decays is None else torch.tensor(decays, dtype=torch.float64)
@@ -137,10 +139,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def groups(self) -> list[FusedGroup]:
         """`param_groups`, typed as `FusedGroup`; with the parameters that the module has now."""
-        if self.fused.replaced:
-            for group in self.param_groups:
-                cast("FusedGroup", group).replace(self.fused.replaced)
+        self._follow_replaced()
         return self.param_groups  # type: ignore[return-value]
+
+    def _follow_replaced(self) -> None:
+        """Hold the parameters that have taken the place of shared ones, which had no state."""
+        replaced = self.fused.replaced
+        if len(replaced) != self._followed:
+            self._followed = len(replaced)
+            for group in self.param_groups:
+                cast("FusedGroup", group).replace(replaced)
+            for parameter in replaced:
+                self.state.pop(parameter, None)
 
     @property
     def parameters(self) -> list[Any]:
@@ -241,6 +251,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """All state that a restart needs besides the constructor arguments."""
+        self._follow_replaced()
         packed: dict[str, Any] = super().state_dict()
         packed["param_groups"] = [
             {name: _plain(value) for name, value in group.items()} for group in packed["param_groups"]
@@ -291,6 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients; in torch's way, which takes longer, if a profiler is to see it."""
+        self._follow_replaced()
         if not set_to_none or torch.autograd._profiler_enabled():
             super().zero_grad(set_to_none)
             return

@@ -58,23 +58,30 @@ _NUMBERS = frozenset((int, float, bool))
 def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of one tensor, applied to the stacked tensor."""
     x, others = args[0], args[1:]
-    if not isinstance(x, TrialTensor) or any(isinstance(v, TrialTensor) for v in (*others, *kwargs.values())):
+    several = (others or kwargs) and any(isinstance(v, TrialTensor) for v in (*others, *kwargs.values()))
+    if several or not isinstance(x, TrialTensor):
         return elementwise(function, args, kwargs)
-    outcome = function(x.stacked, *others, **kwargs)
-    return x if outcome is x.stacked else TrialTensor(outcome, x.trials)
+    inner = x.stacked
+    outcome = function(inner, *others, **kwargs)
+    return x if outcome is inner else TrialTensor(outcome, x.trials)
 
 
 @takes_per_trial
 @rule(*_SEVERAL.split())
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of several tensors that broadcast after the trials axis."""
+    if len(args) == 2 and not kwargs and type(x := args[0]) is type(y := args[1]) is TrialTensor:
+        one, other = x.stacked, y.stacked
+        if one.dim() == other.dim():  # nothing to align; most calls
+            outcome = function(one, other)
+            return x if outcome is one else TrialTensor(outcome, x.trials)
     if "out" in kwargs:
         raise FusionError(
             f"{user_line()}\n  writes to out=..., which fused models do not support; use the returned tensor"
         )
     if type(args[0]) is TrialTensor and not kwargs and all(type(value) in _NUMBERS for value in args[1:]):
         return unary(function, args, kwargs)
-    trials = trials_of(args, kwargs)
+    trials = trials_of(*args) if not kwargs else trials_of(args, kwargs)
     in_place = is_in_place(function)
     if in_place and not isinstance(args[0], TrialTensor):
         if not function.__name__.startswith("__i"):
@@ -128,7 +135,8 @@ def align_operand(value: Any, dims: int, like: TrialTensor, scalars: torch.dtype
     if not isinstance(value, TrialTensor):
         # With 0-dim tensors of the trials, a shared 0-dim tensor must not be treated as a number.
         return value.view(1) if dims == 0 and isinstance(value, Tensor) and value.dim() == 0 else value
-    inner, axes = value.stacked, value.stacked.dim() - 1
+    inner = value.stacked
+    axes = inner.dim() - 1
     if axes == dims:
         return inner
     if axes == 0 and scalars is not None:

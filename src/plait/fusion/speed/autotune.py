@@ -53,8 +53,7 @@ def _first_that_works(ways: Mapping[str, Way], operands: tuple[Tensor | None, ..
 
 def _key(operation: str, operands: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     described = tuple(
-        None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad)
-        for x in operands
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in operands]
     )
     device = operands[0].device.type if operands[0] is not None else "cpu"
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
