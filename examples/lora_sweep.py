@@ -7,7 +7,7 @@ import copy
 import sys
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,14 +16,14 @@ import plait
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).double()
-settings = [
-    {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]},
-    {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
-    {"r": 16, "use_rslora": True, "target_modules": "all-linear"},
+configs = [
+    LoraConfig("CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj"]),
+    LoraConfig("CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]),
+    LoraConfig("CAUSAL_LM", r=16, use_rslora=True, target_modules="all-linear"),
 ]
 # A copy for each, since get_peft_model changes the model that it is given; `fused` holds the base once.
-models = [get_peft_model(copy.deepcopy(base), LoraConfig(**each, task_type="CAUSAL_LM")) for each in settings]
-fused = plait.fuse([model.double() for model in models])
+models = [get_peft_model(copy.deepcopy(base), config).double() for config in configs]
+fused = plait.fuse(models)
 optimizer = plait.FusedOptimizer(fused, "adamw", lr=[0.03, 0.01, 0.003])
 for _ in range(20):
     tokens = (torch.randint(64, (3, 8, 1)) + torch.arange(12)) % 64  # each adapter has data of its own
@@ -32,6 +32,6 @@ for _ in range(20):
     optimizer.zero_grad()
     losses.sum().backward()
     optimizer.step()
-for each, adapter, loss in zip(settings, fused.split(), losses.tolist()):
-    adapter.save_pretrained(f"{sys.argv[1]}/rank-{each['r']}")
-    print(f"rank {each['r']}: loss {loss:.12f}")
+for config, adapter, loss in zip(configs, fused.split(), losses.tolist()):
+    PeftModel.save_pretrained(adapter, f"{sys.argv[1]}/rank-{config.r}")
+    print(f"rank {config.r}: loss {loss:.12f}")

@@ -192,9 +192,9 @@ def test_the_adapters_of_a_script_have_the_losses_of_plain_loops_and_peft_loads_
         return fuse(models)
 
     fuse = plait.fuse
-    with mock.patch.object(plait, "fuse", alone), contextlib.redirect_stdout(io.StringIO()) as out:
-        with mock.patch("sys.argv", [path, str(tmp_path)]):
-            found = runpy.run_path(path)
+    arguments = mock.patch("sys.argv", [path, str(tmp_path)])
+    with mock.patch.object(plait, "fuse", alone), arguments, contextlib.redirect_stdout(io.StringIO()) as out:
+        found = runpy.run_path(path)
     torch.set_rng_state(made["state"])
     steps = [(torch.randint(64, (3, 8, 1)) + torch.arange(12)) % 64 for _ in range(20)]
     losses, tokens = [], torch.arange(8).view(1, 8)
@@ -204,7 +204,7 @@ def test_the_adapters_of_a_script_have_the_losses_of_plain_loops_and_peft_loads_
         losses.append(plain_steps(model, optimizer, next_token_loss, batches))
         base = transformers.LlamaForCausalLM(found["base"].config).double()
         base.load_state_dict(found["base"].state_dict())
-        loaded = peft.PeftModel.from_pretrained(base, tmp_path / f"rank-{found['settings'][number]['r']}")
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / f"rank-{found['configs'][number].r}")
         torch.testing.assert_close(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
     assert losses_in(out.getvalue()) == pytest.approx(sorted(losses), abs=1e-10)
 

@@ -288,6 +288,16 @@ REFUSED = {
         lambda: adapted(llama(), [lora(), lora(use_dora=True)]),
         "model 0 is an adapter by LORA and model 1 one by DORA",
     ),
+    "other modules": (
+        lambda: adapted(llama(), [lora(modules_to_save=names) for names in (None, ["lm_head"])]),
+        r"modules_to_save is None in model 0 and \['lm_head'\] in model 1",
+    ),
+    "ranks of a method that cannot be padded": (
+        lambda: adapted(
+            llama(), [peft.AdaLoraConfig(init_r=r, total_step=9, target_modules=["q_proj"]) for r in (2, 3)]
+        ),
+        "init_r is 2 in model 0 and 3 in model 1; fused adapters by ADALORA have the same",
+    ),
     "no adapter": (lambda: [*adapted(llama(), [lora()]), llama()], "model 1 is a LlamaForCausalLM"),
     "tokens of prompts": (
         lambda: adapted(llama(), [peft.PromptTuningConfig(num_virtual_tokens=n, **CAUSAL) for n in (2, 3)]),

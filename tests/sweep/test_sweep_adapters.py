@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,12 +38,12 @@ CONFIG = {
 
 
 def job_of(folder, *changes):
-    content = {
+    content: dict[str, Any] = {
         "name": "lora",
         "model": "transformers:LlamaForCausalLM",
         "model_args": {"config": CONFIG},
         "lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]},
-        "data": {"kind": "text_lines:synthetic_lines", "samples": 16, "length": 6, "vocabulary": 16, "batch_size": 4},
+        "data": {"kind": "text_lines:synthetic_lines", "batch_size": 4, "samples": 16, "length": 6},
         "loss": "model",
         "optimizer": {"kind": "adamw", "lr": 0.01},
         "precision": "float64",
@@ -50,6 +51,7 @@ def job_of(folder, *changes):
         "device": "cpu",
         "run_dir": str(folder),
     }  # fmt: skip
+    content["data"]["vocabulary"] = CONFIG["vocab_size"]
     return make_job(content, list(changes))
 
 
@@ -167,4 +169,7 @@ def test_adapters_that_cannot_be_are_refused_in_words(case, tmp_path):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     settings = job_of(tmp_path, ("model_args", {"path": str(tmp_path)})).settings()
     with pytest.raises(InputError, match=r"model_args\.path: found no config\.json in"):
+        build_model(settings.model, 0)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(InputError, match="has a model of type 'gpt2', expected 'llama'"):
         build_model(settings.model, 0)

@@ -19,7 +19,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule, call_forward
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import check_share, held_once, nearly_shared
-from plait.fusion.trials.unfused import copy_of_structure
+from plait.fusion.trials.adapter_forms import in_one_form
 from plait.fusion.verify import (
     CallCandidate,
     NothingToCompareError,
@@ -27,7 +27,7 @@ from plait.fusion.verify import (
     log_report,
     verify_fused,
 )
-from plait.workloads.adapters.forms import AdapterError, AdapterForm, bring_to, common_form, is_adapted
+from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def fuse(
             f"fuse: found a {type(models).__name__}, expected a list of models of the same shape, such as "
             f"[make_model() for _ in range(4)]"
         )
-    models, common, forms = _alike(list(models))
+    models, forms = in_one_form(list(models))
     check_models(models)
     count = len(models)
     seeds = list(range(count)) if seeds is None else list(seeds)
@@ -82,30 +82,19 @@ def fuse(
     shared = held_once(models, share)
     made = FusedModule(models, seeds, rng_steps, reasons, shared)
     made.unlike_base = nearly_shared(models, shared) if shared and share != "same-storage" else []
-    if common is not None:
-        made.set_forms(common, forms)
+    made.set_forms(forms)
+    if made.unlike_base and is_adapted(models[0]):
+        log.warning(
+            "the bases of these adapters differ, in %s for one, so that each trial has its own; load all "
+            "adapters on one base to hold it once",
+            made.unlike_base[0],
+        )
     if verify is True:
         made.first_call, made.plain_models = _verify_call, models
     elif verify is not False:
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
         _verify(made, CallCandidate(made, models, call_forward, *calls_on(batches, count)))
     return made
-
-
-def _alike(models: list[nn.Module]) -> tuple[list[nn.Module], AdapterForm | None, list[AdapterForm]]:
-    """PEFT models in one form, with the forms that they had; other models, and those alike, unchanged.
-
-    The models share all tensors with the given ones but those of adapters.
-    """
-    if not any(map(is_adapted, models)):
-        return models, None, []
-    try:
-        common, forms = common_form(models)
-        if all(form == common for form in forms):
-            return models, None, []
-        return [bring_to(copy_of_structure(model), common) for model in models], common, forms
-    except AdapterError as failure:
-        raise FusionError(f"fuse: {failure}") from None
 
 
 def _verify(fused: FusedModule, candidate: CallCandidate) -> None:

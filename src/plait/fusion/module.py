@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import describe_sharing
 from plait.fusion.stacking import same_memory, stacked
+from plait.fusion.trials.adapter_forms import ArrayForms
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (
@@ -47,9 +47,7 @@ from plait.fusion.trials.unfused import (
     gradient_hooks,
     held_values,
     independent_copy,
-    note_trials,
 )
-from plait.workloads.adapters.forms import AdapterForm, bring_to, own_parameters
 
 
 class FusedModule(nn.Module):
@@ -85,9 +83,7 @@ class FusedModule(nn.Module):
         # Compares the trials with the single models, which are kept until then, before the first call.
         self.first_call: Callable[[FusedModule, Callable[..., Any], Any, Any], None] | None = None
         self.plain_models: list[nn.Module] = []
-        # The form that all trials have here and that of each, where adapters have unlike ones.
-        self.common_form: AdapterForm | None = None
-        self.own_forms: list[AdapterForm] = []
+        self.forms = ArrayForms()
         # The number of draws from the trials' streams that earlier stages have made in the same forward.
         self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
@@ -143,9 +139,7 @@ class FusedModule(nn.Module):
         for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
             if any(hooks):
                 parameter.register_hook(each_trial(hooks))
-        for path in () if self.common_form is None else self.common_form.layers:
-            for parameter in own_parameters(self.module.get_submodule(path)):
-                parameter.register_post_accumulate_grad_hook(partial(self._leave_out, path))
+        self.forms.register_hooks(self.module)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without caches keyed by object identity."""
@@ -488,33 +482,10 @@ class FusedModule(nn.Module):
             left.plait_rows_at = value.rows_at  # type: ignore[attr-defined]
         return left
 
-    def set_forms(self, common: AdapterForm, own: Sequence[AdapterForm]) -> None:
-        """Note the forms of adapters that were brought to a common one."""
-        self.common_form, self.own_forms = common, list(own)
-        self._register_hooks()
-
-    def _leave_out(self, path: str, parameter: Tensor) -> None:
-        """A gradient hook of an adapter: trials that have none there get no gradient, not even zeros."""
-        if having := [number for number, form in enumerate(self.own_forms) if path in form.layers]:
-            note_trials(parameter, having)
-        else:
-            parameter.grad = None
-
-    @property
-    def has_unlike_ranks(self) -> bool:
-        """Whether adapters are padded with zeros, since others have a larger rank."""
-        common = {} if self.common_form is None else self.common_form.layers
-        forms = (form.layers.items() for form in self.own_forms)
-        return any(layer.rank < common[path].rank for layers in forms for path, layer in layers)
-
-    def own_name(self, number: int, name: str) -> str | None:
-        """The name that a parameter has in one trial by itself; None if that has no adapter there."""
-        own = self.own_forms[number].layers if self.own_forms else {}
-        for path in () if self.common_form is None else self.common_form.layers:
-            if path not in own and name.startswith(f"{path}."):
-                base = f"{path}.base_layer."
-                return f"{path}.{name.removeprefix(base)}" if name.startswith(base) else None
-        return name
+    def set_forms(self, forms: ArrayForms) -> None:
+        """Set the forms of adapters that were brought to a common one."""
+        self.forms = forms
+        forms.register_hooks(self.module)
 
     def split(self) -> list[nn.Module]:
         """The trials as ordinary modules; shared parameters are in the memory of this one."""
@@ -522,8 +493,7 @@ class FusedModule(nn.Module):
 
     def trial(self, number: int) -> nn.Module:
         """One trial as an ordinary module; an adapter has its own rank and layers again."""
-        made = self.array_trial(number)
-        return bring_to(made, self.own_forms[number]) if self.own_forms else made
+        return self.forms.in_own_form(number, self.array_trial(number))
 
     def array_trial(self, number: int) -> nn.Module:
         """One trial as an ordinary module, in the form that all trials have in the array."""

@@ -18,7 +18,7 @@ def save_adapter(folder: RunDir) -> Path | None:
     An adapter that trained in an array, with zeros added to its rank, has its own rank again.
     """
     settings = read_settings(folder)
-    if settings.model.lora is None:
+    if settings.model.adapter is None:
         return None
     state = unpacked(read_state(folder, best=False).model)
     model: Any = build_model(replace(settings.model, lora_array=None), settings.seed).to(

@@ -313,7 +313,7 @@ class ModelSettings:
 
     factory: str
     args: Mapping[str, Any] = field(default_factory=dict)
-    lora: LoraSettings | None = None
+    adapter: LoraSettings | None = None
     lora_array: LoraArray | None = None
 
 

@@ -33,7 +33,7 @@ class SweepSettings:
 
     @property
     def keeps_adapters(self) -> bool:
-        """Whether the adapters of all trials are kept: each has data of its own, so that none is the best."""
+        """Whether the adapters of all trials are kept: each has separate data, so that none is the best."""
         data = [
             each.key for each in self.over if each.key.startswith("data.") and each.key != "data.batch_size"
         ]

@@ -12,6 +12,7 @@ from plait.core.codec import decode_over, encode
 from plait.core.errors import JobError
 from plait.core.names import parameters_of
 from plait.core.shown import shown
+from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.schema.settings import (
     DataSettings,
     LoraArray,
@@ -21,7 +22,6 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.sweeping.fusable import why_optimizer
 from plait.sweeping.search.space import Dimension
 from plait.workloads.losses import find_loss
@@ -90,7 +90,7 @@ def _path(key: str) -> list[str]:
         return ["model", "factory"]
     if first == "model_args":
         return ["model", "args", *rest]
-    section = ["model", "lora"] if first == "lora" else [first]
+    section = ["model", "adapter"] if first == "lora" else [first]
     if first in _OPEN and rest[:1] and rest[0] not in {field.name for field in fields(_OPEN[first])}:
         return [*section, "options", *rest]
     return [*section, *rest]
@@ -99,9 +99,9 @@ def _path(key: str) -> list[str]:
 def with_lora_array(settings: TrainSettings, dimensions: Sequence[Dimension]) -> TrainSettings:
     """The settings of a sweep whose adapters, if it has any, have one form for all values of these keys."""
     swept = {dimension.key: dimension.samples() for dimension in dimensions}
-    if settings.model.lora is None and not any(key.partition(".")[0] == "lora" for key in swept):
+    if settings.model.adapter is None and not any(key.partition(".")[0] == "lora" for key in swept):
         return settings
-    lora = settings.model.lora or LoraSettings()
+    lora = settings.model.adapter or LoraSettings()
     optimizers = swept.get("optimizer.kind", [settings.optimizer.kind])
     # Others compute with whole matrices, which rows of zeros would change.
     is_padded = all(kind in KINDS and KINDS[kind].is_elementwise for kind in optimizers)
@@ -121,7 +121,7 @@ def array_key(settings: TrainSettings) -> str:
     # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
     tree["data"] = {**tree["data"], "batch_size": None}
     if settings.model.lora_array is not None:
-        # Adapters may each have data of their own, of one shape: another file, say.
+        # Adapters may have separate data of one shape: another file, say.
         options = {name: "" if isinstance(v, str) else v for name, v in settings.data.options.items()}
         tree["data"]["options"] = encode(options)
     # Arrays hold one of each option that is no number.
@@ -167,9 +167,9 @@ def _model_key(settings: ModelSettings) -> Any:
 
 def _lora_key(settings: ModelSettings) -> Any:
     """The adapter, without what the form that the sweep's adapters have in common leaves free."""
-    if settings.lora is None or settings.lora_array is None:
-        return encode(settings.lora)
-    options = {name: value for name, value in settings.lora.options.items() if name != "use_rslora"}
-    rank = 0 if settings.lora_array.rank else settings.lora.r
-    free = replace(settings.lora, alpha=1.0, dropout=0.0, options=options)
+    if settings.adapter is None or settings.lora_array is None:
+        return encode(settings.adapter)
+    options = {name: value for name, value in settings.adapter.options.items() if name != "use_rslora"}
+    rank = 0 if settings.lora_array.rank else settings.adapter.r
+    free = replace(settings.adapter, alpha=1.0, dropout=0.0, options=options)
     return [{**encode(free), "r": rank}, encode(settings.lora_array)]

@@ -299,8 +299,8 @@ def check(settings: TrainSettings) -> None:
 
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
-    if settings.lora is not None:
-        check_lora(settings.lora)
+    if settings.adapter is not None:
+        check_lora(settings.adapter)
     factory: Callable[..., torch.nn.Module] | None = factory_of(settings.factory)
     if factory is None:
         factory = resolve(settings.factory, "model", JobError)
@@ -381,7 +381,7 @@ def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed
                 f"model: {settings.factory} has a parameter without a size yet, {name} (LazyLinear and its "
                 f"like); give the sizes, or run the model once on a sample in the factory"
             )
-    return model if settings.lora is None else add_lora(model, settings.lora, settings.lora_array)
+    return model if settings.adapter is None else add_lora(model, settings.adapter, settings.lora_array)
 
 
 def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:

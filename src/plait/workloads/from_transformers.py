@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from plait.core.names import check_extra, did_you_mean
 def from_config(
     architecture: str, config: Mapping[str, Any] | None = None, path: str | None = None
 ) -> nn.Module:
-    """The class `architecture` of transformers (`GPT2LMHeadModel`, ...) with fresh weights, or those of `path`.
+    """The class `architecture` of transformers (`GPT2LMHeadModel`, ...), with fresh or saved weights.
 
     `config` are the settings of its configuration that differ from the library's defaults, or from those in
     the local folder `path`, which `save_pretrained` wrote. Caches for generating text are off by default. Use
@@ -42,8 +43,15 @@ def from_config(
         raise JobError(
             f"model_args.path: found no config.json in {folder}, expected a folder that save_pretrained wrote"
         )
+    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    if kind != settings.model_type:
+        raise JobError(
+            f"model_args.path: {folder} has a model of type {kind!r}, expected {settings.model_type!r} for "
+            f"{architecture}"
+        )
     loaded: Any = model_class
-    return loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
+    saved: nn.Module = loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
+    return saved
 
 
 def factory_of(name: str) -> Callable[..., nn.Module] | None:

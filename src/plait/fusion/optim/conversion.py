@@ -29,7 +29,7 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
     parameters = {
         parameter: named[own]
         for name, parameter in fused.fused.module.named_parameters()
-        if (own := fused.fused.own_name(number, name)) is not None
+        if (own := fused.fused.forms.own_name(number, name)) is not None
     }
     make: Any = fused.kind.torch_class
     groups = [
@@ -147,7 +147,7 @@ def _common_names(fused: FusedModule, names_by_group: Sequence[Sequence[Sequence
     union = [list(dict.fromkeys(itertools.chain(*every))) for every in zip(*names_by_group)]
     for number, names_of in enumerate(names_by_group):
         for group, (names, every) in enumerate(zip(names_of, union)):
-            expected = {name for name in every if fused.own_name(number, name) is not None}
+            expected = {name for name in every if fused.forms.own_name(number, name) is not None}
             if set(names) != expected:
                 odd = sorted(set(names) ^ expected)[0]
                 raise FusionError(
@@ -168,7 +168,9 @@ def load_trial(
     names_by_group = _names_by_group(fused.fused, optimizer, number, model)
     names = {parameter: name for name, parameter in fused.fused.module.named_parameters()}
     expected = [[names[parameter] for parameter in group["params"]] for group in fused.groups]
-    own = [{name for name in group if fused.fused.own_name(number, name) is not None} for group in expected]
+    own = [
+        {name for name in group if fused.fused.forms.own_name(number, name) is not None} for group in expected
+    ]
     if [set(group) for group in names_by_group] != own:
         raise FusionError(
             f"fuse_optimizers: trial {number}'s optimizer has {[len(group) for group in names_by_group]} "
@@ -215,7 +217,7 @@ def _names_by_group(
 ) -> list[list[str]]:
     """The parameter names in each group of a torch optimizer."""
     if model is not None:
-        of_array = {fused.own_name(number, name): name for name, _ in fused.module.named_parameters()}
+        of_array = {fused.forms.own_name(number, name): name for name, _ in fused.module.named_parameters()}
         names = {parameter: of_array.get(name, name) for name, parameter in model.named_parameters()}
         return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     shared = fused.shared_ids()

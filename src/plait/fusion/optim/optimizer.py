@@ -129,7 +129,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def check_ranks(self) -> None:
         """Refuse adapters that are padded with zeros if these would change the update of other elements."""
-        if self.fused.has_unlike_ranks and not self.kind.is_elementwise:
+        if self.fused.forms.has_unlike_ranks and not self.kind.is_elementwise:
             raise FusionError(
                 f"optimizer: {self.kind_name} computes with whole matrices, and these adapters have unlike "
                 f"ranks, which are padded with zeros; use another optimizer, or fuse the adapters of each "

@@ -18,8 +18,7 @@ from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.sharing import equal_values, is_same_view
 from plait.fusion.trials.per_trial import PerTrial, float_holders
-from plait.fusion.trials.unfused import copy_of_structure, gradient_hooks
-from plait.workloads.adapters.forms import bring_to, form_of, is_adapted, misfit
+from plait.fusion.trials.unfused import gradient_hooks
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,8 @@ def replace_trial(
 
     `steps` is the number of steps of the new trial, if the optimizer limits them.
     """
-    model = _fitted(fused, number, model)
+    given, model = model, fused.forms.fitted(model, fused.module)
+    fused.forms.replace(number, given, fused.module, fused.trials)
     optimizer.check_ranks()
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
@@ -117,23 +117,8 @@ def replace_trial(
 def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
     """Raise FusionError for models that cannot join the fused ones in their current state."""
     if models:
-        check_structure([fused.array_trial(0), *(_fitted(fused, None, model) for model in models)])
-
-
-def _fitted(fused: FusedModule, number: int | None, model: nn.Module) -> nn.Module:
-    """A PEFT model in the form of the array; with a number, that trial has its form from now on."""
-    if not is_adapted(model) or not is_adapted(fused.module):
-        return model
-    common, form = fused.common_form or form_of(fused.array_trial(0)), form_of(model)
-    if form == common and not fused.own_forms:
-        return model
-    if why := misfit(common, form):
-        raise FusionError(f"fuse: the adapter does not fit into the array: {why}")
-    if number is not None:
-        if not fused.own_forms:
-            fused.set_forms(common, [common] * fused.trials)
-        fused.own_forms[number] = form
-    return bring_to(copy_of_structure(model), common)
+        fitted = (fused.forms.fitted(model, fused.module) for model in models)
+        check_structure([fused.array_trial(0), *fitted])
 
 
 def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
@@ -235,7 +220,7 @@ def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]]
         for holder, key in float_holders(vars(part)):
             if isinstance(holder[key], PerTrial):
                 holder[key] = PerTrial(change(list(holder[key].values)))
-    fused.own_forms = change(fused.own_forms) if fused.own_forms else []
+    fused.forms.own = change(fused.forms.own) if fused.forms.own else []
     for hooks in fused.gradient_hooks:
         hooks[:] = change(hooks)
     numbers = change(list(range(before)))

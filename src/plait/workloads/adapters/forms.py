@@ -166,7 +166,7 @@ def _is_adapted_layer(part: Any) -> bool:
 def _layer_form(layer: Any, adapter: str) -> LayerForm:
     if hasattr(layer, "ia3_l"):
         return LayerForm("ia3", is_feedforward=bool(layer.is_feedforward))
-    if not hasattr(layer, "lora_A") or not isinstance(getattr(layer, "r", None), dict):
+    if not _is_lora(layer, adapter):
         return LayerForm(type(layer).__qualname__)
     if adapter not in layer.r:
         raise AdapterError(
@@ -181,6 +181,18 @@ def _layer_form(layer: Any, adapter: str) -> LayerForm:
         bool(layer.use_rslora.get(adapter, False)),
         isinstance(layer.lora_dropout[adapter], nn.Dropout),
     )
+
+
+def _is_lora(layer: Any, adapter: str) -> bool:
+    """Whether this is LoRA or DoRA, whose rank can be raised by zeros; others compute something else."""
+    peft = sys.modules["peft"]
+    lora = peft.tuners.lora
+    if not isinstance(layer, lora.LoraLayer) or isinstance(layer, peft.tuners.adalora.AdaLoraLayer):
+        return False
+    # An adapter of a parameter, such as that of all experts, has several matrices in one.
+    if isinstance(layer, lora.layer.ParamWrapper):
+        return False
+    return layer.lora_variant.get(adapter) is None or layer.use_dora.get(adapter, False)
 
 
 def _refuse_common_layers(models: Sequence[nn.Module]) -> None:
@@ -209,9 +221,13 @@ def _check_same_kind(first: AdapterForm, form: AdapterForm, number: int) -> None
             f"the adapters are called {list(first.configs)} in model 0 and {list(form.configs)} in model "
             f"{number}; give them one name (adapter_name=...)"
         )
-    names = [getattr(one.config, "tokenizer_name_or_path", None) for one in (first, form)]
-    if names[0] != names[1]:
-        raise AdapterError(f"model 0 has the tokenizer {names[0]!r} and model {number} {names[1]!r}")
+    for name in ("tokenizer_name_or_path", "modules_to_save", "bias"):
+        values = [getattr(one.config, name, None) for one in (first, form)]
+        if values[0] != values[1]:
+            raise AdapterError(
+                f"{name} is {values[0]!r} in model 0 and {values[1]!r} in model {number}, expected the same; "
+                f"fuse those of each value by themselves"
+            )
 
 
 def _check_bases(models: Sequence[nn.Module], forms: Sequence[AdapterForm]) -> None:
@@ -255,7 +271,8 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
     for form in sorted(forms, key=lambda form: -len(form.layers)):
         for path, layer in form.layers.items():
             layers[path] = _larger(path, layers[path], layer) if path in layers else layer
-    if first.config.is_prompt_learning or any(one.kind not in ("lora", "ia3") for one in layers.values()):
+    is_other = any(one.kind not in ("lora", "ia3") for one in layers.values())
+    if is_other or first.config.is_prompt_learning or getattr(first.config, "ensure_weight_tying", False):
         for number, form in enumerate(forms[1:], 1):
             _check_same_settings(first, form, number)
         return first

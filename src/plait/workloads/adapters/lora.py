@@ -58,8 +58,8 @@ def add_lora(model: nn.Module, settings: LoraSettings, array: LoraArray | None =
     for path, part in made.named_modules():
         if not hasattr(part, "lora_A") or not getattr(part, "r", None):
             continue
-        width = min(part.in_features, part.out_features)  # type: ignore[type-var]
-        if settings.r > width:  # type: ignore[operator]
+        width = min(part.in_features, part.out_features)
+        if settings.r > width:
             raise JobError(
                 f"lora.r: found {settings.r}, but {path.removeprefix('base_model.model.')} is "
                 f"{part.in_features} x {part.out_features}; expected at most {width}"
