@@ -28,11 +28,12 @@ from plait.report.sweep import write_sweep
 from plait.schema.job import make_job
 from plait.schema.placement import HostAccess
 from plait.schema.results import SweepResult
-from plait.schema.settings import CallSettings, SearchSettings
+from plait.schema.settings import CallSettings, LoraSettings, SearchSettings
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.search.values import check as check_search
 from plait.sweeping.settings import SweepSettings
 from plait.training import components
+from plait.workloads.adapters.lora import check_lora
 from plait.workloads.data.image_folder import image_folder
 from plait.workloads.from_transformers import from_config
 
@@ -148,6 +149,7 @@ USES: dict[str, Callable[[], object]] = {
     "matplotlib": lambda: draw(Simulation((), 1, {}), Path("x.png"), ""),
     "mlflow": lambda: check_callbacks([CallSettings("plait.callbacks:MLflow")]),
     "optuna": check_asha,
+    "peft": lambda: check_lora(LoraSettings()),
     "ray": lambda: make_launcher("ray", HostAccess(), ()).take_hosts(1, 1),
     "tensorboard": check_board,
     "transformers": lambda: from_config("GPT2LMHeadModel"),

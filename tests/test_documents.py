@@ -153,7 +153,15 @@ epochs: 4
 """
 
 
-PAGES = ["README.md", "docs/adapt.md", "docs/audit.md", "docs/jobs.md", "docs/library.md", "docs/sweep.md"]
+PAGES = [
+    "README.md",
+    "docs/adapt.md",
+    "docs/audit.md",
+    "docs/fusion.md",
+    "docs/jobs.md",
+    "docs/library.md",
+    "docs/sweep.md",
+]
 
 
 def run_snippets(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,14 @@ import torch
 from plait.core import events
 from plait.core.run_events import Changed, Signals
 from plait.launcher.run_dir import RunDir
-from plait.schema.settings import OptimizerSettings, PolicySettings, SlowSettings, TrainSettings
+from plait.schema.settings import (
+    CheckpointSettings,
+    OptimizerSettings,
+    PolicySettings,
+    SlowSettings,
+    SyncSettings,
+    TrainSettings,
+)
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.averaging import job_store
@@ -18,12 +27,14 @@ from support.training import PlainWorker, largest_difference, train_here, unveri
 from support.world import run_ranks
 
 
-def train(rank: int, address: str, settings: TrainSettings, folder: Path) -> tuple[Any, Any]:
+def train(
+    rank: int, address: str, settings: TrainSettings, folder: Path, resume: bool = False
+) -> tuple[Any, Any]:
     torch.set_num_threads(1)
     worker = PlainWorker(address=address)
     parts = components.build(settings, torch.device("cpu"))
     loop = make_loop(worker, settings, parts, RunDir(folder))  # type: ignore[arg-type]
-    result = loop.train(resume=False)
+    result = loop.train(resume)
     return result, {name: value.tolist() for name, value in parts.model.state_dict().items()}
 
 
@@ -46,6 +57,27 @@ def test_workers_change_their_sync_and_back_and_take_the_steps_of_one_process(tm
     kinds = [(e.step, e.change["sync"]) for e in log if isinstance(e, Changed)]
     assert kinds == [(4, "local-sgd"), (8, "all-reduce"), (12, "local-sgd"), (16, "all-reduce")]
     assert {e.sync for e in log if isinstance(e, Signals)} == {"all-reduce", "local-sgd"}
+
+
+def test_a_resumed_run_goes_on_with_the_sync_that_a_policy_chose_unless_the_job_says_another(tmp_path: Path):
+    """With the state of its outer optimizer, too, so it is the run that was never interrupted."""
+    outer = {"sync": "local-sgd", "options": {"every": 2, "outer": "nesterov"}}
+    settings = unverified_job(steps=12, checkpoint=CheckpointSettings(every_steps=6), adapt=table({4: outer}))
+
+    def syncs(folder: Path) -> set[str]:
+        log = [each.event for each in events.read(RunDir(folder).events())]
+        return {each.sync for each in log if isinstance(each, Signals) and each.step > 6}
+
+    with job_store() as address:
+        whole = run_ranks(2, train, address, settings, tmp_path / "whole")
+        run_ranks(2, train, address, replace(settings, steps=6), tmp_path / "two")
+        shutil.copytree(tmp_path / "two", tmp_path / "other")
+        resumed = run_ranks(2, train, address, settings, tmp_path / "two", True)
+        other = replace(settings, sync=SyncSettings("sma"))
+        run_ranks(2, train, address, other, tmp_path / "other", True)
+    assert largest_difference(resumed[0][1], whole[0][1]) == 0.0
+    assert syncs(tmp_path / "two") == syncs(tmp_path / "whole") == {"local-sgd"}
+    assert syncs(tmp_path / "other") == {"sma"}
 
 
 def test_a_straggler_leads_to_partial_reduce(tmp_path: Path):

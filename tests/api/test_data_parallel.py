@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import plait
 from plait.core.errors import InputError, PeerError
@@ -225,6 +227,36 @@ def test_no_sync_and_batch_norm_do_as_with_torch(dtype: torch.dtype):
         for name, values in torchs.items():
             there, here = (torch.tensor(each, dtype=torch.float64) for each in (ours[name], values))
             assert (there - here).abs().max() < (1e-13 if dtype == torch.float64 else 1e-6), name
+
+
+def accumulate(rank: int, samples: int, by_loader: bool) -> tuple[Values, list[str]]:
+    """The gradients of an epoch whose batches are all accumulated, after one that was, and warnings."""
+    world = plait.init("cpu")
+    torch.manual_seed(0)
+    x = torch.randn(samples, 3, dtype=torch.float64)
+    model = plait.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    loader = plait.DataLoader(TensorDataset(x), batch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # gradients of the first epoch stay, and count as well
+            for number, (rows,) in enumerate(loader):
+                if not by_loader:
+                    world.batch = (0, 0)
+                with model.no_sync() if number + 1 < len(loader) else contextlib.nullcontext():
+                    model(rows).square().mean().backward()
+    grads = {name: p.grad.tolist() for name, p in model.module.named_parameters() if p.grad is not None}
+    model.close()
+    return grads, [str(each.message) for each in caught if "no_sync" in str(each.message)]
+
+
+@pytest.mark.parametrize("samples", [11, 9])  # the last batch is of three samples, and of one
+def test_batches_of_a_loader_that_are_accumulated_count_as_in_one_process(samples: int):
+    wanted, _ = accumulate(0, samples, True)
+    for found, warned in run_ranks(3, accumulate, samples, True):
+        assert_equal(found, wanted)
+        assert not warned
+    for _, warned in run_ranks(2, accumulate, samples, False):
+        assert len(warned) == 1
 
 
 def wrap_wrongly(rank: int) -> list[str]:

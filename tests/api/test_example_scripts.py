@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -166,7 +168,7 @@ def words_of(name: str, folder: Path) -> list[str]:
 
 
 def test_every_script_is_short_and_tested():
-    assert set(SCRIPTS) <= {*PLAIN, "launch_workers.py", "no_loop.py"}
+    assert set(SCRIPTS) <= {*PLAIN, "launch_workers.py", "lora_sweep.py", "no_loop.py"}
     assert [name for name in SCRIPTS if len((EXAMPLES / name).read_text().splitlines()) >= 40] == []
 
 
@@ -175,6 +177,40 @@ def test_every_script_is_short_and_tested():
 def test_a_script_has_the_loss_of_a_plain_loop(name: str, workers: int, tmp_path: Path):
     printed = run_ranks(workers, run_example, name, *words_of(name, tmp_path))
     assert losses_in(*printed) == pytest.approx(sorted(PLAIN[name]()), abs=1e-10)
+
+
+@pytest.mark.extended
+def test_the_adapters_of_a_script_have_the_losses_of_plain_loops_and_peft_loads_them(tmp_path: Path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'plait[peft]'")
+    path = str(EXAMPLES / "lora_sweep.py")
+    made = {}
+
+    def alone(models: list[nn.Module]) -> mock.Mock:
+        made["models"] = copy.deepcopy(models)
+        made["state"] = torch.get_rng_state()
+        return fuse(models)
+
+    fuse = plait.fuse
+    with mock.patch.object(plait, "fuse", alone), contextlib.redirect_stdout(io.StringIO()) as out:
+        with mock.patch("sys.argv", [path, str(tmp_path)]):
+            found = runpy.run_path(path)
+    torch.set_rng_state(made["state"])
+    steps = [(torch.randint(64, (3, 8, 1)) + torch.arange(12)) % 64 for _ in range(20)]
+    losses, tokens = [], torch.arange(8).view(1, 8)
+    for number, (model, rate) in enumerate(zip(made["models"], (0.03, 0.01, 0.003))):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+        batches = ((step[number], step[number]) for step in steps)
+        losses.append(plain_steps(model, optimizer, next_token_loss, batches))
+        base = transformers.LlamaForCausalLM(found["base"].config).double()
+        base.load_state_dict(found["base"].state_dict())
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / f"rank-{found['settings'][number]['r']}")
+        torch.testing.assert_close(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+    assert losses_in(out.getvalue()) == pytest.approx(sorted(losses), abs=1e-10)
+
+
+def next_token_loss(output: Any, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits[:, :-1].mT, tokens[:, 1:])
 
 
 def test_what_two_workers_have_saved_in_mid_epoch_one_brings_to_the_same_end(tmp_path: Path):

@@ -70,9 +70,11 @@ def test_a_result_carries_the_warnings_of_its_workers_and_a_run_that_had_ended_s
     assert json.loads((Path(result.run) / "result.json").read_text())["warnings"] == [leak]
     again = plait.train(job, resume=True)
     assert (again.step, again.test, again.train_loss) == (4, result.test, result.train_loss)
-    assert "had already ended, at step 4: nothing was trained" in again.warnings[-1]
+    # It looks at the data again, and says so again where it had time for more samples.
+    assert any("had already ended, at step 4: nothing was trained" in words for words in again.warnings)
+    assert leak in again.warnings
     show_warnings(again.warnings, quiet=True)
-    assert capsys.readouterr().err.count("warning: ") == 2
+    assert capsys.readouterr().err.count("warning: ") == len(again.warnings)
     show_warnings(again.warnings, quiet=False)
     assert capsys.readouterr().err == ""
     status = json.loads((Path(result.run) / "status.json").read_text())["progress"]

@@ -176,6 +176,13 @@ def test_muon_updates_the_matrices_and_another_optimizer_the_rest():
         matrices = [p for p in model.parameters() if p.dim() == dim]
         return make("muon", matrices), make("adamw", [p for p in model.parameters() if p.dim() != dim])
 
+    frozen = fuse(make_models(lambda: Shapes("muon"), 2))
+    optimizer = FusedOptimizer(frozen, "muon")  # what is frozen is not updated
+    frozen.module.conv.requires_grad_(True)
+    frozen(torch.ones(2, 5, 6, dtype=torch.float64)).sum().backward()
+    with pytest.raises(FusionError, match=r"shape \(3, 2, 2\) .* expected matrices"):
+        optimizer.step()
+
     together = optimizers(lambda kind, params: FusedOptimizer(fused, kind, params=params), fused.module, 3)
     torchs = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
     alone = [optimizers(lambda kind, params: torchs[kind](params), model, 2) for model in models]

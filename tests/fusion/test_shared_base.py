@@ -412,6 +412,35 @@ def test_states_copies_and_other_dtypes_keep_what_is_shared():
     assert models[0].words.weight.dtype == torch.float64
 
 
+def test_a_base_that_is_changed_in_place_changes_for_all_trials():
+    models = trials("mlp", 2)
+    fused, x = fuse(models), batches("mlp", 1, 2)[0]
+    with torch.no_grad():
+        models[0][0].base.weight.mul_(2.0)
+    torch.testing.assert_close(fused(x)[1], models[1](x[1]), **CLOSE)
+
+
+class WritesUnseen(nn.Module):
+    """Writes to a buffer in a way that shows only in the buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        torch.add(torch.ones(1), 1.0, out=self.count)
+        return self.layer(x) + self.count
+
+
+def test_a_write_that_cannot_be_seen_is_refused():
+    fused = fuse([WritesUnseen() for _ in range(2)])
+    with pytest.raises(FusionError, match="has written to 'count', which all trials share"):
+        fused(torch.ones(2, 3, 2))
+    fused.unshare("count")
+    assert fused.module.count.shape == (2, 1)
+
+
 class Averages(nn.Module):
     """Keeps an average of its outputs in a buffer, and a slow copy of its weight that is not trained."""
 
@@ -530,6 +559,7 @@ def test_a_function_of_ones_own_is_called_once_on_all_rows_where_that_is_right(b
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     fused(x)
     assert set(fused.shared) == {"base.packed"}
+    assert not fused.unfused
     Packed.calls = 0
     found = fused(x)
     assert Packed.calls == calls

@@ -282,7 +282,7 @@ class Applies(Base):
     "values",
     [
         (F.relu, torch.tanh),
-        ({"scale": 1.0}, {"scale": 2.0}),
+        ({"scale": 1}, {"scale": 2}),
         ([1.0], [2.0]),
         (SimpleNamespace(scale=1.0), SimpleNamespace(scale=2.0)),
         (
@@ -314,6 +314,21 @@ def test_equal_attributes_of_many_kinds_do_not_keep_models_apart():
     expected = torch.stack([model(own) for model, own in zip(models, x)])
     torch.testing.assert_close(fuse(models)(x), expected, rtol=1e-12, atol=1e-12)
     assert [len(group) for group in group_by_shape(models, lambda model: model)] == [2]
+
+
+def test_a_float_in_a_dict_is_a_hyperparameter_of_trials_that_come_and_go():
+    class Scales(Applies):
+        def forward(self, x):
+            return self.layer(x) * self.value["scale"]
+
+    models = [Scales({"scale": scale}).double() for scale in (1.0, 2.5, 2.0)]
+    fused = fuse(models[:2])
+    optimizer = FusedOptimizer(fused, "sgd", lr=0.1)
+    x = batches(count=1, trials=2)[0]
+    replace_trial(fused, optimizer, 0, models[2], 0)
+    torch.testing.assert_close(fused(x), torch.stack([models[2](x[0]), models[1](x[1])]))
+    keep_trials(fused, optimizer, [1, 0])
+    assert [model.value["scale"] for model in fused.split()] == [2.5, 2.0]
 
 
 def test_an_int_in_the_place_of_a_float_is_a_hyperparameter():

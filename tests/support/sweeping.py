@@ -129,6 +129,20 @@ class Configured(nn.Module):
         return self.layer(pooled.flatten(1))
 
 
+class OnFrozenBase(nn.Module):
+    """A trained head on a base that each model loads anew, and that has batch statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.base = nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU()).requires_grad_(False)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x.flatten(1)))
+
+
 def sweep_of(*over: str | Dimension, width: int | None = 4, job: Any = None, **search: Any) -> SweepSettings:
     """A sweep of the small digits job over `over`, as on the command line."""
     dimensions = tuple(parse_dimension(one) if isinstance(one, str) else one for one in over)

@@ -112,6 +112,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **_made("text_lines:synthetic_lines", samples=12, length=8),
         "model_args.config": GPT2,
     },
+    "lora_sweep": _made("text_lines:synthetic_lines", samples=12, length=8),
 }
 # Further models of transformers, over the example gpt2.
 TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {

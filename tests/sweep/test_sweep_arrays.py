@@ -9,6 +9,7 @@ import pytest
 
 from plait.core import events as core_events
 from plait.core import run_events
+from plait.fusion import fuse
 from plait.launcher.run_dir import RunDir
 from plait.schema.settings import (
     UNVERIFIED,
@@ -46,6 +47,32 @@ def assert_as_alone(settings: SweepSettings, found: dict[str, Any], folder: Path
         alone, _ = trial_alone(settings, row["values"], folder / f"alone-{row['trial']}")
         assert row["step"] == alone.step
         assert row["metrics"] == pytest.approx(alone.test, abs=1e-9), row["values"]
+
+
+def test_a_base_that_every_trial_loads_is_held_once_by_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+
+    def fuse_and_look(*args: Any, **kwargs: Any) -> Any:
+        fused = fuse(*args, **kwargs)
+        seen.append(fused)
+        return fused
+
+    monkeypatch.setattr("plait.training.fused.fused_components.fuse", fuse_and_look)
+    settings = sweep_of(
+        "optimizer.lr=0.1,0.03,0.01,0.2,0.5,0.05",
+        width=3,
+        job=job_of("OnFrozenBase"),
+        kind="asha",
+        eta=2,
+        least_steps=2,
+    )
+    found = sweep_here(settings, tmp_path)
+    finished = [row for row in found["trials"] if row["step"] == 8]
+    assert len(finished) < len(found["trials"])
+    assert_as_alone(settings, {"trials": finished}, tmp_path)
+    assert set(seen[-1].shared) == {"base.0.weight", "base.0.bias", "base.1.weight", "base.1.bias"}
 
 
 def test_a_search_that_learns_fuses_where_no_width_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.api.data_parallel import check_unwrapped
-from plait.api.same_model import TrainedParameters, check_optimizer, check_same_model, copy_of_first
+from plait.api.same_model import TrainedParameters, check_optimizer, share_model
 from plait.api.world import World, init
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError, JobError, LostPeer, PeerError, PlaitError
@@ -127,11 +127,10 @@ class _Running:
 
     def __init__(self, settings: Averaging) -> None:
         model, optimizer, options = settings.model, settings.optimizer, settings.options
-        check_same_model("Averaging", model)
         _check_same([settings.sync, str(options), settings.seed, type(optimizer).__name__])
+        share_model("Averaging", model, settings.world)
         self._trained = TrainedParameters("Averaging", model)
         weights, buffers = self._trained.parameters, list(model.buffers())
-        copy_of_first([*model.parameters(), *buffers], settings.world)
         self._world, self._kind = settings.world, settings.sync
         rendezvous = self._world.rendezvous
         self._store = rendezvous.store

@@ -187,6 +187,7 @@ class DataLoader:
                     break
                 self.rules.begin()
                 self._position = Position(batch.epoch + 1) if batch.last else batch.after
+                self.world.batch = batch.count, batch.total
                 yield self._content(batch)
         finally:
             shares.close()

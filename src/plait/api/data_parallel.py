@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,19 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from plait.api.same_model import (
-    Copies,
-    TrainedParameters,
-    check_same_model,
-    copies_of,
-    copy_of_first,
-    restore,
-)
+from plait.api.accumulated import NOTHING, AccumulatedBatches, are_weighed
+from plait.api.same_model import Copies, TrainedParameters, copies_of, copy_of_first, restore, share_model
 from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
-from plait.schema.topology import TopologyError
-from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
+from plait.schema.topology_spec import TopologySpec, check_topology, fitting, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 
@@ -102,9 +96,12 @@ class DataParallel(nn.Module):
         self._trained = TrainedParameters("DataParallel", module)
         # Listed once, as the search takes as long as small sums; modules may replace the tensors.
         self._buffer_names = [(each, name) for each in module.modules() for name in each._buffers]
-        # The samples of this worker that the next sum is about; those of the last one until the next forward,
-        # as several backward passes may follow one forward.
-        self._seen = 1.0
+        # What the next sum is about; the batches of the last one until the next forward, as several backward
+        # passes may follow one forward.
+        self._batches = AccumulatedBatches()
+        # Whether a backward pass came since the last forward.
+        self._has_gradients = False
+        self._has_warned = False
         self._is_summed = True
         # The mean over the workers at the last sum.
         self._usual = 1.0
@@ -128,14 +125,14 @@ class DataParallel(nn.Module):
         """Connect the copies of the model; all workers call it together."""
         self._is_copy = False
         if self.world.world_size > 1:
-            check_same_model("DataParallel", self.module)
-            copy_of_first([*self.module.parameters(), *self.module.buffers()], self.world)
+            share_model("DataParallel", self.module, self.world)
             self.connect()
 
     def connect(self) -> None:
         """Sum gradients with the workers that `world` has now, who all call it with equal models."""
         self.close()
         self._usual, self._is_summed, self._in_backward, self.is_broken = 1.0, True, False, False
+        self._batches = AccumulatedBatches()
         if self.world.world_size > 1:
             self._sync = self._make_sync()
         if self._norms is not None:
@@ -172,12 +169,9 @@ class DataParallel(nn.Module):
     def _topology_spec(self) -> TopologySpec:
         """The topology, or the default one if it does not fit workers that have changed."""
         spec = read_topology_spec(self.topology)
-        try:
-            check_topology(spec, self.world.world_size)
-        except TopologyError:
-            if self.world.launched is None:
-                raise
-            return TopologySpec()
+        if self.world.launched is not None:
+            return fitting(spec, self.world.world_size)
+        check_topology(spec, self.world.world_size)
         return spec
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -188,9 +182,19 @@ class DataParallel(nn.Module):
             self._was_training = self.training
             if self._is_summed and not self.is_broken:
                 self._copy_buffers()
-            self._seen = self._samples(*inputs, **named) + (0.0 if self._is_summed else self._seen)
-            self._is_summed = False
+            self._add_batch(self._samples(*inputs, **named))
         return self.module(*inputs, **named)
+
+    def _add_batch(self, count: float) -> None:
+        """Weigh the samples of a forward, and the gradients that were accumulated before it."""
+        if self._is_summed:
+            self._batches.begin()
+        ratio = self._batches.add(count, self.world.batch, self._has_gradients and not self._is_summed)
+        self._is_summed = self._has_gradients = False
+        if abs(ratio - 1) > _ROUNDING:
+            for parameter in self._trained.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.detach().mul_(ratio)
 
     def _copy_buffers(self) -> None:
         """Copy the buffers of rank 0 to all workers, before the first forward of a step."""
@@ -249,6 +253,7 @@ class DataParallel(nn.Module):
 
     def _begin_backward(self) -> None:
         """Start the sums at the first gradient of a backward pass; its end completes them."""
+        self._has_gradients = True
         if self._in_backward or not self._is_syncing or self.is_broken:
             return
         assert self._sync is not None
@@ -259,24 +264,29 @@ class DataParallel(nn.Module):
     @property
     def _factor(self) -> float:
         """This worker's weight if the mean over the workers is the usual one."""
-        return self._seen / (self._usual * self.world.world_size)
+        return self._batches.weight / (self._usual * self.world.world_size)
 
     def _end_backward(self) -> None:
         assert self._sync is not None
         self._in_backward = False
-        factor, seen = self._factor, self._seen
+        factor, seen = self._factor, self._batches.samples
+        latest = self._batches.latest / (self._usual * self.world.world_size)
         weigh_norm = None if self._norms is None else seen / factor**2 if factor else 0.0
         try:
-            sums = self._sync.sum_gradients(self._scalars(factor, seen), factor, weigh_norm)
+            scalars = self._scalars(latest, seen, self._batches.numbers())
+            sums = self._sync.sum_gradients(scalars, factor, weigh_norm)
         except RuntimeError as failure:
             self._discard_if_lost(failure, "backward")
             return
         self._sums += 1
         self._trained.check_hooks()
-        total, _, _, *flags, _ = sums.tolist()
+        total, samples, workers, *numbers_and_flags, _ = sums.tolist()
+        numbers, flags = numbers_and_flags[:3], numbers_and_flags[3:]
         if not self.rules.are_gradients_kept(flags):
             self._discard()
             return
+        if not are_weighed(numbers, samples, workers):
+            self._warn_of_shares()
         if self._norms is not None:
             self._norms.sums = sums[[-1, 1, 2]]
         # What no_sync accumulates from now on stays with the parameters.
@@ -289,9 +299,20 @@ class DataParallel(nn.Module):
         if grads and abs(total - 1) > _ROUNDING:
             torch._foreach_div_(grads, total)
 
-    def _scalars(self, factor: float, seen: float) -> Tensor:
+    def _warn_of_shares(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "DataParallel: batches whose gradients were accumulated under no_sync were divided among "
+                "the workers in unlike proportions, so that the gradient is not exactly that of one "
+                "process; give the model the samples of a plait.DataLoader as they come, use "
+                "drop_last=True, or do not accumulate over the smaller last batch",
+                stacklevel=2,
+            )
+
+    def _scalars(self, factor: float, seen: float, numbers: Sequence[float] = NOTHING) -> Tensor:
         # The last one is the squared norm of this worker's gradient, which is sent times the factor.
-        return torch.tensor([factor, seen, 1.0, *self.rules.flags(), 0.0], dtype=torch.float64)
+        return torch.tensor([factor, seen, 1.0, *numbers, *self.rules.flags(), 0.0], dtype=torch.float64)
 
     def sum_nothing(self) -> list[float]:
         """Take part in the sums of a step of the others without samples; returns the sums of the flags."""
@@ -299,8 +320,8 @@ class DataParallel(nn.Module):
         self._copy_buffers()
         self._sync.begin()
         self._sync.before_backward(last=False, factor=0.0)
-        _, _, _, *flags, _ = self._sync.sum_gradients(self._scalars(0.0, 0.0), 0.0).tolist()
-        return flags
+        sums = self._sync.sum_gradients(self._scalars(0.0, 0.0), 0.0).tolist()
+        return sums[3 + len(NOTHING) : -1]
 
     def measure_parts(self) -> WorkerNorms:
         """Measure the workers' gradients from now on, as `plait.GradientNoiseScale(model)` asks for."""

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from plait.api.data_parallel import check_unwrapped
-from plait.api.same_model import check_same_model, copy_of_first
+from plait.api.same_model import share_model
 from plait.api.stages.checked_loss import CheckedLoss
 from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
 from plait.api.stages.plain_attributes import PlainAttributes
@@ -129,8 +129,7 @@ class Pipeline:
             updates_each = schedule is not None and find_schedule(schedule) is Schedule.STASH
             self._engine = WholeModel(model, self.world.device, options, updates_each)
             return
-        check_same_model("Pipeline", model)
-        copy_of_first([*model.parameters(), *model.buffers()], self.world)
+        share_model("Pipeline", model, self.world)
         examples = two_examples(example_inputs, other_inputs, self.world.device)
         preparation = StagePreparation(self.world, model, examples, autocast)
         profile = partial(preparation.profile, example_inputs)

@@ -120,6 +120,12 @@ class TrainedParameters:
         )
 
 
+def share_model(owner: str, module: nn.Module, world: World) -> None:
+    """Copy the model of rank 0 to all workers, who call it together; refuses models that differ."""
+    check_same_model(owner, module)
+    copy_of_first([*module.parameters(), *module.buffers()], world)
+
+
 @torch.no_grad()
 def copy_of_first(tensors: Iterable[Tensor], world: World) -> Copies:
     """Copy the tensors of rank 0 to all workers; returns what was sent.

@@ -49,6 +49,8 @@ class World:
     launched: LaunchedWorker | None = None
     # What Plait's own launcher calls when the script has ended.
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    # The samples of the batch that a `plait.DataLoader` gave last, of this worker and of all.
+    batch: tuple[int, int] = (0, 0)
 
     def follow(self, worker: LaunchedWorker) -> None:
         """Take over the members that `worker` has entered."""

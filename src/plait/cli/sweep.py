@@ -291,5 +291,6 @@ def show_result(result: SweepResult, job: Path) -> None:
     if result.reason == "stopped":
         print(f"stopped; go on with: {RunKind.SWEEP.resume_command(folder.path, job)}")
         return
-    files = [name for name in ("trials.csv", "curves.png", "sweep.html") if (folder.path / name).exists()]
+    names = ("trials.csv", "curves.png", "sweep.html", "adapter")
+    files = [name for name in names if (folder.path / name).exists()]
     print(f"wrote {folder.path} ({', '.join(files)}); next: plait evaluate {folder.path}")

@@ -30,6 +30,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "mlflow": "mlflow",
     "optuna": "optuna",
+    "peft": "peft",
     "ray": "ray",
     "tensorboard": "tensorboard",
     "transformers": "transformers",

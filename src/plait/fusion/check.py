@@ -162,15 +162,26 @@ def _same(what: str, expected: dict[str, Any], found: dict[str, Any], number: in
     )
 
 
-def hyperparameters(models: Sequence[nn.Module]) -> list[tuple[str, str, list[float]]]:
-    """The float attributes that differ between models: module path, name, one value per model."""
+def hyperparameters(models: Sequence[nn.Module]) -> list[tuple[str, tuple[Any, ...], list[float]]]:
+    """The floats that differ between models: module path, where in its attributes, one value per model.
+
+    A float is an attribute, (name,), or a value of a dict in an attribute, (name, key).
+    """
     return [
-        (path, name, [float(one) for one in every])
-        for path, name, every in _attributes(models)
+        (path, where, [float(one) for one in every])
+        for path, name, values in _attributes(models)
+        for where, every in _numbers_in(name, values)
         if any(isinstance(one, float) for one in every)
         and all(map(_is_number, every))
         and len(set(every)) > 1
     ]
+
+
+def _numbers_in(name: str, values: list[Any]) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+    yield (name,), values
+    if all(type(one) is dict for one in values):
+        for key in values[0]:
+            yield (name, key), [one.get(key) for one in values]
 
 
 def tensor_attributes(models: Sequence[nn.Module]) -> list[tuple[str, str, list[Tensor]]]:
@@ -227,7 +238,13 @@ def _is_alike(first: Any, other: Any, trees: tuple[Mapping[int, str], Mapping[in
         return (first.shape, first.dtype, first.layout) == (other.shape, other.dtype, other.layout)
     if _is_number(first) and _is_number(other) and float in (type(first), type(other)):
         return True
+    if type(first) is dict and type(other) is dict and _has_floats(first) and list(first) == list(other):
+        return all(_is_alike(first[key], other[key], trees) for key in first)
     return describe(first, trees[0]) == describe(other, trees[1])
+
+
+def _has_floats(values: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, float) for value in values.values())
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule, call_forward
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import check_share, held_once, nearly_shared
+from plait.fusion.trials.unfused import copy_of_structure
 from plait.fusion.verify import (
     CallCandidate,
     NothingToCompareError,
@@ -26,6 +27,7 @@ from plait.fusion.verify import (
     log_report,
     verify_fused,
 )
+from plait.workloads.adapters.forms import AdapterError, AdapterForm, bring_to, common_form, is_adapted
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,9 @@ def fuse(
     """One module that computes, and trains, all of `models` at once; the models are not changed.
 
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
-    the trials. `seeds` select the trials' random streams (default 0, 1, 2...), `rng_steps` how many training
-    forwards each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
+    the trials. Adapters of the PEFT library may differ in rank, scale, dropout and in the layers they adapt.
+    `seeds` select the trials' random streams (default 0, 1, 2...), `rng_steps` how many training forwards
+    each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
 
     The first call of the fused module compares its trials with the models, on the call's arguments: outputs,
     gradients and buffers in training and evaluation mode. Modules that compute something else when fused run
@@ -67,7 +70,7 @@ def fuse(
             f"fuse: found a {type(models).__name__}, expected a list of models of the same shape, such as "
             f"[make_model() for _ in range(4)]"
         )
-    models = list(models)
+    models, common, forms = _alike(list(models))
     check_models(models)
     count = len(models)
     seeds = list(range(count)) if seeds is None else list(seeds)
@@ -79,12 +82,30 @@ def fuse(
     shared = held_once(models, share)
     made = FusedModule(models, seeds, rng_steps, reasons, shared)
     made.unlike_base = nearly_shared(models, shared) if shared and share != "same-storage" else []
+    if common is not None:
+        made.set_forms(common, forms)
     if verify is True:
         made.first_call, made.plain_models = _verify_call, models
     elif verify is not False:
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
         _verify(made, CallCandidate(made, models, call_forward, *calls_on(batches, count)))
     return made
+
+
+def _alike(models: list[nn.Module]) -> tuple[list[nn.Module], AdapterForm | None, list[AdapterForm]]:
+    """PEFT models in one form, with the forms that they had; other models, and those alike, unchanged.
+
+    The models share all tensors with the given ones but those of adapters.
+    """
+    if not any(map(is_adapted, models)):
+        return models, None, []
+    try:
+        common, forms = common_form(models)
+        if all(form == common for form in forms):
+            return models, None, []
+        return [bring_to(copy_of_structure(model), common) for model in models], common, forms
+    except AdapterError as failure:
+        raise FusionError(f"fuse: {failure}") from None
 
 
 def _verify(fused: FusedModule, candidate: CallCandidate) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ from plait.fusion.trials.unfused import (
     gradient_hooks,
     held_values,
     independent_copy,
+    note_trials,
 )
+from plait.workloads.adapters.forms import AdapterForm, bring_to, own_parameters
 
 
 class FusedModule(nn.Module):
@@ -82,6 +85,9 @@ class FusedModule(nn.Module):
         # Compares the trials with the single models, which are kept until then, before the first call.
         self.first_call: Callable[[FusedModule, Callable[..., Any], Any, Any], None] | None = None
         self.plain_models: list[nn.Module] = []
+        # The form that all trials have here and that of each, where adapters have unlike ones.
+        self.common_form: AdapterForm | None = None
+        self.own_forms: list[AdapterForm] = []
         # The number of draws from the trials' streams that earlier stages have made in the same forward.
         self.draws_before: int | tuple[int, ...] = 0
         self._trials = Trials(len(models))
@@ -137,6 +143,9 @@ class FusedModule(nn.Module):
         for parameter, hooks in zip(self.module.parameters(), self.gradient_hooks):
             if any(hooks):
                 parameter.register_hook(each_trial(hooks))
+        for path in () if self.common_form is None else self.common_form.layers:
+            for parameter in own_parameters(self.module.get_submodule(path)):
+                parameter.register_post_accumulate_grad_hook(partial(self._leave_out, path))
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without caches keyed by object identity."""
@@ -173,7 +182,7 @@ class FusedModule(nn.Module):
             raise FusionError(f"fuse: unfused={name!r} names no submodule{did_you_mean(name, parts)}")
         if is_within(name, self.per_trial_modules):
             return
-        models = self.split() if models is None else models
+        models = [self.array_trial(n) for n in range(self.trials)] if models is None else models
         for other in [other for other in self.per_trial_modules if is_within(other, [name])]:
             del self.per_trial_modules[other]
         modules = [self.copy_of(model, name) for model in models]
@@ -230,12 +239,12 @@ class FusedModule(nn.Module):
             return
         self._is_installed = True
         try:
-            versions = [(slot, _version(slot.tensor)) for slot in self._shared_slots]
+            versions = _versions(self._shared_slots)
             with installed(self._slots, self._recurrent, self._wrappers, self._trials):
                 yield
             if versions:
                 self._note_separated()
-                _refuse_written(versions)
+                _refuse_written(versions, self._shared_slots)
             if self._held() != self._held_before:
                 self._adopt_buffers()
         finally:
@@ -479,13 +488,49 @@ class FusedModule(nn.Module):
             left.plait_rows_at = value.rows_at  # type: ignore[attr-defined]
         return left
 
+    def set_forms(self, common: AdapterForm, own: Sequence[AdapterForm]) -> None:
+        """Note the forms of adapters that were brought to a common one."""
+        self.common_form, self.own_forms = common, list(own)
+        self._register_hooks()
+
+    def _leave_out(self, path: str, parameter: Tensor) -> None:
+        """A gradient hook of an adapter: trials that have none there get no gradient, not even zeros."""
+        if having := [number for number, form in enumerate(self.own_forms) if path in form.layers]:
+            note_trials(parameter, having)
+        else:
+            parameter.grad = None
+
+    @property
+    def has_unlike_ranks(self) -> bool:
+        """Whether adapters are padded with zeros, since others have a larger rank."""
+        common = {} if self.common_form is None else self.common_form.layers
+        forms = (form.layers.items() for form in self.own_forms)
+        return any(layer.rank < common[path].rank for layers in forms for path, layer in layers)
+
+    def own_name(self, number: int, name: str) -> str | None:
+        """The name that a parameter has in one trial by itself; None if that has no adapter there."""
+        own = self.own_forms[number].layers if self.own_forms else {}
+        for path in () if self.common_form is None else self.common_form.layers:
+            if path not in own and name.startswith(f"{path}."):
+                base = f"{path}.base_layer."
+                return f"{path}.{name.removeprefix(base)}" if name.startswith(base) else None
+        return name
+
     def split(self) -> list[nn.Module]:
-        """The trials as ordinary modules; they share memory with this one only where all trials do."""
+        """The trials as ordinary modules; shared parameters are in the memory of this one."""
         return [self.trial(number) for number in range(self.trials)]
 
     def trial(self, number: int) -> nn.Module:
-        """One trial as an ordinary module."""
-        memo: dict[Any, Any] = {id(tensor): same_memory(tensor) for tensor in self.shared.values()}
+        """One trial as an ordinary module; an adapter has its own rank and layers again."""
+        made = self.array_trial(number)
+        return bring_to(made, self.own_forms[number]) if self.own_forms else made
+
+    def array_trial(self, number: int) -> nn.Module:
+        """One trial as an ordinary module, in the form that all trials have in the array."""
+        # A buffer is copied, as the trial may write to it.
+        memo: dict[Any, Any] = {
+            id(t): same_memory(t) if isinstance(t, nn.Parameter) else t.clone() for t in self.shared.values()
+        }
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if id(tensor) in memo:
                 continue
@@ -524,19 +569,22 @@ def call_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _version(tensor: Any) -> int:
-    """How often a tensor was written; tensors of inference mode do not count it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _versions(slots: Sequence[Slot]) -> dict[str, int]:
+    """How often each tensor was written; those of inference mode do not count it."""
+    try:
+        return {slot.key: slot.tensors[slot.name]._version for slot in slots}
+    except RuntimeError:
+        return {}
 
 
-def _refuse_written(versions: Sequence[tuple[Slot, int]]) -> None:
+def _refuse_written(before: Mapping[str, int], shared: Sequence[Slot]) -> None:
     """Raise FusionError if a forward has written to a shared tensor, unseen, so that trials are mixed up."""
-    for slot, version in versions:
-        if slot.is_shared and _version(slot.tensor) != version:
+    for key, version in _versions(shared).items():
+        if before.get(key, version) != version:
             raise FusionError(
-                f"fused module: the forward has written to {slot.key!r}, which all trials share, through "
-                f"another tensor or out=...; call fused.unshare({slot.key!r}) before, which gives each trial "
-                f"its own, or fuse the models with share='never'"
+                f"fused module: the forward has written to {key!r}, which all trials share, through another "
+                f"tensor or out=...; call fused.unshare({key!r}) before, which gives each trial its own, or "
+                f"fuse the models with share='never'"
             )
 
 

@@ -63,7 +63,7 @@ def _tensors(models: Sequence[nn.Module]) -> Iterator[tuple[str, list[Tensor], n
     parts = [dict(model.named_modules()) for model in models]
     for path, part in parts[0].items():
         for kind in ("_parameters", "_buffers"):
-            for name in getattr(part, kind):
+            for name, _ in getattr(part, kind).items():
                 every = [getattr(other[path], kind)[name] for other in parts]
                 if all(isinstance(tensor, Tensor) for tensor in every):
                     yield f"{path}.{name}" if path else name, every, part

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from plait.fusion.check import hyperparameters
 from plait.fusion.dispatch.install import recurrent_in, refresh_recurrent, slots_of, stack
@@ -33,8 +31,10 @@ def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:
         if isinstance(part, torch.jit.ScriptModule):
             memo.setdefault(id(part), _placeholder(part, memo))
     module = independent_copy(models[0], memo, hooks=False)
-    for path, attribute, values in hyperparameters(models):
-        setattr(module.get_submodule(path), attribute, PerTrial(values))
+    for path, (*outer, name), values in hyperparameters(models):
+        attributes = vars(module.get_submodule(path))
+        holder = attributes[outer[0]] if outer else attributes
+        holder[name] = PerTrial(values)
     refresh_recurrent(recurrent_in(module))
     return module
 
@@ -42,15 +42,11 @@ def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:
 def same_memory(tensor: Tensor) -> Tensor:
     """Another tensor object for the same memory, so that moving one does not move the other.
 
-    Under fake tensors it is a copy, which counts as memory. Parameters of other classes, such as those of
-    quantized layers, are the objects themselves.
+    Parameters of other classes, such as those of quantized layers, are the objects themselves.
     """
-    values = tensor.detach()
-    if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
-        values = values.clone()
     if type(tensor) is nn.Parameter:
-        return nn.Parameter(values, False)
-    return values if type(tensor) is Tensor else tensor
+        return nn.Parameter(tensor.detach(), False)
+    return tensor.detach() if type(tensor) is Tensor else tensor
 
 
 def _placeholder(part: nn.Module, memo: Mapping[int, Any]) -> nn.Module:

@@ -34,6 +34,7 @@ from plait.schema.settings import SEARCHES, SearchSettings, StudySettings, SyncS
 from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
 from plait.sweeping.group_client import check_worker_groups
+from plait.sweeping.running_trial import trial_folder
 from plait.sweeping.search.space import (
     MOST_VALUES,
     Dimension,
@@ -43,7 +44,7 @@ from plait.sweeping.search.space import (
 )
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
-from plait.sweeping.trial_settings import check_key
+from plait.sweeping.trial_settings import check_key, with_lora_array
 
 if TYPE_CHECKING:
     import optuna
@@ -161,6 +162,14 @@ def _sweep_on(
         )
     result = replace(SweepResult.of_plain(answer, "result"), run=str(folder.path))
     write_sweep(folder.path, result)
+    if result.best is not None and settings.train.model.lora_array is not None:
+        from plait.jobs.adapter import save_adapter  # slow to import
+
+        with searching(os.getcwd(), job.folder):
+            save_adapter(folder)
+            for trial in result.trials if settings.keeps_adapters else ():
+                if (own := trial_folder(folder, trial.trial)).settings.exists():
+                    save_adapter(own)
     shared.receive(folder)
     return result
 
@@ -240,7 +249,8 @@ def make_sweep(
     chosen = SearchSettings(search, trials, eta, least_steps, metric, seed, study or StudySettings())
     written = _dimensions(over)
     dimensions = tuple(map(_in_own_spelling, written))
-    settings = SweepSettings(job.settings(), dimensions, chosen, width, 1 if replicas is None else replicas)
+    train = with_lora_array(job.settings(), dimensions)
+    settings = SweepSettings(train, dimensions, chosen, width, 1 if replicas is None else replicas)
     for dimension in dimensions:
         check_key(dimension.key)
     has_plan = job.parallel.plan != "data-parallel"

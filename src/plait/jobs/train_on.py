@@ -67,6 +67,10 @@ def train_on(
             start=start,
             objects=objects,
         )
+        if job.lora is not None and result.reason == "finished":
+            from plait.jobs.adapter import save_adapter  # slow to import
+
+            save_adapter(folder)
     return replace(result, warnings=(*messages, *result.warnings))
 
 

@@ -48,7 +48,7 @@ FILES = (
     ".lock",
     ".stop",
 )
-FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials", "failures", "objects")
+FOLDERS = ("logs", "events", "tensorboard", "checkpoints", "trials", "failures", "objects", "adapter")
 MOST_ATTEMPTS = 20
 # Checkpoints that are being written.
 UNFINISHED = ".step-*"

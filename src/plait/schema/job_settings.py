@@ -15,6 +15,7 @@ from plait.schema.placement import ElasticRules, Engine, HostAccess, Placement, 
 from plait.schema.settings import (
     ClusterSettings,
     CommonSettings,
+    LoraSettings,
     ModelSettings,
     ParallelSettings,
     SlowSettings,
@@ -37,6 +38,7 @@ class Job(CommonSettings):
     model: str
     _: KW_ONLY
     model_args: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraSettings | None = None
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     run_dir: NonEmpty = "runs"
@@ -110,7 +112,7 @@ class Job(CommonSettings):
         parallel = self.parallel
         common = values_of(CommonSettings, self)
         return TrainSettings(
-            **{**common, "model": ModelSettings(self.model, self.model_args)},
+            **{**common, "model": ModelSettings(self.model, self.model_args, self.lora)},
             topology=self.topology,
             sync=SyncSettings(parallel.sync, parallel.sync_options),
             slow=SlowSettings(parallel.slow, parallel.jitter),

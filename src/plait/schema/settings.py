@@ -59,6 +59,21 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """A LoRA adapter of the PEFT library on the model, whose own weights are frozen.
+
+    Without `target_modules`, it adapts the layers that PEFT chooses for the model. Further keys are options
+    of PEFT's LoraConfig, such as `use_dora` and `use_rslora`.
+    """
+
+    r: Count = 8
+    alpha: Annotated[float, KeyLimits(gt=0)] = 8.0
+    dropout: Annotated[float, KeyLimits(ge=0, lt=1)] = 0.0
+    target_modules: tuple[NonEmpty, ...] = ()
+    options: ExtraKeys = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GroupSettings:
     """A parameter group: the parameters whose names match a pattern, and their optimizer options."""
 
@@ -282,11 +297,24 @@ def values_of(group: type[Any], source: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class LoraArray:
+    """The form that the adapters of a sweep have in common, so that arrays can hold them side by side.
+
+    Ranks are raised to `rank` by zeros (0: they stay as they are), and with `drops` all have a dropout.
+    """
+
+    rank: int = 0
+    drops: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSettings:
-    """The factory of the model, as `package.module:name`, and its arguments."""
+    """The factory of the model, as `package.module:name`, its arguments, and the adapter on it."""
 
     factory: str
     args: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraSettings | None = None
+    lora_array: LoraArray | None = None
 
 
 @dataclass(frozen=True)

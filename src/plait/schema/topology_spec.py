@@ -86,6 +86,15 @@ def check_topology(spec: TopologySpec, size: int) -> None:
         check_name(spec.name, size)
 
 
+def fitting(spec: TopologySpec, size: int) -> TopologySpec:
+    """`spec`, or the default if it does not fit `size` ranks: its root may have left."""
+    try:
+        check_topology(spec, size)
+    except TopologyError:
+        return TopologySpec()
+    return spec
+
+
 def build_topology(spec: TopologySpec, hosts: Hosts) -> Topology | None:
     """The topology of `spec` over ranks on `hosts`; None for the backend's own all-reduce.
 

@@ -222,7 +222,8 @@ class _Steps:
             rows = [x.nbytes for x in self._batch.content if isinstance(x, torch.Tensor)]
             need = MemoryNeed(0.0, 8.0 * weights + 200.0 * sum(rows))
         # Sums of gradients need buffers.
-        beside = weights if self._asked.replicas > 1 else 0
+        trained = [p for p in entries[0].components.model.parameters() if p.requires_grad]
+        beside = sum(p.nbytes for p in trained) if self._asked.replicas > 1 else 0
         return MemoryNeed(need.fixed_bytes, need.trial_bytes + beside)
 
     def _largest(self, need: MemoryNeed) -> int:

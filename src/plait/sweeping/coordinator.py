@@ -425,8 +425,9 @@ class Coordinator:
         return {}
 
     def _on_wanted(self, trial: int, metrics: Mapping[str, Any], train_loss: float | None) -> Answer:
-        """Whether a trial with these results would be the best so far: then its state is saved."""
-        return {"wanted": self.scheduler.would_be_best(trial, metrics, train_loss)}
+        """Whether the state of a trial with these results is saved: it would be the best so far, say."""
+        is_best = self.scheduler.would_be_best(trial, metrics, train_loss)
+        return {"wanted": is_best or self._settings.keeps_adapters}
 
     def _on_report(self, worker: int, results: list[Any]) -> Answer:
         """The next goal, or 0, of each trial in `results`, which are (trial, step, metrics, train_loss)."""
@@ -467,8 +468,10 @@ class Coordinator:
 
     def _remove_ended(self) -> None:
         """Remove the checkpoints of ended trials, except those of the best."""
-        best = self.scheduler.best()
+        best, keeps = self.scheduler.best(), self._settings.keeps_adapters
         for trial in self.scheduler.trials:
+            if keeps and trial.state in ("finished", "early-stop"):
+                continue
             if trial.has_ended and trial is not best and trial.number not in self._removed:
                 shutil.rmtree(trial_folder(self._folder, trial.number).path, ignore_errors=True)
                 self._removed.add(trial.number)
@@ -527,7 +530,7 @@ class Coordinator:
         shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
         shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
         checkpoints.save(self._folder.checkpoints, state)
-        if self.scheduler.is_over:
+        if self.scheduler.is_over and not self._settings.keeps_adapters:
             path = trial_folder(self._folder, best.number).path
             shutil.rmtree(path)
             with contextlib.suppress(OSError):  # it contains other files

@@ -31,6 +31,14 @@ class SweepSettings:
         """How many workers train an array together."""
         return self.replicas * (self.train.stages.plan.devices_used if self.train.in_stages else 1)
 
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether the adapters of all trials are kept: each has data of its own, so that none is the best."""
+        data = [
+            each.key for each in self.over if each.key.startswith("data.") and each.key != "data.batch_size"
+        ]
+        return self.train.model.lora_array is not None and bool(data)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(RunRequest):

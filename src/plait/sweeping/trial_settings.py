@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from plait.core.codec import decode_over, encode
@@ -14,12 +14,16 @@ from plait.core.names import parameters_of
 from plait.core.shown import shown
 from plait.schema.settings import (
     DataSettings,
+    LoraArray,
+    LoraSettings,
     LrScheduleSettings,
     ModelSettings,
     OptimizerSettings,
     TrainSettings,
 )
+from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.sweeping.fusable import why_optimizer
+from plait.sweeping.search.space import Dimension
 from plait.workloads.losses import find_loss
 
 # Sections of the job whose further keys are options, and the fields that are not.
@@ -27,6 +31,7 @@ _OPEN: Mapping[str, type] = {
     "data": DataSettings,
     "optimizer": OptimizerSettings,
     "lr_schedule": LrScheduleSettings,
+    "lora": LoraSettings,
 }
 # What belongs to the run as a whole and is the same for all trials.
 _COMMON = (
@@ -85,9 +90,24 @@ def _path(key: str) -> list[str]:
         return ["model", "factory"]
     if first == "model_args":
         return ["model", "args", *rest]
+    section = ["model", "lora"] if first == "lora" else [first]
     if first in _OPEN and rest[:1] and rest[0] not in {field.name for field in fields(_OPEN[first])}:
-        return [first, "options", *rest]
-    return [first, *rest]
+        return [*section, "options", *rest]
+    return [*section, *rest]
+
+
+def with_lora_array(settings: TrainSettings, dimensions: Sequence[Dimension]) -> TrainSettings:
+    """The settings of a sweep whose adapters, if it has any, have one form for all values of these keys."""
+    swept = {dimension.key: dimension.samples() for dimension in dimensions}
+    if settings.model.lora is None and not any(key.partition(".")[0] == "lora" for key in swept):
+        return settings
+    lora = settings.model.lora or LoraSettings()
+    optimizers = swept.get("optimizer.kind", [settings.optimizer.kind])
+    # Others compute with whole matrices, which rows of zeros would change.
+    is_padded = all(kind in KINDS and KINDS[kind].is_elementwise for kind in optimizers)
+    rank = max(swept.get("lora.r", [lora.r])) if is_padded else 0
+    array = LoraArray(rank, any(swept.get("lora.dropout", [lora.dropout])))
+    return replace(settings, model=replace(settings.model, lora_array=array))
 
 
 def is_fusable(settings: TrainSettings) -> bool:
@@ -100,6 +120,10 @@ def array_key(settings: TrainSettings) -> str:
     tree = {name: value for name, value in encode(settings).items() if name not in _PER_TRIAL}
     # Batches of unlike sizes are padded, so only the rest of the data settings must be equal.
     tree["data"] = {**tree["data"], "batch_size": None}
+    if settings.model.lora_array is not None:
+        # Adapters may each have data of their own, of one shape: another file, say.
+        options = {name: "" if isinstance(v, str) else v for name, v in settings.data.options.items()}
+        tree["data"]["options"] = encode(options)
     # Arrays hold one of each option that is no number.
     switches = {name: value for name, value in settings.optimizer.options.items() if not is_number(value)}
     ema = settings.optimizer.ema and {"evaluate": settings.optimizer.ema.evaluate}
@@ -138,4 +162,14 @@ def _model_key(settings: ModelSettings) -> Any:
     """
     floats = {name: value != 0.0 for name, value in settings.args.items() if isinstance(value, float)}
     others = {name: value for name, value in settings.args.items() if name not in floats}
-    return [settings.factory, encode(others), floats]
+    return [settings.factory, encode(others), floats, _lora_key(settings)]
+
+
+def _lora_key(settings: ModelSettings) -> Any:
+    """The adapter, without what the form that the sweep's adapters have in common leaves free."""
+    if settings.lora is None or settings.lora_array is None:
+        return encode(settings.lora)
+    options = {name: value for name, value in settings.lora.options.items() if name != "use_rslora"}
+    rank = 0 if settings.lora_array.rank else settings.lora.r
+    free = replace(settings.lora, alpha=1.0, dropout=0.0, options=options)
+    return [{**encode(free), "r": rank}, encode(settings.lora_array)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from plait.comm.rendezvous import Rendezvous
+from plait.launcher.worker_process import Worker
 from plait.schema.sync_options import (
     AdPsgdOptions,
     HetPipeOptions,
@@ -31,7 +32,7 @@ from plait.sync.averaging.pair_sync import PairSync
 from plait.sync.averaging.parameter_server import HetPipe
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Rules
-from plait.sync.averaging.peers import Peers
+from plait.sync.averaging.peers import Peers, find_lost
 
 PREFIX = "plait/sync"
 
@@ -53,6 +54,14 @@ class AveragingWorkers:
     find_lost: Callable[[], Collection[int]]
     group: dist.ProcessGroup | None = None
     may_leave: bool = False
+
+
+def workers_of(
+    worker: Worker, ranks: Sequence[int], index: int, prefix: str, group: dist.ProcessGroup | None
+) -> AveragingWorkers:
+    """The workers of these ranks of a job, of which `worker` is the one at `index`."""
+    hosts, lost = [worker.hosts[rank] for rank in ranks], find_lost(worker.memberships, ranks)
+    return AveragingWorkers(worker.rendezvous, worker.store, prefix, hosts, index, lost, group)
 
 
 def make_averaging(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
+from zlib import crc32
 
 import torch.distributed as dist
 
@@ -18,7 +19,9 @@ T = TypeVar("T")
 
 def order_of(trial: Trial) -> tuple[int, ...]:
     """A key for the order of samples; trials with equal keys at one position read the same batches."""
-    return trial.settings.seed, trial.batch.job_size, trial.batch.size
+    data = trial.settings.data
+    content = crc32(repr((data.kind, data.options)).encode())
+    return trial.settings.seed, trial.batch.job_size, trial.batch.size, content
 
 
 def open_stream(

@@ -49,6 +49,8 @@ from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_summed
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.workloads import data
+from plait.workloads.adapters.lora import add_lora, check_lora
+from plait.workloads.from_transformers import factory_of
 from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
 from plait.workloads.metrics import NamedMetric, find_metrics, modes_of, unknown_mode
 
@@ -297,7 +299,11 @@ def check(settings: TrainSettings) -> None:
 
 
 def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
-    factory: Callable[..., torch.nn.Module] = resolve(settings.factory, "model", JobError)
+    if settings.lora is not None:
+        check_lora(settings.lora)
+    factory: Callable[..., torch.nn.Module] | None = factory_of(settings.factory)
+    if factory is None:
+        factory = resolve(settings.factory, "model", JobError)
     if isinstance(factory, torch.nn.Module):
         name = settings.factory.rpartition(":")[2]
         raise JobError(
@@ -375,7 +381,7 @@ def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed
                 f"model: {settings.factory} has a parameter without a size yet, {name} (LazyLinear and its "
                 f"like); give the sizes, or run the model once on a sample in the factory"
             )
-    return model
+    return model if settings.lora is None else add_lora(model, settings.lora, settings.lora_array)
 
 
 def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plait.core.codec import decode, encode
 from plait.core.errors import CheckpointError, JobError
 from plait.core.shown import listed
 from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.data.sampler import Position
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import SyncSettings, TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.unsaved_model import UnsavedState
@@ -23,6 +24,8 @@ from plait.training.run import Run
 from plait.training.trial import gain, reading_progress
 
 log = logging.getLogger(__name__)
+# The engine of a run that goes on with a sync.
+EngineOf = Callable[[SyncSettings], Engine]
 
 
 class RunCheckpoints:
@@ -129,13 +132,15 @@ class RunCheckpoints:
         run = self._run
         return {
             **run.trial.progress(run.components.scaler.state_dict(), run.worker.world_size),
+            "sync": encode(run.settings.sync),
+            "job_sync": encode(run.job_sync),
             "shuffle": run.settings.data.shuffle,
             "samples": run.components.train_set.length,
             "order": order_id(run.components.train_set.dataset, run.settings),
             "fingerprint": fingerprint_of(run.components.train_set.dataset),
         }
 
-    def restore(self, engine: Engine) -> Checkpoint | None:
+    def restore(self, engine_of: EngineOf) -> Checkpoint | None:
         """Load the newest checkpoint that is complete and fits this model; record those that are refused."""
         run, refused, loaded = self._run, list[str](), list[Checkpoint]()
 
@@ -145,7 +150,7 @@ class RunCheckpoints:
 
         def use(path: Path) -> bool:
             state = read(path)
-            self.load(engine, state)
+            self.load(engine_of, state)
             loaded.append(state)
             return True
 
@@ -158,11 +163,15 @@ class RunCheckpoints:
         run.metrics.warn(f"no checkpoint below {folder}; starting from the first step")
         return None
 
-    def load(self, engine: Engine, state: Checkpoint) -> None:
-        """Continue from a checkpoint; CheckpointError changes nothing."""
+    def load(self, engine_of: EngineOf, state: Checkpoint) -> None:
+        """Continue from a checkpoint; CheckpointError changes nothing but the sync."""
         run, progress = self._run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         check_same_data(progress, run.components.train_set.dataset, run.settings.data)
+        with reading_progress():
+            # That of the checkpoint, unless the job file has changed.
+            is_kept = progress.get("job_sync") == encode(run.job_sync)
+            engine = engine_of(decode(SyncSettings, progress["sync"]) if is_kept else run.job_sync)
         trial = replace(run.trial, early_stopping=replace(run.trial.early_stopping))
         trial.load(state.step, progress)
         with reading_progress():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from plait.data.sampler import Position
 from plait.launcher.membership import Membership
 from plait.launcher.worker_process import LaunchedWorker
 from plait.schema.results import RunResult
-from plait.schema.settings import TrainSettings
+from plait.schema.settings import SyncSettings, TrainSettings
 from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
 from plait.training.audit.record import DifferenceError
@@ -156,7 +157,7 @@ class RunLoop(Loop):
 
     def start(self, resume: bool) -> None:
         """Load the state from which all workers continue."""
-        self._agree_on_start(self._checkpoints.restore(self.engine) if resume else None)
+        self._agree_on_start(self._checkpoints.restore(self._engine_of) if resume else None)
         check_data(self.run)
         check_loss(self.run)
         check_kept(self.run)
@@ -280,7 +281,7 @@ class RunLoop(Loop):
         rest = broadcast_value(self._position_in_loop() if is_source else None, source)
         if not is_current:
             self._take_position(rest)
-            self._checkpoints.load(self.engine, state)
+            self._checkpoints.load(self._engine_of, state)
             self.run.metrics.batch_size = self.run.batch_size
             self.run.trial.moved = rest["moved"]
             self._has_state = self._has_begun or not rest["moved"]
@@ -328,6 +329,7 @@ class RunLoop(Loop):
             "changes": self._changes,
             "asked_at": self.run.trial.asked_at,
             "settings": encode(self.run.settings),
+            "job_sync": encode(self.run.job_sync),
         }
 
     def _take_position(self, position: Mapping[str, Any]) -> None:
@@ -335,9 +337,16 @@ class RunLoop(Loop):
         self._stopped, self._changes = position["stopped"], tuple(position["changes"])
         self.run.trial.asked_at = position["asked_at"]
         # The settings with all changes applied so far.
-        before, self.run.settings = self.run.settings, decode(TrainSettings, position["settings"])
-        if self.run.settings.sync != before.sync and self._make_engine is not None:
+        settings = decode(TrainSettings, position["settings"])
+        self._engine_of(settings.sync)
+        self.run.settings, self.run.job_sync = settings, decode(SyncSettings, position["job_sync"])
+
+    def _engine_of(self, sync: SyncSettings) -> Engine:
+        """The engine to go on with, another one if a policy has changed the sync to `sync`."""
+        if sync != self.run.settings.sync and self._make_engine is not None:
+            self.run.settings = replace(self.run.settings, sync=sync)
             self.engine = self._make_engine()
+        return self.engine
 
     def _total_steps(self) -> int:
         """The total steps of the run, from its present position with the present batch size."""
@@ -442,6 +451,6 @@ class RunLoop(Loop):
                 (loaded or self._checkpoints.of(fresh)) if worker.rank == 0 else None
             )
             if worker.rank != 0:
-                self._checkpoints.load(self.engine, state)
+                self._checkpoints.load(self._engine_of, state)
         if components.local_tensors is None:
             self.run.broadcast_weights()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from plait.core.errors import JobError
+from plait.core.files import expand_path
 from plait.core.names import check_extra, did_you_mean
 
 
-def from_config(architecture: str, config: Mapping[str, Any] | None = None) -> nn.Module:
-    """The class `architecture` of transformers (`GPT2LMHeadModel`, ...) with fresh weights.
+def from_config(
+    architecture: str, config: Mapping[str, Any] | None = None, path: str | None = None
+) -> nn.Module:
+    """The class `architecture` of transformers (`GPT2LMHeadModel`, ...) with fresh weights, or those of `path`.
 
-    `config` are the settings of its configuration that differ from the library's defaults. Caches for
-    generating text are off by default. Use `loss: model`, and data whose samples are dicts of the model's
-    arguments, including labels.
+    `config` are the settings of its configuration that differ from the library's defaults, or from those in
+    the local folder `path`, which `save_pretrained` wrote. Caches for generating text are off by default. Use
+    `loss: model`, and data whose samples are dicts of the model's arguments, including labels.
     """
     library = load_transformers(f"model: {architecture}")
     model_class = getattr(library, architecture, None)
@@ -27,8 +33,23 @@ def from_config(architecture: str, config: Mapping[str, Any] | None = None) -> n
             f"{did_you_mean(architecture, names)}"
         )
     settings: Any = model_class.config_class  # type: ignore[attr-defined]
-    made: nn.Module = model_class(settings(**_checked(settings, dict(config or {}))))
-    return made
+    given = _checked(settings, dict(config or {}))
+    if path is None:
+        made: nn.Module = model_class(settings(**given))
+        return made
+    folder = Path(expand_path(path, "model_args.path", JobError))
+    if not (folder / "config.json").is_file():
+        raise JobError(
+            f"model_args.path: found no config.json in {folder}, expected a folder that save_pretrained wrote"
+        )
+    loaded: Any = model_class
+    return loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
+
+
+def factory_of(name: str) -> Callable[..., nn.Module] | None:
+    """The factory that `transformers:NAME` stands for in a job; None for other names."""
+    library, _, architecture = name.partition(":")
+    return partial(from_config, architecture) if library == "transformers" else None
 
 
 def load_transformers(what: str) -> Any:

@@ -341,6 +341,10 @@ def _join(values: tuple[Any, ...], trials: Trials) -> Any:
     return TrialTensor(torch.stack(values), trials)
 
 
+# Here transformers asks only whether a mask is all ones, to do without it; with it every trial is right.
+_ASKS_FOR_WHOLE_MASKS = "transformers/masking_utils.py"
+
+
 @rule(*_VALUES.split())
 def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Allow Python to read a value if all trials have the same; raise FusionError otherwise."""
@@ -358,6 +362,8 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
         if all(answer == answers[0] for answer in answers):
             # Every trial takes the same branch.
             return answers[0]
+        if name == "__bool__" and user_line().partition(":")[0].endswith(_ASKS_FOR_WHOLE_MASKS):
+            return False
     raise FusionError(
         f"{user_line()}\n  reads a tensor's value in Python ({name}), and {trials.count} trials have "
         f"{trials.count} values",

@@ -81,8 +81,7 @@ class Streams:
     def _call_key(self, number: int) -> int | Tensor:
         if isinstance(self.calls, int):
             return _signed(_mix(self.calls * 2 + number))
-        keys = [_signed(_mix(calls * 2 + number)) for calls in self.calls]
-        return torch.tensor(keys, dtype=torch.int32, device=self.seeds.device)
+        return _call_keys(self.calls, number, self.seeds.device)
 
     def _count(self) -> None:
         counts = self.calls
@@ -102,7 +101,25 @@ class Streams:
     def keep(self, shape: tuple[int, ...], chance: float | tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """The dropout mask: 1 / (1 - p) or 0 per element, where p is the `chance` to drop it."""
         threshold, scale = _thresholds(chance, len(shape), self.seeds.device, dtype)
-        return (self.bits(shape) >= threshold).to(dtype).mul_(scale)
+        before = self.calls
+        mask = (self.bits(shape) >= threshold).to(dtype).mul_(scale)
+        self._uncount(before, chance)
+        return mask
+
+    def _uncount(self, before: int | tuple[int, ...], chance: float | tuple[float, ...]) -> None:
+        """Do not count a draw of trials that drop nothing, which they do not make alone."""
+        chances = (chance,) * len(self.seeds) if isinstance(chance, float) else chance
+        if 0.0 in chances:
+            pairs = [(n,) * len(chances) if isinstance(n, int) else n for n in (before, self.calls)]
+            counts = tuple(old if p == 0.0 else new for old, new, p in zip(*pairs, chances))
+            self.calls = counts[0] if len(set(counts)) == 1 else counts
+
+
+@lru_cache(maxsize=1024)
+def _call_keys(calls: tuple[int, ...], number: int, device: torch.device) -> Tensor:
+    """One key per trial; cached, since a CUDA graph cannot contain the copy to the device."""
+    keys = [_signed(_mix(each * 2 + number)) for each in calls]
+    return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=256)

@@ -24,6 +24,7 @@ from plait.fusion.rules.hooks import set_data
 _NORMS = frozenset(spellings(("batch_norm", "instance_norm")))
 _TRAINING_AT = 5
 _PLAIN, _IN_PLACE, _NORM = range(3)
+_kinds: dict[Function, int] = {}
 
 
 class Separation:
@@ -34,13 +35,12 @@ class Separation:
         self._trials = trials
         # Tensors that were shared at the beginning of the forward, with the trials' copies.
         self._separated: list[tuple[Tensor, Tensor]] = []
-        self._kinds: dict[Function, int] = {}
 
     def __call__(self, function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         """The arguments of a call, with the trials' copies in the place of what is not shared (any more)."""
-        kind = self._kinds.get(function)
+        kind = _kinds.get(function)
         if kind is None:
-            kind = self._kinds[function] = _kind_of(function)
+            kind = _kinds[function] = _kind_of(function)
         if kind == _IN_PLACE and args and _is_plain(args[0]):
             self._separate(args[0])
         elif kind == _NORM and _trains(args, kwargs):

@@ -26,29 +26,35 @@ def split_optimizer(optimizer: FusedOptimizer, modules: Sequence[nn.Module]) -> 
 def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> torch.optim.Optimizer:
     """A torch optimizer with one trial's state, for the module that `fused.trial(number)` returned."""
     named = dict(module.named_parameters())
-    parameters = {parameter: named[name] for name, parameter in fused.fused.module.named_parameters()}
+    parameters = {
+        parameter: named[own]
+        for name, parameter in fused.fused.module.named_parameters()
+        if (own := fused.fused.own_name(number, name)) is not None
+    }
     make: Any = fused.kind.torch_class
     groups = [
         {
             **{name: group.of_trial(name, number) for name in fused.kind.torch_names()},
             **group.switches,
-            "params": [parameters[parameter] for parameter in group["params"]],
+            "params": [parameters[parameter] for parameter in group["params"] if parameter in parameters],
         }
         for group in fused.groups
     ]
     single: torch.optim.Optimizer = make(groups)
     for group in fused.groups:
-        for parameter in group["params"]:
+        for parameter in filter(parameters.__contains__, group["params"]):
             clock = group.counts(parameter)
             steps = (clock.steps if fused.kind.counts_steps else clock.pushes)[number].item()
             state = fused.state[parameter]
             if steps == 0:
                 # SGD without momentum counts no steps.
                 if EMA in state and clock.steps[number].item():
-                    single.state[parameters[parameter]] = {EMA: state[EMA][number].detach().clone()}
+                    single.state[parameters[parameter]] = {
+                        EMA: _cut(state[EMA][number], parameters[parameter])
+                    }
                 continue
             trial_state: dict[str, Any] = {
-                name: tensor[number].detach().clone() for name, tensor in state.items()
+                name: _cut(tensor[number], parameters[parameter]) for name, tensor in state.items()
             }
             if "momentum_decay" in fused.kind.hyperparameters:
                 trial_state["mu_product"] = clock.mu_product[number].cpu().clone()
@@ -58,6 +64,15 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
                     trial_state.pop("momentum_buffer", None)
             single.state[parameters[parameter]] = trial_state
     return single
+
+
+def _cut(state: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of a trial's state of the shape of its parameter: an adapter may have a smaller rank."""
+    return state[_within(parameter)].detach().clone()
+
+
+def _within(tensor: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in tensor.shape)
 
 
 def fuse_optimizers(
@@ -88,7 +103,7 @@ def fuse_optimizers(
     ]
     groups = [
         _fused_group(fused, kind, [optimizer.param_groups[index] for optimizer in optimizers], names)
-        for index, names in enumerate(_common_names(names_by_group))
+        for index, names in enumerate(_common_names(fused, names_by_group))
     ]
     decays = [decay_of(optimizer) for optimizer in optimizers]
     if None not in decays:
@@ -127,17 +142,19 @@ def _common_switch(name: str, groups: Sequence[Mapping[str, Any]], default: Any 
     return values[0]
 
 
-def _common_names(names_by_group: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """The parameter names in each group, which must be the same for all trials."""
+def _common_names(fused: FusedModule, names_by_group: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
+    """The parameter names in each group, which must be the same for all trials that have the parameter."""
+    union = [list(dict.fromkeys(itertools.chain(*every))) for every in zip(*names_by_group)]
     for number, names_of in enumerate(names_by_group):
-        for group, (names, first) in enumerate(zip(names_of, names_by_group[0])):
-            if set(names) != set(first):
-                odd = sorted(set(names) ^ set(first))[0]
+        for group, (names, every) in enumerate(zip(names_of, union)):
+            expected = {name for name in every if fused.own_name(number, name) is not None}
+            if set(names) != expected:
+                odd = sorted(set(names) ^ expected)[0]
                 raise FusionError(
-                    f"fuse_optimizers: {odd!r} is in group {group} of the optimizer of only one of the "
-                    f"trials 0 and {number}; expected the same groups in all trials"
+                    f"fuse_optimizers: {odd!r} is in group {group} of the optimizer of some trials, and not "
+                    f"of trial {number}; expected the same groups in all trials"
                 )
-    return [list(names) for names in names_by_group[0]]
+    return union
 
 
 @torch.no_grad()
@@ -151,7 +168,8 @@ def load_trial(
     names_by_group = _names_by_group(fused.fused, optimizer, number, model)
     names = {parameter: name for name, parameter in fused.fused.module.named_parameters()}
     expected = [[names[parameter] for parameter in group["params"]] for group in fused.groups]
-    if [set(group) for group in names_by_group] != [set(group) for group in expected]:
+    own = [{name for name in group if fused.fused.own_name(number, name) is not None} for group in expected]
+    if [set(group) for group in names_by_group] != own:
         raise FusionError(
             f"fuse_optimizers: trial {number}'s optimizer has {[len(group) for group in names_by_group]} "
             f"parameters in its groups, expected those of the array: {[len(group) for group in expected]}"
@@ -184,7 +202,7 @@ def _load_states(
                 continue
             for key, tensor in fused.state_of(group, stacked).items():
                 if trial_state.get(key) is not None:
-                    tensor[number] = trial_state[key]
+                    tensor[number][_within(trial_state[key])] = trial_state[key]
             steps, pushes, products = counts[stacked]
             steps[number] = float(trial_state.get("step", 1.0))
             pushes[number] = float(trial_state.get("momentum_buffer") is not None)
@@ -197,7 +215,8 @@ def _names_by_group(
 ) -> list[list[str]]:
     """The parameter names in each group of a torch optimizer."""
     if model is not None:
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        of_array = {fused.own_name(number, name): name for name, _ in fused.module.named_parameters()}
+        names = {parameter: of_array.get(name, name) for name, parameter in model.named_parameters()}
         return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     shared = fused.shared_ids()
     values = {

@@ -47,6 +47,8 @@ class OptimizerKind:
     has_step: bool = True
     # If a trial is skipped, these coefficients are 1 and all others 0.
     keeping: frozenset[str] = frozenset()
+    # Whether each element is updated by itself, so that rows of zeros change nothing for the others.
+    is_elementwise: bool = True
     # A parameter's first state, by name.
     first_state: Callable[[Vectors, Tensor, str], Tensor] = _zeros
     # What of a parameter the optimizer cannot update, if anything.

@@ -137,6 +137,7 @@ ADAFACTOR = OptimizerKind(
     unset={"eps1": lambda dtype: torch.finfo(dtype).eps},
     keeping=frozenset(("eps1", "d", "shrink")),
     first_state=_adafactor_start,
+    is_elementwise=False,
     objection=_only_real,
 )
 MUON = OptimizerKind(
@@ -155,4 +156,5 @@ MUON = OptimizerKind(
     has_step=False,
     keeping=frozenset(("eps", "shrink")),
     objection=_only_matrices,
+    is_elementwise=False,
 )

@@ -97,6 +97,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.kind_name = kind
         self.fused = fused
         check_options(kind, options)
+        self.check_ranks()
         defaults = {**self.kind.torch_names(), **self.kind.common, **options}
         self._slices: dict[int, tuple[Any, Slices]] = {}
         self._views: list[weakref.ref[TrialView]] = []
@@ -123,6 +124,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def kind(self) -> OptimizerKind:
         return KINDS[self.kind_name]
+
+    def check_ranks(self) -> None:
+        """Refuse adapters that are padded with zeros if these would change the update of other elements."""
+        if self.fused.has_unlike_ranks and not self.kind.is_elementwise:
+            raise FusionError(
+                f"optimizer: {self.kind_name} computes with whole matrices, and these adapters have unlike "
+                f"ranks, which are padded with zeros; use another optimizer, or fuse the adapters of each "
+                f"rank by themselves"
+            )
 
     @property
     def groups(self) -> list[FusedGroup]:
@@ -161,8 +171,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"optimizer: found a parameter of shape {tuple(parameter.shape)}, expected one of the "
                     f"fused module's, with its {self.fused.trials} trials first: fused.module.parameters()"
                 )
-            if objection := self.kind.objection(parameter):
-                raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         like = given["params"][0] if given["params"] else torch.empty(0, device=self.fused.seeds.device)
         group = FusedGroup(self.kind_name, self.fused.trials, like.device, like.dtype)
         group.update(given)
@@ -178,6 +186,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A parameter may have been frozen until now, and without momentum there is no buffer.
         """
+        if objection := self.kind.objection(parameter):
+            raise FusionError(f"optimizer: {self.kind_name} found {objection}")
         state: dict[str, Tensor] = self.state[parameter]
         for name in self._state_names(group, parameter.dim()):
             if name not in state:

@@ -17,8 +17,9 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.sharing import equal_values, is_same_view
-from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.unfused import gradient_hooks
+from plait.fusion.trials.per_trial import PerTrial, float_holders
+from plait.fusion.trials.unfused import copy_of_structure, gradient_hooks
+from plait.workloads.adapters.forms import bring_to, form_of, is_adapted, misfit
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ def replace_trial(
 
     `steps` is the number of steps of the new trial, if the optimizer limits them.
     """
+    model = _fitted(fused, number, model)
+    optimizer.check_ranks()
     _let_differ(fused, number, model)
     _write_model(fused, number, model)
     if fused.plain_models:
@@ -114,13 +117,29 @@ def replace_trial(
 def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
     """Raise FusionError for models that cannot join the fused ones in their current state."""
     if models:
-        check_structure([fused.trial(0), *models])
+        check_structure([fused.array_trial(0), *(_fitted(fused, None, model) for model in models)])
+
+
+def _fitted(fused: FusedModule, number: int | None, model: nn.Module) -> nn.Module:
+    """A PEFT model in the form of the array; with a number, that trial has its form from now on."""
+    if not is_adapted(model) or not is_adapted(fused.module):
+        return model
+    common, form = fused.common_form or form_of(fused.array_trial(0)), form_of(model)
+    if form == common and not fused.own_forms:
+        return model
+    if why := misfit(common, form):
+        raise FusionError(f"fuse: the adapter does not fit into the array: {why}")
+    if number is not None:
+        if not fused.own_forms:
+            fused.set_forms(common, [common] * fused.trials)
+        fused.own_forms[number] = form
+    return bring_to(copy_of_structure(model), common)
 
 
 def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
     """Unfuse submodules whose Python state, such as a counter, differs from that of the new model."""
-    check_structure([fused.trial(number), model])
-    for path, name in different_attributes(fused.trial(number), model):
+    check_structure([fused.array_trial(number), model])
+    for path, name in different_attributes(fused.array_trial(number), model):
         fused.unfuse(path, f"its attribute {name} changes as it trains")
 
 
@@ -144,17 +163,25 @@ def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
         if id(target) not in shared:
             target.data[number].copy_(source.detach())
     parts = dict(model.named_modules())
-    for path, name, (before, after) in tensor_attributes([fused.trial(number), model]):
+    for path, name, (before, after) in tensor_attributes([fused.array_trial(number), model]):
         part = fused.module.get_submodule(path)
         if not isinstance(part.__dict__[name], TrialTensor):
             part.__dict__[name] = fused.of_trials(before)
         part.__dict__[name].stacked[number].copy_(after.detach())
     for path, part in fused.module.named_modules():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and name in vars(parts[path]):
+        own = vars(parts[path])
+        for holder, key in float_holders(vars(part)):
+            floats = own if holder is vars(part) else own.get(_name_of(holder, part), {})
+            if key in floats:
+                value = holder[key]
                 values = list(value.values) if isinstance(value, PerTrial) else [value] * fused.trials
-                values[number] = float(getattr(parts[path], name))
-                setattr(part, name, PerTrial(values) if len(set(values)) > 1 else values[0])
+                values[number] = float(floats[key])
+                holder[key] = PerTrial(values) if len(set(values)) > 1 else values[0]
+
+
+def _name_of(holder: dict[Any, Any], part: nn.Module) -> str:
+    """The attribute of `part` that is this dict."""
+    return next(name for name, value in vars(part).items() if value is holder)
 
 
 def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
@@ -205,9 +232,10 @@ def _rewrite_attributes(module: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]], list[Any]]) -> None:
     for part in fused.module.modules():
-        for name, value in list(vars(part).items()):
-            if isinstance(value, PerTrial):
-                setattr(part, name, PerTrial(change(list(value.values))))
+        for holder, key in float_holders(vars(part)):
+            if isinstance(holder[key], PerTrial):
+                holder[key] = PerTrial(change(list(holder[key].values)))
+    fused.own_forms = change(fused.own_forms) if fused.own_forms else []
     for hooks in fused.gradient_hooks:
         hooks[:] = change(hooks)
     numbers = change(list(range(before)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +76,15 @@ class PerTrial(float):
 
     def __hash__(self) -> int:
         return hash(self.values)
+
+
+def float_holders(attributes: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], Any]]:
+    """The floats in a module's attributes, also in dicts among them: the dict that holds it, and its key."""
+    for name, value in list(attributes.items()):
+        if isinstance(value, float):
+            yield attributes, name
+        elif type(value) is dict:
+            yield from ((value, key) for key, one in list(value.items()) if isinstance(one, float))
 
 
 def one_each(name: str, value: Number, trials: int) -> list[float]:

@@ -44,8 +44,7 @@ def is_row_wise(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     x = args[at].stacked
     if len(x) == 1:
         return True
-    others = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves(args) if isinstance(leaf, Tensor)]
-    key = (getattr(function, "owner", function), x.dim(), str(others))
+    key = (getattr(function, "owner", function), tuple(map(_kind, leaves((args, kwargs)))))
     if key not in _known:
         if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
@@ -53,6 +52,13 @@ def is_row_wise(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         how = "once, on the rows of all trials" if _known[key] else "trial by trial"
         log.info("%s is computed %s", getattr(function, "__qualname__", function), how)
     return _known[key]
+
+
+def _kind(value: Any) -> Any:
+    """What may decide how a function computes."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device
+    return value if isinstance(value, (int, float, str, type(None))) else type(value)
 
 
 def _agrees(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], at: int) -> bool:

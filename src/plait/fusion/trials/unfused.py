@@ -443,6 +443,11 @@ def independent_copy(module: nn.Module, memo: dict[int, Any] | None = None, hook
     return made
 
 
+def copy_of_structure(module: nn.Module) -> nn.Module:
+    """A copy of the modules, which holds the same parameters and buffers."""
+    return independent_copy(module, {id(t): t for t in (*module.parameters(), *module.buffers())})
+
+
 def gradient_hooks(parameter: Tensor) -> list[Any]:
     """The gradient hooks of a parameter."""
     return list((parameter._backward_hooks or {}).values())

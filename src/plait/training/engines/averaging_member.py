@@ -17,14 +17,7 @@ from plait.launcher.worker_process import Worker
 from plait.pipeline.named_state import Tensors
 from plait.schema.sync_options import options_among
 from plait.sync.averaging.base import WeightAveraging
-from plait.sync.averaging.peers import find_lost
-from plait.sync.make_averaging import (
-    PREFIX,
-    AveragingWorkers,
-    averages_gradients,
-    make_averaging,
-    sources_from,
-)
+from plait.sync.make_averaging import PREFIX, averages_gradients, make_averaging, sources_from, workers_of
 from plait.training.batch_streams import with_replacements
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
@@ -190,17 +183,8 @@ class WholeModelMember:
     def _open_averaging(self, worker: Worker, group: WorkerGroup, prefix: str) -> WeightAveraging:
         components = self._components
         weights, buffers = list(components.model.parameters()), list(components.model.buffers())
-        workers = AveragingWorkers(
-            worker.rendezvous,
-            worker.store,
-            prefix,
-            [worker.hosts[rank] for rank in group.ranks],
-            group.place,
-            find_lost(worker.memberships, group.ranks),
-            group.sums,
-        )
         return make_averaging(
-            workers,
+            workers_of(worker, group.ranks, group.place, prefix, group.sums),
             sources_from(weights, buffers, components.optimizer, self._options),
             self._options,
             self._settings.seed,

@@ -22,14 +22,7 @@ from plait.pipeline.named_state import Tensors
 from plait.schema.settings import TrainSettings
 from plait.schema.sync_options import COLLECTIVE, options_among
 from plait.sync.averaging.base import WeightAveraging
-from plait.sync.averaging.peers import find_lost
-from plait.sync.make_averaging import (
-    PREFIX,
-    AveragingWorkers,
-    averages_gradients,
-    make_averaging,
-    sources_from,
-)
+from plait.sync.make_averaging import PREFIX, averages_gradients, make_averaging, sources_from, workers_of
 from plait.training.engines.averaging_member import sync_states
 from plait.training.engines.replica_layout import in_order
 from plait.training.engines.train_step import AnyComponents
@@ -96,17 +89,8 @@ class PipelineReplica:
             pipeline.before_update = self._agree
         else:
             pipeline.after_update = self._agree
-        workers = AveragingWorkers(
-            worker.rendezvous,
-            worker.store,
-            prefix,
-            [worker.hosts[peer] for peer in self.peers],
-            self.number,
-            find_lost(worker.memberships, self.peers),
-            group,
-        )
         return make_averaging(
-            workers,
+            workers_of(worker, self.peers, self.number, prefix, group),
             sources_from(weights, buffers, pipeline.optimizer, options),
             options,
             self._settings.seed,

@@ -19,8 +19,7 @@ from plait.data.loader import Batch, BatchStream, load
 from plait.data.sampler import GlobalBatch, Position
 from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
-from plait.schema.topology import TopologyError
-from plait.schema.topology_spec import TopologySpec, check_topology, read_topology_spec
+from plait.schema.topology_spec import fitting, read_topology_spec
 from plait.training.batch_streams import next_batches
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.components import TrialInit
@@ -49,15 +48,6 @@ class StepAudit(Protocol):
 
 # Called after each step: how many of the interval are done, the trials' losses and their batches.
 OnStep = Callable[[int, Tensor, Sequence[Batch]], None]
-
-
-def with_topology_for(settings: TrainSettings, workers: int) -> TrainSettings:
-    """The settings with a topology that is valid for `workers` workers: its root may have left."""
-    try:
-        check_topology(settings.topology, workers)
-    except TopologyError:
-        return replace(settings, topology=TopologySpec())
-    return settings
 
 
 class WholeModelEngine:
@@ -118,7 +108,7 @@ class WholeModelEngine:
         memberships = self._worker.memberships
         self._step = TrainStep(
             self.components,
-            with_topology_for(self.settings, self._group.size),
+            replace(self.settings, topology=fitting(self.settings.topology, self._group.size)),
             self._group,
             requests=self._requests,
             rank=self._group.place,

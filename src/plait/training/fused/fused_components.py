@@ -319,12 +319,14 @@ class FusedComponents:
         self, slots: Sequence[int], settings: Sequence[TrainSettings], share: tuple[int, int]
     ) -> list[Totals]:
         """The totals of the trials in `slots` over a share of the test split."""
-        sizes = {_evaluation_size(settings[slot]) for slot in slots}
+        sizes = {
+            (_evaluation_size(settings[slot]), id(self._entries[slot].components.test_set)) for slot in slots
+        }
         with evaluated_weights(self.optimizer):
             # A forward of all trials costs more than those of a few.
             if 2 * len(slots) <= self.trials or len(sizes) > 1:
                 return [self._totals_alone(slot, share) for slot in slots]
-            return self._totals_together(slots, sizes.pop(), share)
+            return self._totals_together(slots, sizes.pop()[0], share)
 
     def add_to(
         self, totals: Totals, slot: int, output: Any, target: Any, count: int, order: tuple[int, int]

@@ -1,0 +1,92 @@
+"""The LoRA adapter that a job names, on its model."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+
+from plait.core.errors import JobError
+from plait.core.names import check_extra, did_you_mean
+from plait.core.shown import listed
+from plait.schema.settings import LoraArray, LoraSettings
+from plait.workloads.adapters.forms import AdapterForm, bring_to, form_of
+
+# Names of the section for options of PEFT.
+_OWN = {"lora_alpha": "alpha", "lora_dropout": "dropout", "peft_type": "", "r": "r"}
+
+
+def check_lora(settings: LoraSettings) -> Any:
+    """PEFT's configuration of the adapter; JobError for options that it does not have."""
+    check_extra("peft", "lora", JobError)
+    import peft
+
+    known = {field.name for field in fields(peft.LoraConfig)} - set(_OWN)
+    for name in settings.options:
+        if name not in known:
+            hint = f"; it is written lora.{_OWN[name]}" if _OWN.get(name) else did_you_mean(name, known)
+            raise JobError(f"lora.{name}: LoraConfig of PEFT has no such setting{hint}")
+    targets: Any = list(settings.target_modules) or None
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
+    try:
+        return peft.LoraConfig(
+            r=settings.r,
+            lora_alpha=alpha,
+            lora_dropout=settings.dropout,
+            target_modules=targets,
+            **settings.options,
+        )
+    except (TypeError, ValueError) as failure:
+        raise JobError(f"lora: PEFT refuses these settings: {failure}") from None
+
+
+def add_lora(model: nn.Module, settings: LoraSettings, array: LoraArray | None = None) -> nn.Module:
+    """`model`, frozen, with a new adapter; for an array of a sweep, in the form that is common to it."""
+    config = check_lora(settings)
+    import peft
+
+    _check_targets(model, settings)
+    try:
+        made: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as failure:
+        raise JobError(f"lora: {failure}") from None
+    for path, part in made.named_modules():
+        if not hasattr(part, "lora_A") or not getattr(part, "r", None):
+            continue
+        width = min(part.in_features, part.out_features)  # type: ignore[type-var]
+        if settings.r > width:  # type: ignore[operator]
+            raise JobError(
+                f"lora.r: found {settings.r}, but {path.removeprefix('base_model.model.')} is "
+                f"{part.in_features} x {part.out_features}; expected at most {width}"
+            )
+    return made if array is None else bring_to(made, _form_in(array, form_of(made)))
+
+
+def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
+    """Refuse names of layers that the model does not have."""
+    paths = [path for path, _ in model.named_modules() if path]
+    ends = sorted({path.rpartition(".")[2] for path in paths})
+    for target in settings.target_modules:
+        if target != "all-linear" and not any(f".{path}".endswith(f".{target}") for path in paths):
+            close = difflib.get_close_matches(target, ends, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"its layers end in {listed(ends, 300)}"
+            raise JobError(f"lora.target_modules: the model has no layer {target!r}; {hint}")
+
+
+def _form_in(array: LoraArray, form: AdapterForm) -> AdapterForm:
+    """The form in an array: what the scale comes from is the same for all, the scale itself is a number."""
+    config = copy.deepcopy(form.config)
+    config.r, config.lora_alpha, config.lora_dropout = array.rank or config.r, 1, 0.0
+    config.use_rslora = False
+    layers = {
+        path: replace(
+            layer, rank=max(array.rank, layer.rank), alpha=1, is_scaled_by_root=False, drops=array.drops
+        )
+        for path, layer in form.layers.items()
+    }
+    return replace(form, configs={form.adapter: config}, layers=layers)

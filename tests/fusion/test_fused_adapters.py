@@ -1,0 +1,303 @@
+"""PEFT models: adapters of one base with unlike ranks, dropouts and layers train as each does alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from plait.fusion import (
+    FusedOptimizer,
+    FusionError,
+    add_trials,
+    fuse,
+    fuse_optimizers,
+    keep_trials,
+    replace_trial,
+    split_optimizer,
+)
+from plait.fusion.verify.plain_run import drawing_as
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+peft = pytest.importorskip("peft", reason="needs peft: pip install 'plait[peft]'")
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
+STEPS = 20
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1} | options,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=24, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    config.use_cache = False
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def bert():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2
+    )
+    return transformers.BertForSequenceClassification(config).double()
+
+
+def lora(rank=2, targets=("q_proj", "v_proj"), **options):
+    return peft.LoraConfig(r=rank, target_modules=list(targets), **{**CAUSAL, **options})
+
+
+def adapted(base, configs):
+    """A PEFT model for each configuration, with weights that all matter."""
+    models = []
+    for seed, config in enumerate(configs):
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(copy.deepcopy(base), config).double()
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name or "lora_embedding" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        models.append(model)
+    return models
+
+
+def loss_of(logits, labels):
+    """Cross entropy of the last positions, which are those of the labels; -100 is left out."""
+    if logits.dim() == 2:
+        return F.cross_entropy(logits, labels)
+    return F.cross_entropy(logits[:, -labels.shape[1] :].flatten(0, 1), labels.flatten())
+
+
+def batches(count, classes, sizes, lengths):
+    """For each step and trial (tokens, mask, labels), of the trial's own batch size and length."""
+    numbers = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        step = []
+        for trial in range(count):
+            shape = (sizes[trial % len(sizes)], lengths[trial % len(lengths)])
+            tokens = torch.randint(0, 24, shape, generator=numbers)
+            labels = torch.randint(0, 2, shape[:1], generator=numbers) if classes else tokens.roll(-1, 1)
+            step.append((tokens, torch.ones_like(tokens), labels))
+        yield step
+
+
+def stacked(parts, fill):
+    """Parts of unlike sizes in one tensor, with `fill` after them."""
+    shape = [max(sizes) for sizes in zip(*(part.shape for part in parts))]
+    whole = torch.full((len(parts), *shape), fill)
+    for slot, part in zip(whole, parts):
+        slot[tuple(slice(size) for size in part.shape)] = part
+    return whole
+
+
+def warm_up_of(optimizer, steps):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
+
+
+def train(fused, optimizer, steps, warm_up_steps=1):
+    warm_up = warm_up_of(optimizer, warm_up_steps)
+    fused.train()
+    for step in steps:
+        tokens, mask, labels = (stacked(parts, fill) for parts, fill in zip(zip(*step), (0, 0, -100)))
+        mask[:, :, 0] = 1  # a row of padding must attend to something
+        logits = fused(input_ids=tokens, attention_mask=mask).logits
+        losses = fused.map(loss_of, logits, labels)
+        optimizer.zero_grad()
+        losses.sum().backward()
+        optimizer.step()
+        warm_up.step()
+
+
+def train_alone(model, optimizer, steps, warm_up_steps=1):
+    warm_up = warm_up_of(optimizer, warm_up_steps)
+    model.train()
+    for tokens, mask, labels in steps:
+        loss = loss_of(model(input_ids=tokens, attention_mask=mask).logits, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        warm_up.step()
+
+
+CASES = {
+    "lora": (
+        llama,
+        [
+            lora(2, ["q_proj", "v_proj"], lora_alpha=3, lora_dropout=0.2),
+            lora(9, ["o_proj", "down_proj"], use_rslora=True),
+            lora(4, ["embed_tokens", "q_proj", "lm_head"], lora_alpha=32),
+        ],
+        {},
+    ),
+    # One of the trials has no padding at all.
+    "lora, unlike batches": (llama, [lora(2), lora(3, lora_alpha=1)], {"sizes": (2, 3), "lengths": (4, 7)}),
+    "dora": (
+        llama,
+        [lora(2, use_dora=True), lora(5, ["v_proj", "up_proj"], use_dora=True, lora_dropout=0.1)],
+        {},
+    ),
+    "bias": (llama, [lora(2, lora_bias=True), lora(3, ["o_proj"], lora_bias=True)], {}),
+    "ia3": (
+        llama,
+        [
+            peft.IA3Config(
+                target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
+            ),
+            peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[], **CAUSAL),
+        ],
+        {},
+    ),
+    "prompt": (llama, [peft.PromptTuningConfig(num_virtual_tokens=3, **CAUSAL)] * 2, {}),
+    "prefix": (llama, [peft.PrefixTuningConfig(num_virtual_tokens=3, **CAUSAL)] * 2, {}),
+    "gpt2, which drops itself": (
+        gpt2,
+        [lora(2, ["c_attn"]), lora(3, ["c_attn", "c_proj"], lora_dropout=0.1)],
+        {},
+    ),
+    "a head that is trained": (
+        bert,
+        [lora(rank, ["query"], task_type="SEQ_CLS") for rank in (2, 4)],
+        {"classes": True},
+    ),
+}
+
+
+RARE = ("bias", "gpt2, which drops itself")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.extended] * (case in RARE)) for case in CASES]
+)
+def test_adapters_train_together_as_each_does_alone_and_are_saved_as_peft_saves_them(case, tmp_path):
+    make, configs, options = CASES[case]
+    base, count = make(), len(configs)
+    options = {"classes": False, "sizes": (2,), "lengths": (5,)} | options
+    models = adapted(base, configs)
+    alone = [copy.deepcopy(model) for model in models]
+    rates, decays = [0.01 * (n + 1) for n in range(count)], [0.3 * n for n in range(count)]
+    fused = fuse(models)
+    optimizer = FusedOptimizer(fused, "adamw", lr=rates, weight_decay=decays)
+    train(fused, optimizer, batches(count, **options), warm_up_steps=5)
+    assert not fused.unfused
+    for number, (model, trained) in enumerate(zip(alone, fused.split())):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        plain = torch.optim.AdamW(parameters, rates[number], weight_decay=decays[number])
+        with drawing_as(model, number, 0, {}):
+            train_alone(model, plain, (step[number] for step in batches(count, **options)), 5)
+        torch.testing.assert_close(trained.state_dict(), model.state_dict(), rtol=0, atol=1e-10)
+        assert trained.peft_config == model.peft_config
+        loaded = []
+        for each, folder in ((trained, tmp_path / f"{number}"), (model, tmp_path / f"{number}-alone")):
+            each.save_pretrained(folder)
+            assert (folder / "adapter_model.safetensors").is_file()
+            loaded.append(peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).eval())
+        saved = [
+            json.loads((tmp_path / f"{number}{end}/adapter_config.json").read_text())
+            for end in ("", "-alone")
+        ]
+        assert saved[0] == saved[1]
+        tokens = torch.arange(8).view(2, 4)
+        torch.testing.assert_close(loaded[0](input_ids=tokens).logits, loaded[1](input_ids=tokens).logits)
+
+
+def test_adapters_of_smaller_rank_join_and_leave_an_array():
+    base = llama()
+    models = adapted(base, [lora(4), lora(2, ["q_proj"]), lora(3, ["v_proj"], lora_alpha=5), lora(1)])
+    fused = fuse(models[:2])
+    optimizer = FusedOptimizer(fused, "adamw", lr=0.01)
+    steps = [step[:2] for step in batches(2, False, (2,), (4,))]
+    train(fused, optimizer, steps[:3])
+    replace_trial(fused, optimizer, 0, models[2], 0)
+    add_trials(fused, optimizer, models[3:], [3])
+    keep_trials(fused, optimizer, [0, 2])
+    train(fused, optimizer, steps[:3])
+    for number, model in enumerate(models[2:]):
+        plain = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), 0.01)
+        train_alone(model, plain, (step[number] for step in steps[:3]))
+        torch.testing.assert_close(fused.trial(number).state_dict(), model.state_dict(), rtol=0, atol=1e-10)
+    with pytest.raises(FusionError, match=r"its rank at '.*q_proj' is 5, expected 4 or less"):
+        replace_trial(fused, optimizer, 0, adapted(base, [lora(5)])[0], 0)
+
+
+def test_optimizers_of_adapters_are_fused_and_split_with_their_states():
+    models = adapted(llama(), [lora(4), lora(2, ["q_proj"])])
+    steps = list(batches(2, False, (2,), (4,)))
+    plain = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), 0.01) for m in models]
+    for number, (model, optimizer) in enumerate(zip(models, plain)):
+        train_alone(model, optimizer, (step[number] for step in steps[:2]))
+    fused = fuse(models)
+    optimizer = fuse_optimizers(fused, plain, models)
+    train(fused, optimizer, steps[2:4])
+    split = fused.split()
+    for number, (model, lone) in enumerate(zip(split, split_optimizer(optimizer, split))):
+        train_alone(model, lone, (step[number] for step in steps[4:6]))
+        train_alone(models[number], plain[number], (step[number] for step in steps[2:6]))
+        torch.testing.assert_close(model.state_dict(), models[number].state_dict(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_the_base_of_adapters_is_held_once(count):
+    base = llama()
+    fused = fuse(adapted(base, [lora(4) for _ in range(count)]), verify=False)
+    adapter = sum(p.nbytes for p in fused.trial(0).parameters() if p.requires_grad)
+    frozen = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
+    held = sum(tensor.nbytes for tensor in (*fused.module.parameters(), *fused.module.buffers()))
+    assert held <= 1.05 * (frozen + count * adapter)
+
+
+def test_an_optimizer_of_whole_matrices_refuses_padded_ranks():
+    fused = fuse(adapted(llama(), [lora(2), lora(3)]))
+    with pytest.raises(FusionError, match="adafactor computes with whole matrices.* unlike ranks"):
+        FusedOptimizer(fused, "adafactor")
+
+
+def wrapped_twice():
+    base = llama()
+    return [peft.get_peft_model(base, lora(rank)) for rank in (2, 3)]
+
+
+def named(model, base):
+    model.peft_config["default"].base_model_name_or_path = base
+    return model
+
+
+REFUSED = {
+    "one base object": (wrapped_twice, r"are adapters of one base object.*copy\.deepcopy\(base\)"),
+    "another vocabulary": (
+        lambda: adapted(llama(), [lora()]) + adapted(llama(vocab_size=30), [lora()]),
+        r"the bases of models 0 and 1 differ: 'model.embed_tokens.weight' is \(24, 16\).*one vocabulary",
+    ),
+    "another base": (
+        lambda: [*map(named, adapted(llama(), [lora(), lora()]), ("one", "two"))],
+        "model 0 adapts 'one' and model 1 'two'",
+    ),
+    "another method": (
+        lambda: adapted(llama(), [lora(), lora(use_dora=True)]),
+        "model 0 is an adapter by LORA and model 1 one by DORA",
+    ),
+    "no adapter": (lambda: [*adapted(llama(), [lora()]), llama()], "model 1 is a LlamaForCausalLM"),
+    "tokens of prompts": (
+        lambda: adapted(llama(), [peft.PromptTuningConfig(num_virtual_tokens=n, **CAUSAL) for n in (2, 3)]),
+        "num_virtual_tokens is 2 in model 0 and 3 in model 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_cannot_be_one_array_are_refused_in_words(case):
+    make, message = REFUSED[case]
+    with pytest.raises(FusionError, match=message):
+        fuse(make())

@@ -1,0 +1,170 @@
+"""Sweeps over LoRA adapters of one base: one array for all ranks, each trial as `plait train` makes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plait.core.codec import encode
+from plait.core.errors import InputError, JobError
+from plait.core.files import write_atomic
+from plait.jobs.adapter import save_adapter
+from plait.launcher.run_dir import RunDir
+from plait.schema.job import make_job
+from plait.schema.settings import UNVERIFIED, SearchSettings
+from plait.sweeping.search.space import parse_dimension
+from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trial_settings import array_key, with_lora_array, with_values
+from plait.training.components import build_model
+from support.sweeping import sweep_here
+from support.training import train_here
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+peft = pytest.importorskip("peft", reason="needs peft: pip install 'plait[peft]'")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+CONFIG = {
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def job_of(folder, *changes):
+    content = {
+        "name": "lora",
+        "model": "transformers:LlamaForCausalLM",
+        "model_args": {"config": CONFIG},
+        "lora": {"r": 2, "alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+        "data": {"kind": "text_lines:synthetic_lines", "samples": 16, "length": 6, "vocabulary": 16, "batch_size": 4},
+        "loss": "model",
+        "optimizer": {"kind": "adamw", "lr": 0.01},
+        "precision": "float64",
+        "steps": 6,
+        "device": "cpu",
+        "run_dir": str(folder),
+    }  # fmt: skip
+    return make_job(content, list(changes))
+
+
+def keys_of(*over, **changes):
+    """The keys of arrays of a sweep's trials, by the values of its keys."""
+    dimensions = [parse_dimension(text) for text in over]
+    settings = with_lora_array(job_of("runs", *changes.items()).settings(), dimensions)
+    return {
+        value: array_key(with_values(settings, {dimension.key: value}))
+        for dimension in dimensions
+        for value in dimension.samples()
+    }
+
+
+def test_adapters_of_all_ranks_and_scales_share_an_array_and_others_do_not():
+    assert len(set(keys_of("lora.r=2,4,8", "lora.alpha=1,2.5", "lora.dropout=0,0.1").values())) == 1
+    assert len(set(keys_of("lora.use_rslora=true,false").values())) == 1
+    assert len(set(keys_of("lora.use_dora=true,false").values())) == 2
+    # It computes with whole matrices, which rows of zeros would change.
+    assert len(set(keys_of("lora.r=2,4", optimizer={"kind": "adafactor"}).values())) == 2
+    assert len(set(keys_of("data.kind=text_lines:text_lines,text_lines:synthetic_lines").values())) == 2
+
+
+def swept(job, folder, *over, **search):
+    """What a sweep of the job in this process came to, and what `plait train` makes of a trial's values."""
+    dimensions = tuple(parse_dimension(text) for text in over)
+    width = search.pop("width", 4)
+    plain = replace(job.settings(), verify=UNVERIFIED)
+    train = with_lora_array(plain, dimensions)
+    found = sweep_here(SweepSettings(train, dimensions, SearchSettings(**search), width), folder / "sweep")
+
+    def alone(values, name="alone"):
+        return train_here(with_values(plain, values), folder / name)
+
+    return found, alone
+
+
+def logits_of(base, adapter):
+    model = peft.PeftModel.from_pretrained(
+        transformers.LlamaForCausalLM.from_pretrained(base), adapter
+    ).eval()
+    return model(input_ids=torch.arange(8).view(2, 4)).logits
+
+
+def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_is_one_of_peft(tmp_path):
+    base = tmp_path / "base"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(base)
+    job = job_of(tmp_path, ("model_args", {"path": str(base)}))
+    over = ("lora.r=1,4,8", "optimizer.lr=0.003,0.03")
+    found, alone = swept(job, tmp_path, *over, kind="asha", width=2, least_steps=2)
+    (array,) = found["arrays"]
+    assert array["fused"]
+    assert array["most"] == 2
+    assert len(array["trials"]) == 6
+    assert {trial["state"] for trial in found["trials"]} == {"finished", "dropped"}
+    best = found["best"]
+    result, _ = alone(best["values"])
+    assert best["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    write_atomic(
+        tmp_path / "alone/settings.json", json.dumps(encode(with_values(job.settings(), best["values"])))
+    )
+    logits = []
+    for name in ("sweep", "alone"):
+        adapter = save_adapter(RunDir(tmp_path / name))
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"]) == (best["values"]["lora.r"], 4)
+        assert config["base_model_name_or_path"] == str(base)
+        logits.append(logits_of(base, adapter))
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp_path):
+    files = [tmp_path / f"{number}.txt" for number in range(3)]
+    for number, (file, letters) in enumerate(zip(files, ("ab", "cd", "ef"))):
+        file.write_text("\n".join((letters * 4)[: 3 + n % 5] for n in range(10 + number)))
+    data = {
+        "kind": "text_lines:text_lines",
+        "length": 6,
+        "level": "byte",
+        "batch_size": 4,
+        "path": str(files[0]),
+    }
+    config = {"config": {**CONFIG, "vocab_size": 256}}
+    job = job_of(tmp_path, ("data", data), ("model_args", config), ("steps", 4))
+    found, alone = swept(job, tmp_path, f"data.path={','.join(map(str, files))}")
+    (array,) = found["arrays"]
+    assert array["fused"]
+    assert array["most"] == 3
+    for trial in found["trials"]:
+        result, weights = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+        kept = save_adapter(RunDir(tmp_path / f"sweep/trials/{trial['trial']:04d}"))
+        for name, tensor in peft.utils.load_peft_weights(str(kept), device="cpu").items():
+            # The model's loss is computed in float32.
+            expected = weights[name.replace(".weight", ".default.weight")]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
+
+
+REFUSED = {
+    "rank": ({"r": 17}, JobError, r"lora\.r: found 17, but .*q_proj is 16 x 16; expected at most 16"),
+    "layer": ({"target_modules": ["q_prj"]}, JobError, r"no layer 'q_prj'; did you mean 'q_proj'\?"),
+    "option": ({"use_dorra": True}, JobError, r"lora\.use_dorra: LoraConfig .* did you mean 'use_dora'"),
+    "name": ({"lora_alpha": 3}, JobError, r"it is written lora\.alpha"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_cannot_be_are_refused_in_words(case, tmp_path):
+    lora, error, message = REFUSED[case]
+    settings = job_of(tmp_path, ("lora", lora)).settings()
+    with pytest.raises(error, match=message):
+        build_model(settings.model, 0)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    settings = job_of(tmp_path, ("model_args", {"path": str(tmp_path)})).settings()
+    with pytest.raises(InputError, match=r"model_args\.path: found no config\.json in"):
+        build_model(settings.model, 0)
