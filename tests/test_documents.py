@@ -18,12 +18,18 @@ import pytest
 import torch.distributed as dist
 
 import plait
+from plait.adapt.policies.registry import POLICIES
 from plait.core import run_events
 from plait.core.events import Event
+from plait.core.names import EXTRAS
 from plait.core.yaml_text import load_yaml
 from plait.schema.aliases import KEY_ALIASES
 from plait.schema.job import Job, make_job, parse
 from plait.schema.limits import MapContent
+from plait.schema.placement import Engine
+from plait.schema.plans.schedules import Schedule
+from plait.schema.settings import SEARCHES
+from plait.schema.sync_options import KINDS
 from support.world import run_ranks
 from test_packages import ORDER
 
@@ -121,6 +127,21 @@ def test_every_bullet_of_the_readme_leads_to_a_page_of_the_table_of_capabilities
     assert set(pages) <= {
         re.findall(r"\]\(([^)#]+)", row[3])[0] for row in rows_of("docs/capabilities.md", "capability")
     }
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("docs/pipelines.md", [each.value for each in Schedule]),
+        ("docs/sync.md", [*KINDS, "auto"]),
+        ("docs/adapt.md", POLICIES),
+        ("docs/sweep.md", SEARCHES),
+        ("docs/clusters.md", typing.get_args(Engine)),
+        ("docs/commands.md", {*EXTRAS.values()}),
+    ],
+)
+def test_what_can_be_chosen_from_is_listed_whole_in_the_page_of_the_capability(page: str, names: list[str]):
+    assert not [name for name in names if f"`{name}`" not in text(page)]
 
 
 def test_the_tour_of_the_code_names_what_is_there():
