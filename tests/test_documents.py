@@ -17,13 +17,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import plait
+from plait.adapt.policies.registry import POLICIES
 from plait.core import run_events
 from plait.core.events import Event
+from plait.core.names import EXTRAS
 from plait.core.yaml_text import load_yaml
 from plait.schema.aliases import KEY_ALIASES
 from plait.schema.job import Job, make_job, parse
 from plait.schema.limits import MapContent
+from plait.schema.placement import Engine
+from plait.schema.plans.schedules import Schedule
+from plait.schema.settings import SEARCHES
+from plait.schema.sync_options import KINDS
 from support.world import run_ranks
+from test_packages import ORDER
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -45,6 +53,106 @@ def test_the_readme_names_the_two_commands_and_make_has_them():
     for command in ("demo", "test"):
         assert f"make {command}" in text("README.md")
         assert re.search(rf"^{command}:", text("Makefile"), flags=re.MULTILINE)
+
+
+def test_the_readme_is_short_and_has_no_table_of_numbers():
+    lines = text("README.md").splitlines()
+    assert len(lines) <= 130
+    assert sum(len(line.split()) for line in lines) <= 1100
+    assert not [line for line in lines if line.startswith("|") and re.search(r"\d+(\.\d+)?x\b", line)]
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *sorted(str(each.relative_to(ROOT)) for each in (ROOT / "docs").rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_every_link_leads_to_a_file_and_a_heading(page: str):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", without_code(ROOT / page))):
+        file, _, anchor = link.partition("#")
+        target = ROOT / page if not file else (ROOT / page).parent / file
+        if not link.startswith(("http://", "https://")) and (
+            not target.exists() or (anchor and anchor not in anchors(target))
+        ):
+            broken.append(link)
+    assert not broken
+
+
+def rows_of(page: str, head: str) -> list[list[str]]:
+    """The cells of the table whose first row begins with `head`."""
+    table = text(page).partition(f"| {head} |")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+
+
+def test_the_table_of_capabilities_names_what_exists():
+    """Objects of `plait`, keys of a job, and pages that tell of them."""
+    for _, objects, keys, page, _ in rows_of("docs/capabilities.md", "capability"):
+        for name in re.findall(r"`plait\.(\w+)`", objects):
+            assert name in plait.__all__, name
+            assert any(f"plait.{name}" in text(each) for each in DOCUMENTS if "capabilities" not in each), (
+                name
+            )
+        known = {part for key in job_defaults() for part in (key, key.rpartition(".")[0], key.split(".")[0])}
+        for key in re.findall(r"`([\w.]+)`", keys):
+            assert key in known or f"{key.rpartition('.')[0]}.*" in known, key
+        (link,) = re.findall(r"\]\(([^)#]+)", page)
+        assert (ROOT / "docs" / link).exists()
+
+
+def test_the_readme_denies_what_the_table_of_capabilities_denies_and_nothing_else():
+    denied = [row[4] for row in rows_of("docs/capabilities.md", "capability") if row[4]]
+    section = text("README.md").partition("## What it does not do\n\n")[2].partition("\n\n")[0]
+    assert section.partition(" [What does not go together]")[0] == " ".join(denied)
+
+
+def test_every_bullet_of_the_readme_leads_to_a_page_of_the_table_of_capabilities():
+    section = text("README.md").partition("## What it does\n")[2].partition("Three numbers")[0]
+    pages = re.findall(r"^- \*\*\[[^]]+\]\(docs/([^)]+)\)\*\*", section, flags=re.MULTILINE)
+    assert len(pages) == 6
+    assert set(pages) <= {
+        re.findall(r"\]\(([^)#]+)", row[3])[0] for row in rows_of("docs/capabilities.md", "capability")
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("docs/pipelines.md", [each.value for each in Schedule]),
+        ("docs/sync.md", [*KINDS, "auto"]),
+        ("docs/adapt.md", POLICIES),
+        ("docs/sweep.md", SEARCHES),
+        ("docs/clusters.md", typing.get_args(Engine)),
+        ("docs/commands.md", {*EXTRAS.values()}),
+    ],
+)
+def test_what_can_be_chosen_from_is_listed_whole_in_the_page_of_the_capability(page: str, names: list[str]):
+    assert not [name for name in names if f"`{name}`" not in text(page)]
+
+
+def test_the_tour_of_the_code_names_what_is_there():
+    """All packages in their order, and functions and classes in the files that it links to."""
+    named = [name for row in rows_of("docs/code.md", "package") for name in re.findall(r"`(\w+)`", row[0])]
+    assert named == list(ORDER)
+    hops = re.findall(r"`([\w.]+)` (?:on each host )?\(\[[^]]+\]\(\.\./([^)]+\.py)\)", text("docs/code.md"))
+    assert len(hops) > 20
+    for name, path in hops:
+        for part in name.removeprefix("plait.").split("."):
+            assert re.search(rf"\b(def|class) {part}\b", text(path)), (name, path)
 
 
 def test_the_example_runs_as_the_readme_shows(tmp_path: Path):
@@ -126,14 +234,12 @@ def test_the_python_in_the_pages_runs(page: str, ran: dict[str, Any]):
     assert len(ran[page]["printed"].splitlines()) == len(prints)
 
 
-def test_every_verb_in_the_readme_exists():
-    verbs = set(re.findall(r"^plait (\w+)", text("README.md"), flags=re.MULTILINE))
+def test_every_verb_in_the_list_of_commands_exists():
+    verbs = set(re.findall(r"^plait (\w+)", text("docs/commands.md"), flags=re.MULTILINE))
     listed = subprocess.run(
         [sys.executable, "-m", "plait", "--help"], capture_output=True, text=True, timeout=60
     )
-    assert verbs
-    for verb in verbs:
-        assert re.search(rf"^  {verb} ", listed.stdout, flags=re.MULTILINE), verb
+    assert verbs == set(re.findall(r"^  (\w+) ", listed.stdout.partition("Commands:")[2], flags=re.MULTILINE))
 
 
 def job_defaults(settings: type[Any] = Job, prefix: str = "") -> dict[str, Any]:
