@@ -23,6 +23,7 @@ from plait.cli.manifest import manifest
 from plait.cli.new import new
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.planning import plan, profile
+from plait.cli.report import report
 from plait.cli.runs import evaluate, resize, status, stop
 from plait.cli.script import OPTIONS_END, run
 from plait.cli.sweep import sweep
@@ -59,7 +60,10 @@ def _expanded(value: Any) -> Any:
 
 
 app.command(context_settings=OPTIONS_END)(with_paths(run))
-for verb in (demo, new, check, profile, plan, train, sweep, evaluate, status, stop, resize, manifest, bench):
+VERBS = (
+    demo, new, check, profile, plan, train, sweep, evaluate, status, stop, resize, report, manifest, bench,
+)  # fmt: skip
+for verb in VERBS:
     app.command(cls=BenchCommand if verb is bench else None)(with_paths(verb))
 
 

@@ -122,19 +122,40 @@ def _drop_half_line(path: Path) -> None:
 
 def read(path: Path) -> Iterator[Recorded]:
     """The events in `path`, oldest first; an incomplete last line is skipped."""
+    for line in read_lines(path):
+        if line.kind not in Event.kinds:
+            hint = did_you_mean(line.kind, Event.kinds)
+            raise ArtefactError(f"{line.where}: unknown kind of event {shown(line.kind)}{hint}")
+        yield line.decoded()
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """One line of a record whose fields are not decoded yet; `where` is its file and number."""
+
+    t: float
+    rank: int
+    kind: str
+    fields: dict[str, Any]
+    where: str
+
+    def decoded(self) -> Recorded:
+        """The event, with its fields checked; its kind must be known."""
+        return Recorded(self.t, self.rank, decode(Event.kinds[self.kind], self.fields, self.where))
+
+
+def read_lines(path: Path) -> Iterator[EventLine]:
+    """The lines of a record, of whatever kind, oldest first; an incomplete last line is skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield _parse(line, f"{path}:{number}")
 
 
-def _parse(line: bytes, where: str) -> Recorded:
+def _parse(line: bytes, where: str) -> EventLine:
     try:
         data: dict[str, Any] = json.loads(line.decode())
-        t, rank, kind = float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind"))
+        return EventLine(float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind")), data, where)
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
         text = shown(line[:100].decode(errors="replace").strip())
         raise ArtefactError(f"{where}: found {text}, expected an event") from None
-    if kind not in Event.kinds:
-        raise ArtefactError(f"{where}: unknown kind of event {shown(kind)}{did_you_mean(kind, Event.kinds)}")
-    return Recorded(t, rank, decode(Event.kinds[kind], data, where))

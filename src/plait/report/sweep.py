@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import html
 import io
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from plait.core import run_events
 from plait.core.files import write_atomic
 from plait.core.names import has_extra, how_to_install
 from plait.core.units import count_of, show_rate
+from plait.report.outputs.tables import columns_of, table_text
 from plait.schema.results import SweepResult, TrialResult, show_value
 
 # The number of coloured curves; the rest is grey.
@@ -73,23 +73,7 @@ def flat(row: TrialResult) -> dict[str, Any]:
 def as_csv(rows: Sequence[TrialResult]) -> str:
     """The trials, best first, as CSV."""
     records = [flat(row) for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _columns(records), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows([{column: _safe(value) for column, value in record.items()} for record in records])
-    return text.getvalue()
-
-
-def _safe(value: Any) -> Any:
-    """The value, with text escaped that a spreadsheet would interpret as a formula; nothing for NaN."""
-    if value != value:  # NaN
-        return ""
-    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-    return f"'{value}" if is_formula else value
-
-
-def _columns(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(column for record in records for column in record))
+    return table_text(columns_of(records), records)
 
 
 def draw(rows: Sequence[TrialResult], curves: Mapping[int, Curve]) -> bytes:
@@ -170,7 +154,7 @@ document.querySelectorAll("th").forEach((head, column) => head.onclick = () => {
 def page(title: str, result: SweepResult, curves: str) -> str:
     """The sweep as one HTML file: curves and a table that can be sorted by clicking on a column."""
     records = [flat(row) for row in result.trials]
-    columns = _columns(records)
+    columns = columns_of(records)
     cells = [[show_value(record.get(column, "")) for column in columns] for record in records]
     body = "\n".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in cells

@@ -1,0 +1,78 @@
+"""What happened to a run besides training: adaptations with their reasons, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from plait.core import run_events
+from plait.core.events import Recorded
+from plait.core.shown import listed, shown
+from plait.core.units import count_of, show_seconds
+from plait.report.record import RunRecorded
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """Something that happened to a run: a change, a fault, a check; `t` is seconds since the epoch."""
+
+    t: float
+    step: int | None
+    what: str
+    why: str
+
+
+def changes_of(recorded: RunRecorded) -> Iterable[Occurrence]:
+    """Every adaptation, with its reason."""
+    for line in recorded.others:
+        if line.kind == "topology-chosen":
+            reason = str(line.fields.get("reason", ""))
+            yield Occurrence(line.t, None, f"topology {line.fields.get('topology')} chosen", reason)
+    for each in recorded.events:
+        event, t = each.event, each.t
+        if isinstance(event, run_events.Changed):
+            change = dict(event.change)
+            if event.kind_of_change == "PlanChange":
+                change = {"stages": [len(stage["layers"]) for stage in change["plan"]["stages"]]}
+            trial = "" if event.trial is None else f"trial {event.trial}: "
+            values = ", ".join(f"{key} {shown(value)}" for key, value in change.items())
+            kind = event.kind_of_change.removesuffix("Change")
+            yield Occurrence(t, event.step, f"{trial}{kind}: {values}", f"{event.by}: {event.why}")
+        elif isinstance(event, run_events.WorkersChanged):
+            what = f"{count_of(len(event.members), 'worker')} (version {event.version})"
+            pause = f"; paused {show_seconds(event.seconds)}"
+            yield Occurrence(t, event.step, what, f"{event.by}: {event.why}{pause}")
+        elif isinstance(event, run_events.LayersMoved):
+            what = f"{count_of(len(event.names), 'tensor')} moved to other workers"
+            yield Occurrence(t, event.step, what, listed(event.names, 200))
+        elif isinstance(event, run_events.SyncChosen):
+            yield Occurrence(t, None, f"sync {event.sync} chosen", event.reason)
+        elif isinstance(event, run_events.TrialCopied):
+            values = ", ".join(f"{key} {shown(value)}" for key, value in event.values.items())
+            what = f"trial {event.trial} took the weights of trial {event.source}"
+            yield Occurrence(t, event.step, what, values)
+
+
+def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iterable[Occurrence]:
+    """Lost workers, restarts, refused checkpoints, failed trials, differences, and how the run failed."""
+    starts = 0
+    for each in events:
+        event, t = each.event, each.t
+        if isinstance(event, (run_events.RunStarted, run_events.SweepStarted)) and each.rank == 0:
+            starts += 1
+            if starts > 1:
+                step = event.step if isinstance(event, run_events.RunStarted) else None
+                yield Occurrence(t, step, "resumed", f"part {starts} of the run")
+        elif isinstance(event, run_events.WorkersChanged) and event.lost:
+            lost = f"lost worker{'s' * (len(event.lost) > 1)} {listed(event.lost, 100)}"
+            yield Occurrence(t, event.step, lost, f"{event.why}; no steps for {show_seconds(event.seconds)}")
+        elif isinstance(event, run_events.CheckpointRefused):
+            yield Occurrence(t, None, f"checkpoint {event.path} refused", event.reason)
+        elif isinstance(event, run_events.TrialEnded) and event.state in ("failed", "diverged"):
+            yield Occurrence(t, event.step, f"trial {event.trial} {event.state}", event.why)
+        elif isinstance(event, run_events.Audited) and event.differences:
+            yield Occurrence(t, event.step, "differs from plain PyTorch", "; ".join(event.differences))
+        elif isinstance(event, run_events.RunEnded) and event.reason == "diverged":
+            yield Occurrence(t, event.step, "diverged", "the loss is no finite number")
+    if events and (cause is not None or state in ("died", "failed")):
+        yield Occurrence(events[-1].t, None, f"the run {state}", cause or "no cause was recorded")

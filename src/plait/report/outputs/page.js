@@ -1,0 +1,282 @@
+// The timeline of a report: a row for each worker, drawn on a canvas; drag to pan, pinch or Ctrl-wheel to zoom.
+"use strict";
+
+function bytesOf(text) {
+  return Uint8Array.from(atob(text), (each) => each.charCodeAt(0)).buffer;
+}
+
+function readTimeline(data) {
+  const ops = {
+    row: new Uint16Array(bytesOf(data.row)),
+    kind: new Uint8Array(bytesOf(data.kind)),
+    stage: new Uint16Array(bytesOf(data.stage)),
+    microbatch: new Uint32Array(bytesOf(data.microbatch)),
+    start: new Float64Array(bytesOf(data.start)),
+    seconds: new Float32Array(bytesOf(data.seconds)),
+    received: new Float32Array(bytesOf(data.received)),
+    cause: new Uint8Array(bytesOf(data.cause)),
+  };
+  const rows = data.names.map(() => []);
+  const longest = data.names.map(() => 0);
+  for (let i = 0; i < ops.row.length; i++) {
+    rows[ops.row[i]].push(i);
+    longest[ops.row[i]] = Math.max(longest[ops.row[i]], ops.seconds[i]);
+  }
+  return { ...data, ops, rows, longest, overview: new Uint8Array(bytesOf(data.overview)),
+    anchors: new Float64Array(bytesOf(data.anchors)) };
+}
+
+// The first place in `order` whose operation starts at or after `t`.
+function firstFrom(order, start, t) {
+  let low = 0, high = order.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (start[order[middle]] < t) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function showSeconds(s) {
+  const a = Math.abs(s);
+  if (a === 0) return "0 s";
+  if (a < 1e-3) return (s * 1e6).toPrecision(3) + " µs";
+  if (a < 1) return (s * 1e3).toPrecision(3) + " ms";
+  return a < 100 ? s.toPrecision(3) + " s" : Math.round(s).toLocaleString("en") + " s";
+}
+
+// What the pointer is over, in words: an operation, or idle time and its reason.
+function describeAt(d, row, t) {
+  const { ops } = d, order = d.rows[row];
+  const next = firstFrom(order, ops.start, t);
+  for (let k = next - 1; k >= Math.max(0, next - 8); k--) {
+    const i = order[k];
+    if (t <= ops.start[i] + ops.seconds[i]) {
+      const letter = String.fromCharCode(ops.kind[i]);
+      const number = "FBIW".includes(letter) ? ` of microbatch ${ops.microbatch[i]}, stage ${ops.stage[i]}`
+        : letter === "U" ? ` of stage ${ops.stage[i]} to version ${ops.microbatch[i]}`
+        : ` to step ${ops.microbatch[i]}`;
+      return `${d.names[row]}: ${d.labels[letter]}${number}, ${showSeconds(ops.seconds[i])}`;
+    }
+  }
+  if (!d.windows.some(([a, b]) => a <= t && t <= b)) {
+    const n = d.buckets, bucket = Math.min(n - 1, Math.max(0, Math.floor(t / d.end * n)));
+    const share = d.groups.map((name, g) => [name, d.overview[(row * d.groups.length + g) * n + bucket] / 255]);
+    const busy = share.filter(([, part]) => part > 0.004).map(([name, part]) => `${name} ${Math.round(part * 100)}%`);
+    return `${d.names[row]}: ${busy.join(", ") || "idle"} (about ${showSeconds(d.end / n)} around here)`;
+  }
+  if (next === 0 || next >= order.length) return `${d.names[row]}: idle`;
+  const i = order[next], receives = t >= ops.start[i] - ops.received[i];
+  return `${d.names[row]}: idle, ${receives ? d.causes[d.receiving] : d.causes[ops.cause[i]]}; ` +
+    `the next operation begins ${showSeconds(ops.start[i] - t)} later`;
+}
+
+function drawOverview(c, d, row, view, x0, x1, top, height, colours) {
+  const n = d.buckets, perPixel = (view.to - view.from) / view.width;
+  for (let x = Math.max(0, Math.floor(x0)); x < Math.min(view.width, x1); x++) {
+    const t = view.from + x * perPixel;
+    const first = Math.max(0, Math.min(n - 1, Math.floor(t / d.end * n)));
+    const last = Math.max(first, Math.min(n - 1, Math.floor((t + perPixel) / d.end * n)));
+    let bottom = top + height;
+    for (let g = 0; g < d.groups.length; g++) {
+      let sum = 0;
+      const base = (row * d.groups.length + g) * n;
+      for (let b = first; b <= last; b++) sum += d.overview[base + b];
+      const tall = sum / (255 * (last - first + 1)) * height;
+      if (tall < 0.2) continue;
+      c.fillStyle = colours.groups[g];
+      c.fillRect(x, bottom - tall, 1, tall);
+      bottom -= tall;
+    }
+  }
+}
+
+function colourOf(letter, microbatch, colours) {
+  if (letter === "U") return colours.groups[2];
+  if (!"FBIW".includes(letter)) return colours.groups[3];
+  const hue = colours.hues[microbatch % colours.hues.length];
+  return `hsl(${hue} 55% ${letter === "F" ? colours.light : letter === "W" ? colours.light + 12 : colours.dark}%)`;
+}
+
+function drawBars(c, d, row, view, window, top, height, colours) {
+  const { ops } = d, order = d.rows[row], scale = view.width / (view.to - view.from);
+  const from = Math.max(view.from, window[0]), to = Math.min(view.to, window[1]);
+  let lastPixel = -1;
+  for (let k = firstFrom(order, ops.start, from - d.longest[row]); k < order.length; k++) {
+    const i = order[k], letter = String.fromCharCode(ops.kind[i]);
+    if (ops.start[i] - ops.received[i] > to) break;
+    const x = (ops.start[i] - view.from) * scale, wide = ops.seconds[i] * scale;
+    if (x + wide < 0) continue;
+    if (wide < 1 && Math.floor(x) === lastPixel) continue;
+    lastPixel = Math.floor(x);
+    const before = ops.received[i] * scale;
+    if (before > 1) {
+      c.fillStyle = colours.receive;
+      const idleFrom = k > 0 ? (ops.start[order[k - 1]] + ops.seconds[order[k - 1]] - view.from) * scale : 0;
+      const left = Math.max(x - before, idleFrom);
+      if (left < x) c.fillRect(left, top + height * 0.6, x - left, height * 0.4);
+    }
+    c.fillStyle = colourOf(letter, ops.microbatch[i], colours);
+    c.fillRect(x, top, Math.max(1, wide - (wide > 3 ? 0.5 : 0)), height);
+    if (wide > 26 && "FBIWU".includes(letter) && height > 12) {
+      c.fillStyle = colours.onBar;
+      c.fillText(letter + ops.microbatch[i], Math.max(2, x + 3), top + height / 2 + 4);
+    }
+  }
+}
+
+function drawPredicted(c, d, row, view, top, height, colours) {
+  const p = d.predicted, scale = view.width / (view.to - view.from);
+  if (p.row.length === 0) return;
+  const longest = Math.max(...p.end);
+  if (longest * scale < 6) return;
+  for (const anchor of d.anchors) {
+    if (anchor > view.to) break;
+    if (anchor + longest < view.from) continue;
+    for (let i = 0; i < p.row.length; i++) {
+      if (p.row[i] !== row) continue;
+      c.fillStyle = colourOf(p.kind[i], p.microbatch[i], colours);
+      const x = (anchor + p.start[i] - view.from) * scale;
+      c.fillRect(x, top, Math.max(1, (p.end[i] - p.start[i]) * scale - 0.5), height);
+    }
+  }
+}
+
+function coloursOf(dark, style) {
+  const named = (name) => style.getPropertyValue(name).trim();
+  return {
+    hues: [212, 145, 32, 280, 350, 180, 60, 245], light: dark ? 62 : 58, dark: dark ? 44 : 40,
+    groups: [named("--forward"), named("--backward"), named("--update"), named("--other")],
+    receive: named("--receive"), onBar: "#fff", text: named("--text"), idle: named("--idle"), line: named("--line"),
+  };
+}
+
+function drawTimeline(c, d, view, layout, colours) {
+  c.clearRect(0, 0, view.width, layout.height);
+  c.font = "11px system-ui, sans-serif";
+  const scale = view.width / (view.to - view.from);
+  for (let row = 0; row < d.names.length; row++) {
+    const top = layout.top + row * layout.row;
+    c.fillStyle = colours.idle;
+    c.fillRect(0, top, view.width, layout.bar);
+    const seen = d.rows[row], first = firstFrom(seen, d.ops.start, view.from);
+    const many = firstFrom(seen, d.ops.start, view.to) - first > 4 * view.width;
+    let x = 0;
+    for (const [a, b] of many ? [] : d.windows) {
+      const left = (a - view.from) * scale, right = (b - view.from) * scale;
+      if (right < 0 || left > view.width) continue;
+      drawOverview(c, d, row, view, x, left, top, layout.bar, colours);
+      drawBars(c, d, row, view, [a, b], top, layout.bar, colours);
+      x = Math.max(x, right);
+    }
+    drawOverview(c, d, row, view, x, view.width, top, layout.bar, colours);
+    if (layout.lane) drawPredicted(c, d, row, view, top + layout.bar + 2, layout.lane, colours);
+  }
+  drawAxis(c, view, colours);
+}
+
+function drawAxis(c, view, colours) {
+  const span = view.to - view.from, unit = Math.pow(10, Math.floor(Math.log10(span / 4)));
+  const step = [1, 2, 5, 10].map((each) => each * unit).find((each) => span / each <= 8);
+  c.fillStyle = colours.text;
+  c.strokeStyle = colours.line;
+  for (let k = Math.ceil(view.from / step); k * step < view.to; k++) {
+    const x = (k * step - view.from) / span * view.width;
+    c.beginPath(); c.moveTo(x, 14); c.lineTo(x, 20); c.stroke();
+    c.fillText(showSeconds(Number((k * step).toPrecision(12))), x + 3, 12);
+  }
+}
+
+function zoomed(view, end, factor, at) {
+  const span = Math.min(end, Math.max(end * 1e-9, 2e-5, (view.to - view.from) * factor));
+  const share = (at - view.from) / (view.to - view.from);
+  return moved({ from: at - share * span, to: at + (1 - share) * span }, end, 0);
+}
+
+function moved(view, end, by) {
+  const span = view.to - view.from, from = Math.max(0, Math.min(end - span, view.from + by));
+  return { from, to: from + span };
+}
+
+function startTimeline(box) {
+  const d = readTimeline(JSON.parse(document.getElementById("timeline-data").textContent));
+  const canvas = box.querySelector("canvas"), tip = box.querySelector(".tip"), c2d = canvas.getContext("2d");
+  const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
+  const layout = { top: 24, bar, lane, row: bar + lane + (lane ? 8 : 6) };
+  const height = layout.height = layout.top + d.names.length * layout.row + 4;
+  const scheme = window.matchMedia("(prefers-color-scheme: dark)");
+  let view = { from: 0, to: d.end }, pending = false, colours = null, width = 1;
+
+  function draw() {
+    pending = false;
+    const ratio = window.devicePixelRatio || 1;
+    width = Math.max(50, canvas.clientWidth);
+    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+    }
+    colours = colours || coloursOf(scheme.matches, getComputedStyle(document.documentElement));
+    c2d.setTransform(ratio, 0, 0, ratio, 0, 0);
+    view.width = width;
+    drawTimeline(c2d, d, view, layout, colours);
+  }
+  function redraw() {
+    if (!pending) { pending = true; requestAnimationFrame(draw); }
+  }
+  function show(next) { view = next; redraw(); }
+  const timeAt = (x) => view.from + x / width * (view.to - view.from);
+  function tell(x, y) {
+    const row = Math.floor((y - layout.top) / layout.row);
+    tip.textContent = row >= 0 && row < d.names.length ? describeAt(d, row, timeAt(x)) : "\u00a0";
+  }
+  function first() {
+    const a = d.anchors[0] || 0, b = d.anchors.length > 1 ? d.anchors[1] : d.end;
+    show(zoomed({ from: a, to: b }, d.end, 1, a));
+  }
+  const actions = {
+    all: () => show({ from: 0, to: d.end }), first,
+    closer: () => show(zoomed(view, d.end, 0.5, (view.from + view.to) / 2)),
+    further: () => show(zoomed(view, d.end, 2, (view.from + view.to) / 2)),
+    left: () => show(moved(view, d.end, -0.25 * (view.to - view.from))),
+    right: () => show(moved(view, d.end, 0.25 * (view.to - view.from))),
+  };
+  const keys = { ArrowLeft: "left", ArrowRight: "right", "+": "closer", "-": "further", Home: "all" };
+  box.querySelectorAll("button").forEach((button) => button.addEventListener("click", actions[button.name]));
+  canvas.addEventListener("keydown", (event) => {
+    if (keys[event.key]) { event.preventDefault(); actions[keys[event.key]](); }
+  });
+  canvas.addEventListener("wheel", (event) => {
+    const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    if (!event.ctrlKey && !event.shiftKey && !sideways) return;
+    event.preventDefault();
+    if (event.ctrlKey) show(zoomed(view, d.end, Math.exp(event.deltaY * 0.01), timeAt(event.offsetX)));
+    else show(moved(view, d.end, (sideways ? event.deltaX : event.deltaY) / width * (view.to - view.from)));
+  }, { passive: false });
+  canvas.addEventListener("dblclick", (event) => show(zoomed(view, d.end, 0.25, timeAt(event.offsetX))));
+  const fingers = new Map();
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    fingers.set(event.pointerId, event.offsetX);
+    tell(event.offsetX, event.offsetY);
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const before = fingers.get(event.pointerId);
+    if (before === undefined) { tell(event.offsetX, event.offsetY); return; }
+    const others = [...fingers].filter(([id]) => id !== event.pointerId).map(([, x]) => x);
+    if (others.length) {
+      const apart = Math.max(8, Math.abs(before - others[0])), now = Math.max(8, Math.abs(event.offsetX - others[0]));
+      show(zoomed(view, d.end, apart / now, timeAt(others[0])));
+    } else show(moved(view, d.end, (before - event.offsetX) / width * (view.to - view.from)));
+    fingers.set(event.pointerId, event.offsetX);
+  });
+  for (const name of ["pointerup", "pointercancel"])
+    canvas.addEventListener(name, (event) => fingers.delete(event.pointerId));
+  scheme.addEventListener("change", () => { colours = null; redraw(); });
+  window.addEventListener("resize", redraw);
+  canvas.style.height = height + "px";
+  draw();
+}
+
+if (typeof document !== "undefined") {
+  const box = document.getElementById("timeline");
+  if (box) startTimeline(box);
+}

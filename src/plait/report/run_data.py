@@ -1,0 +1,194 @@
+"""What a report says of a run, from its events: pure functions, and values that pages and tables show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from plait.core import run_events
+from plait.core.codec import decode
+from plait.core.events import Recorded
+from plait.core.shown import listed
+from plait.core.units import show_bytes, show_seconds
+from plait.report.curves import Points, curves_of, work_of
+from plait.report.occurrences import Occurrence, changes_of, faults_of
+from plait.report.record import OpArrays, RunRecorded
+from plait.report.replicas import ReplicaRow, distances_of, replicas_of
+from plait.report.timeline import Timeline, make_timeline
+from plait.report.trials import TrialRow, trials_of
+from plait.schema.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage as planned and as measured, for one microbatch; None if not planned or not measured."""
+
+    stage: int
+    layers: int | None
+    workers: tuple[int, ...]
+    planned_s: tuple[float | None, float | None, float | None]
+    measured_s: tuple[float | None, float | None, float | None]
+    output_bytes: float | None
+    memory_bytes: float | None
+    measured_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that a report of one run shows.
+
+    `facts` are lines of the summary, `curves` points by step and name, `work` seconds by worker and step.
+    `state` and `cause` are those of the run's status; times count from `origin`, seconds since the epoch.
+    """
+
+    name: str
+    state: str
+    cause: str | None
+    facts: tuple[tuple[str, str], ...]
+    curves: Mapping[str, Points]
+    work: Mapping[str, Points]
+    timeline: Timeline | None
+    plan: Plan | None
+    stages: tuple[StageRow, ...]
+    replicas: tuple[ReplicaRow, ...]
+    distances: Mapping[str, Points]
+    changes: tuple[Occurrence, ...]
+    faults: tuple[Occurrence, ...]
+    trials: tuple[TrialRow, ...]
+    metric: str
+    origin: float
+
+
+def make_data(
+    name: str,
+    recorded: RunRecorded,
+    plan: Plan | None,
+    state: str,
+    cause: str | None = None,
+    progress: Mapping[str, Any] | None = None,
+) -> RunData:
+    """The report of a run; `plan` is the plan it was started with, `progress` the one in its status."""
+    events = recorded.events
+    plan = _last_plan(events, plan)
+    timeline = make_timeline(recorded, plan)
+    curves = curves_of(events)
+    stages = _stages(recorded, plan)
+    trials = trials_of(events)
+    metrics = [each.event.metric for each in events if isinstance(each.event, run_events.SweepStarted)]
+    return RunData(
+        name,
+        state,
+        cause,
+        tuple(_facts(events, timeline, plan, curves, trials, progress or {})),
+        curves,
+        work_of(events),
+        timeline,
+        plan,
+        stages,
+        replicas_of(events),
+        distances_of(events),
+        tuple(changes_of(recorded)),
+        tuple(faults_of(events, state, cause)),
+        trials,
+        metrics[-1] if metrics else "loss",
+        events[0].t if events else 0.0,
+    )
+
+
+def _last_plan(events: Sequence[Recorded], plan: Plan | None) -> Plan | None:
+    """The plan that the run used last."""
+    for each in events:
+        event = each.event
+        if isinstance(event, run_events.Changed) and event.kind_of_change == "PlanChange":
+            plan = decode(Plan, event.change["plan"], "changed: plan")
+    return plan
+
+
+def _of_kind(events: Iterable[Recorded], kind: type[Any]) -> list[Any]:
+    return [each.event for each in events if isinstance(each.event, kind)]
+
+
+def _facts(
+    events: Sequence[Recorded],
+    timeline: Timeline | None,
+    plan: Plan | None,
+    curves: Mapping[str, Points],
+    trials: Sequence[TrialRow],
+    progress: Mapping[str, Any],
+) -> Iterable[tuple[str, str]]:
+    """The lines of the summary."""
+    for start in _of_kind(events, run_events.RunStarted)[-1:]:
+        done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
+        yield "steps", f"{done:,}" if start.steps is None else f"{done:,} of {start.steps:,}"
+        yield "model", f"{start.model}, {start.parameters:,} parameters, {start.precision}"
+        yield "workers", f"{start.workers} x {start.device}, batch {start.batch_size} over all"
+    for start in _of_kind(events, run_events.SweepStarted)[-1:]:
+        ended = sum(trial.state != "running" for trial in trials)
+        yield "trials", f"{ended} ended of {start.trials} ({start.search} over {listed(start.over, 200)})"
+        yield "workers", str(start.workers)
+    steps, ends = _of_kind(events, run_events.Step), _of_kind(events, run_events.RunEnded)
+    seconds = sum(step.seconds for step in steps)
+    if seconds > 0:
+        rate = sum(step.samples for step in steps) / seconds
+        yield "throughput", f"{rate:,.3g} samples/s over {show_seconds(seconds)} of training"
+    for sweep_end in _of_kind(events, run_events.SweepEnded)[-1:]:
+        yield "throughput", f"{sweep_end.trial_steps_per_s:,.3g} trial steps/s"
+        yield "total time", show_seconds(sweep_end.seconds)
+    if ends:
+        yield "total time", show_seconds(sum(end.seconds for end in ends))
+    elif isinstance(progress.get("left_s"), (int, float)):
+        yield "time left", show_seconds(progress["left_s"])
+    if timeline is not None and timeline.idle_share is not None:
+        planned = f" (predicted {plan.idle_share:.0%})" if plan is not None else ""
+        yield "idle", f"{timeline.idle_share:.0%} of the workers' time within steps{planned}"
+    if timeline is not None and plan is not None and len(timeline.anchors) > 1 and plan.schedule.synchronous:
+        step_s = statistics.median(np.diff(timeline.anchors).tolist())
+        yield "a step", f"{show_seconds(step_s)} (median), {show_seconds(plan.step_s)} predicted"
+    if ends and ends[-1].memory_bytes:
+        yield "memory", f"{show_bytes(ends[-1].memory_bytes)} at most on the worker that kept the record"
+    for check in _of_kind(events, run_events.Audited)[-1:]:
+        yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
+
+
+def _stages(recorded: RunRecorded, plan: Plan | None) -> tuple[StageRow, ...]:
+    """The stages of a pipeline; of one that never ran by its plan only what was measured."""
+    ops = recorded.ops
+    count = max(len(plan.stages) if plan is not None else 0, int(ops.stages.max(initial=-1)) + 1)
+    memory = {
+        each.rank: each.event.memory_bytes
+        for each in recorded.events
+        if isinstance(each.event, run_events.RunEnded)
+    }
+    rows = []
+    for number in range(count if len(ops) else 0):
+        stage = plan.stages[number] if plan is not None and number < len(plan.stages) else None
+        of_stage = ops.take(ops.stages == number)
+        workers = tuple(int(each) for each in np.unique(of_stage.workers))
+        halves = [_median_s(of_stage, letter) for letter in "IW"]
+        split = sum(each for each in halves if each is not None) if any(halves) else None
+        rows.append(
+            StageRow(
+                number,
+                len(stage.layers) if stage is not None else None,
+                workers,
+                (stage.forward_s, stage.backward_s, stage.update_s) if stage is not None else (None,) * 3,
+                (
+                    _median_s(of_stage, "F"),
+                    split if split is not None else _median_s(of_stage, "B"),
+                    _median_s(of_stage, "U"),
+                ),
+                stage.output_bytes if stage is not None else None,
+                stage.memory_bytes if stage is not None else None,
+                max((memory[each] for each in workers if memory.get(each)), default=None),
+            )
+        )
+    return tuple(rows)
+
+
+def _median_s(ops: OpArrays, letter: str) -> float | None:
+    chosen = ops.letters == ord(letter)
+    return float(np.median((ops.ends - ops.starts)[chosen])) if chosen.any() else None

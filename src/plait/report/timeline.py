@@ -1,0 +1,188 @@
+"""The timeline of a run: what each worker did when, why it was idle, and what the plan predicted.
+
+A long run has more operations than a page can hold. All of them are counted in an overview, the share of each
+kind of work in equal buckets of time; single operations are kept for windows spread over the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.core.codec import encode
+from plait.core.run_events import CheckpointSaved, Evaluated, Pace, Step
+from plait.pipeline.op_timings import OpTiming, operations_event
+from plait.planner import predict
+from plait.report.idle import BETWEEN, explain, idle_gaps, idle_seconds
+from plait.report.record import Floats, Ints, OpArrays, RunRecorded, arrays_of, join_operations
+from plait.schema.plans.plan import Plan
+
+# Operations that the page holds one by one, in how many windows, and buckets of the overview of all workers.
+MOST_OPERATIONS = 60_000
+WINDOWS = 12
+MOST_BUCKETS = 1 << 18
+MOST_BUCKETS_OF_WORKER = 1 << 13
+MOST_ANCHORS = 20_000
+# Work that has no microbatch: E evaluation, C checkpoint, S steps of which only the whole is recorded, and
+# P an interval in which a worker that averages computed for a share of the time.
+OVERVIEW = ("F", "BIW", "U", "ECSP")
+LABELS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, input",
+    "W": "backward, weights",
+    "U": "update",
+    "E": "evaluation",
+    "C": "checkpoint",
+    "S": "steps",
+    "P": "computing (share of an interval)",
+}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a page draws; seconds count from `origin`.
+
+    `ops` are those kept one by one, within `windows`; `causes` says why the worker was idle before each, and
+    `received_s` how long before its start the input had left its sender (0 if not known). `overview` has for
+    each worker and bucket the share of time in each group of `OVERVIEW`. `idle_s` is summed over all
+    operations, by worker and cause. `anchors` are when a pipeline began to fill; `predicted`
+    has times from there.
+    """
+
+    origin: float
+    end_s: float
+    workers: tuple[int, ...]
+    ops: OpArrays
+    causes: Ints
+    received_s: Floats
+    windows: tuple[tuple[float, float], ...]
+    overview: Floats
+    idle_s: Floats
+    busy_s: Floats
+    total: int
+    anchors: Floats
+    predicted: OpArrays
+
+    @property
+    def idle_share(self) -> float | None:
+        """The share of the workers' time within steps that they were idle; None without operations."""
+        idle = float(self.idle_s[:, BETWEEN + 1 :].sum())
+        busy = float(self.busy_s.sum())
+        return idle / (idle + busy) if self.idle_s.size and idle + busy > 0 else None
+
+
+def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
+    """The timeline of a run; None if nothing in its record has a time."""
+    ops = join_operations([recorded.ops, _intervals(recorded, with_steps=not len(recorded.ops))])
+    if not len(ops):
+        return None
+    origin, end_s = float(ops.starts.min()), float(ops.ends.max() - ops.starts.min())
+    ops = _shifted(ops, -origin)
+    workers = tuple(int(each) for each in np.unique(ops.workers))
+    layouts = [plan.layout(number) for number in range(plan.pipelines)] if plan is not None else []
+    causes, received = explain(ops, layouts)
+    gaps = idle_gaps(ops)
+    chosen, windows = _chosen(ops.starts)
+    is_first = (ops.letters == ord("F")) & (ops.stages == 0) & (ops.microbatches == 0)
+    return Timeline(
+        origin,
+        end_s,
+        workers,
+        ops.take(chosen),
+        causes[chosen],
+        received[chosen],
+        windows,
+        _overview(ops, workers, end_s),
+        idle_seconds(ops, workers, gaps, causes, received),
+        np.array([_busy(ops, worker) for worker in workers]),
+        len(ops),
+        ops.starts[is_first][:MOST_ANCHORS],
+        _predicted(plan),
+    )
+
+
+def _shifted(ops: OpArrays, seconds: float) -> OpArrays:
+    return OpArrays(
+        ops.workers, ops.letters, ops.stages, ops.microbatches, ops.starts + seconds, ops.ends + seconds
+    )
+
+
+def _intervals(recorded: RunRecorded, with_steps: bool) -> OpArrays:
+    """Evaluations, checkpoints and, if no operations were recorded, the intervals of steps.
+
+    All stages of a pipeline take part in an evaluation and a checkpoint, which the first worker records.
+    """
+    stages = [int(each) for each in np.unique(recorded.ops.workers)]
+    rows: list[tuple[int, int, int, int, float, float]] = []
+    has_pace = any(isinstance(each.event, Pace) for each in recorded.events)
+    for each in recorded.events:
+        event, rank, t = each.event, each.rank, each.t
+        if isinstance(event, Evaluated):
+            rows += [(each, ord("E"), 0, event.step, t - event.seconds, t) for each in stages or [rank]]
+        elif isinstance(event, CheckpointSaved):
+            rows += [(each, ord("C"), 0, event.step, t - event.seconds, t) for each in stages or [rank]]
+        elif isinstance(event, Step) and with_steps and not has_pace:
+            rows.append((rank, ord("S"), 0, event.step, t - event.seconds, t))
+        elif isinstance(event, Pace) and with_steps:
+            computing = event.seconds * (1 - event.wait_share)
+            rows.append((rank, ord("P"), 0, event.step, t - event.seconds, t - event.seconds + computing))
+    table = np.array(rows, np.float64).reshape(-1, 6)
+    whole = table[:, :4].astype(np.int64)
+    return OpArrays(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], table[:, 4], table[:, 5])
+
+
+def _busy(ops: OpArrays, worker: int) -> float:
+    computing = (ops.workers == worker) & ~np.isin(ops.letters, [ord(letter) for letter in "ECSP"])
+    return float((ops.ends - ops.starts)[computing].sum())
+
+
+def _chosen(starts: Floats) -> tuple[Ints, tuple[tuple[float, float], ...]]:
+    """The operations to keep, and the windows of time in which there are all."""
+    count = len(starts)
+    if count <= MOST_OPERATIONS:
+        return np.arange(count), ((float(starts[0]), float("inf")),)
+    each = MOST_OPERATIONS // WINDOWS
+    first = np.linspace(0, count - each, WINDOWS).astype(np.int64)
+    indices = (first[:, None] + np.arange(each)).ravel()
+    ends = starts[first + each - 1]
+    return indices, tuple((float(a), float(b)) for a, b in zip(starts[first], ends))
+
+
+def _overview(ops: OpArrays, workers: Sequence[int], end_s: float) -> Floats:
+    """The share of each bucket of time that each worker spent in each kind of work."""
+    buckets = max(1, min(MOST_BUCKETS_OF_WORKER, MOST_BUCKETS // len(workers)))
+    width = max(end_s, 1e-9) / buckets
+    group_of = np.full(256, -1)
+    for number, letters in enumerate(OVERVIEW):
+        group_of[[ord(letter) for letter in letters]] = number
+    known = group_of[ops.letters] >= 0
+    kind = group_of[ops.letters[known]]
+    row = np.searchsorted(np.array(workers), ops.workers[known])
+    starts, ends = ops.starts[known] / width, ops.ends[known] / width
+    shares = np.zeros((len(workers), len(OVERVIEW), buckets + 1))
+    first = np.clip(starts.astype(np.int64), 0, buckets - 1)
+    last = np.clip(ends.astype(np.int64), 0, buckets - 1)
+    # Most operations are within one bucket. Of the others, the ends are added first, then what is between.
+    inside = first == last
+    np.add.at(shares, (row[inside], kind[inside], first[inside]), (ends - starts)[inside])
+    long = ~inside
+    np.add.at(shares, (row[long], kind[long], first[long]), (first + 1 - starts)[long])
+    np.add.at(shares, (row[long], kind[long], last[long]), (ends - last)[long])
+    between = np.zeros_like(shares)
+    np.add.at(between, (row[long], kind[long], first[long] + 1), 1.0)
+    np.add.at(between, (row[long], kind[long], last[long]), -1.0)
+    shares += between.cumsum(axis=2)
+    overview: Floats = np.clip(shares[:, :, :buckets], 0.0, 1.0)
+    return overview
+
+
+def _predicted(plan: Plan | None) -> OpArrays:
+    """One step of the first pipeline as the planner predicts it; nothing without a plan."""
+    timings: dict[int, list[OpTiming]] = {}
+    for each in predict(plan).simulation.ops if plan is not None else ():
+        timings.setdefault(each.worker, []).append(OpTiming(each.op, each.start_s, each.end_s))
+    events = {worker: operations_event(0, ops) for worker, ops in timings.items()}
+    return join_operations(arrays_of(worker, encode(event)) for worker, event in events.items())
