@@ -74,9 +74,13 @@ def _wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(folder / done.stdout.splitlines()[-1])
 
 
-def test_the_wheel_has_every_module_and_the_marker_for_types_and_nothing_else(wheel: zipfile.ZipFile):
+def test_the_wheel_has_every_module_what_pages_are_made_of_and_the_marker_for_types(wheel: zipfile.ZipFile):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {str(path.relative_to(ROOT / "src")) for path in SOURCE.rglob("*.py")}
+    sources = {
+        str(path.relative_to(ROOT / "src"))
+        for kind in ("py", "css", "js")
+        for path in SOURCE.rglob(f"*.{kind}")
+    }
     assert names == {*sources, "plait/py.typed"}
 
 
