@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
     items[:] = in_order(items)
+
+
+@pytest.fixture(autouse=True)
+def _leave_world() -> Iterator[None]:
+    """A world that a test has joined in this process, and not left, is not that of the next test."""
+    yield
+    module = sys.modules.get("plait.api.world")
+    if module is not None and module._world is not None:
+        module._world.close()
 
 
 @pytest.fixture(scope="module", name="forked_commands")

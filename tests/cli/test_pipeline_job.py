@@ -58,6 +58,13 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
     assert (result["reason"], result["workers"], result["step"]) == ("finished", 2, 30)
     judged = plait("evaluate", result["run"])
     assert judged["metrics"]["accuracy"] == result["test"]["accuracy"] > 0.5
+    plait("report", result["run"], "-o", "report.html")
+    page = Path("report.html").read_text()
+    # 30 steps of 4 microbatches in 2 stages, and what was predicted of one.
+    assert "worker 1 (stage 1)" in page
+    assert "<dd>30 of 30</dd>" in page
+    predicted = json.loads(page.partition('"predicted":')[2].partition("}")[0] + "}")
+    assert len(predicted["row"]) >= 2 * 4 * 2
 
 
 @pytest.mark.parametrize(

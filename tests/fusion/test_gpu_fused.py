@@ -16,6 +16,7 @@ import torch
 from fused_checks import fuse
 from torch import nn
 
+import plait
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.fusion import FusedOptimizer
@@ -142,6 +143,32 @@ def test_gpt2_with_its_usual_settings_trains_fused_as_alone():
     for trial, model in enumerate(models):
         found, expected = fused(input_ids=ids).logits[trial], model.eval()(input_ids=ids[trial]).logits
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def two_matrices():
+    return nn.Sequential(nn.Linear(16, 24, bias=False), nn.Tanh(), nn.Linear(24, 8, bias=False)).double()
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Lion", "Adafactor", "Muon"])
+def test_optimizers_for_adapters_update_trials_as_alone(name):
+    make, rates = plait.Lion if name == "Lion" else getattr(torch.optim, name), [1e-3, 3e-3, 1e-2]
+    models = models_of(two_matrices)
+    fused = fuse(copy.deepcopy(models))
+    optimizer = FusedOptimizer(fused, name.lower(), lr=rates)
+    others = [make(model.parameters(), lr=rate) for model, rate in zip(models, rates)]
+    for _ in range(5):
+        x = torch.randn(3, 4, 16, device=DEVICE, dtype=torch.float64)
+        fused(x).square().mean((1, 2)).sum().backward()
+        for model, own in zip(models, x):
+            model(own).square().mean().backward()
+        for each in (optimizer, *others):
+            each.step()
+            each.zero_grad()
+    # Muon's products are in bfloat16, which a batch of matrices may round otherwise.
+    near = 0.05 if name == "Muon" else 1e-9
+    for found, model, rate in zip(fused.split(), models, rates):
+        for own, expected in zip(found.parameters(), model.parameters()):
+            torch.testing.assert_close(own, expected, rtol=0.0, atol=5 * rate * near)
 
 
 @pytest.mark.parametrize(("precision", "near"), [("float32", 0.01), ("bf16", 0.1)])

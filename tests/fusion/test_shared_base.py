@@ -455,6 +455,7 @@ class Averages(nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("table", torch.ones(2, 3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
 
     def forward(self, x):
         mean, rows = self.mean, self.table[1]
@@ -464,7 +465,7 @@ class Averages(nn.Module):
         self.count += 1
         rows.add_(y.detach().mean(0))
         mean.lerp_(y.detach().mean(0), 1 / self.count)
-        return y - mean + self.table.sum(0)
+        return y - mean + self.table.sum(0) * ~self.mask
 
 
 @pytest.mark.parametrize("unfused", [(), ("",)])
@@ -473,7 +474,7 @@ def test_what_a_forward_writes_to_is_that_of_each_trial(unfused):
     models = [Averages().double() for _ in range(3)]
     plain = copy.deepcopy(models)
     fused = fuse(models, unfused=unfused)
-    assert {"count", "mean", "table", "slow.weight", "slow.bias"} == set(fused.shared)
+    assert {"count", "mean", "table", "mask", "slow.weight", "slow.bias"} == set(fused.shared)
     for x in torch.randn(3, 3, 4, 3, dtype=torch.float64):
         y = fused(x)
         for number, model in enumerate(plain):
@@ -481,7 +482,7 @@ def test_what_a_forward_writes_to_is_that_of_each_trial(unfused):
     for number, model in enumerate(plain):
         assert_same_state(fused.trial(number).state_dict(), model.state_dict())
         assert models[number].count == 0
-    assert not fused.shared
+    assert set(fused.shared) == {"mask"}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.core.names import did_you_mean
 from plait.core.units import show_bytes
 from plait.fusion.errors import FusionError
 
@@ -24,11 +23,10 @@ _FIRST = 1 << 12
 def check_share(share: str) -> None:
     """Raise FusionError for a value of `share` that there is not."""
     if share not in SHARE:
-        hint = did_you_mean(str(share), SHARE)
         raise FusionError(
             f"fuse: found share={share!r}, expected 'auto' (frozen tensors with equal values are held once), "
             f"'parameters' (buffers are not), 'same-storage' (those that are one tensor in all models), or "
-            f"'never'{hint}"
+            f"'never'"
         )
 
 

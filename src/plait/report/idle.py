@@ -11,7 +11,7 @@ from plait.schema.plans.plan import Layout
 
 # Why a worker was idle before an operation, as codes.
 CAUSES = (
-    "between steps: loading data, evaluating, saving",
+    "between steps: loading data, evaluating, saving, not running",
     "waiting for the forward of the stage before",
     "waiting for the backward of the stage behind",
     "receiving",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -52,18 +53,54 @@ class RunRecorded:
 def read_run(folder: Path) -> RunRecorded:
     """The events in the run folder `folder`; empty if there are none."""
     recorded: list[Recorded] = []
-    operations: list[OpArrays] = []
+    operations: dict[int, _OpLists] = {}
     others: list[EventLine] = []
+    kinds, of_pipeline = Event.kinds, Operations.kind()
     for path in sorted(folder.glob("events/rank*.jsonl")):
         for line in read_lines(path):
-            if line.kind == Operations.kind():
-                operations.append(_as_arrays(line))
-            elif line.kind in Event.kinds:
+            if line.kind == of_pipeline:
+                operations.setdefault(line.rank, _OpLists()).add(line)
+            elif line.kind in kinds:
                 recorded.append(line.decoded())
             else:
                 others.append(line)
     recorded.sort(key=lambda each: each.t)
-    return RunRecorded(tuple(recorded), join_operations(operations), tuple(others))
+    ops = join_operations(lists.arrays(worker, str(folder)) for worker, lists in operations.items())
+    return RunRecorded(tuple(recorded), ops, tuple(others))
+
+
+class _OpLists:
+    """Collects the `operations` events of one worker: arrays of each of them would take much longer."""
+
+    def __init__(self) -> None:
+        self._letters: list[str] = []
+        self._lists: dict[str, array[Any]] = {name: array(code) for name, code in _LISTS.items()}
+
+    def add(self, line: EventLine) -> None:
+        try:
+            letters, lists = line.fields["letters"], [line.fields[name] for name in _LISTS]
+            if {len(each) for each in lists} != {len(letters)}:
+                raise ValueError
+            for name, values in zip(_LISTS, lists):
+                self._lists[name].extend(values)
+            self._letters.append(letters)
+        except (KeyError, ValueError, TypeError, OverflowError):
+            raise _damaged(line.where) from None
+
+    def arrays(self, worker: int, where: str) -> OpArrays:
+        try:
+            return arrays_of(worker, {"letters": "".join(self._letters), **self._lists})
+        except (ValueError, TypeError, OverflowError):
+            raise _damaged(f"{where}: worker {worker}") from None
+
+
+_LISTS = {"stages": "q", "microbatches": "q", "starts": "d", "ends": "d"}
+
+
+def _damaged(where: str) -> ArtefactError:
+    return ArtefactError(
+        f"{where}: expected operations, each with a letter, stage, microbatch, start and end"
+    )
 
 
 def join_operations(parts: Iterable[OpArrays]) -> OpArrays:
@@ -80,21 +117,11 @@ def _columns(part: OpArrays) -> list[npt.NDArray[np.generic]]:
 _NONE = [np.zeros(0, np.int64)] * 4 + [np.zeros(0, np.float64)] * 2
 
 
-def _as_arrays(line: EventLine) -> OpArrays:
-    try:
-        return arrays_of(line.rank, line.fields)
-    except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
-        raise ArtefactError(
-            f"{line.where}: expected operations with one letter, stage, microbatch, start and end each"
-        ) from None
-
-
 def arrays_of(worker: int, values: Mapping[str, Any]) -> OpArrays:
-    """The fields of an `operations` event of a worker as arrays; ValueError if they have unlike lengths."""
+    """The fields of an `operations` event of a worker as arrays."""
     letters = np.frombuffer(values["letters"].encode("ascii"), np.uint8).astype(np.int64)
     stages, microbatches = (np.array(values[name], np.int64) for name in ("stages", "microbatches"))
     starts, ends = (np.array(values[name], np.float64) for name in ("starts", "ends"))
-    shapes = {each.shape for each in (letters, stages, microbatches, starts, ends)}
-    if len(shapes) > 1 or not np.isfinite(starts).all() or not np.isfinite(ends).all():
-        raise ValueError("unlike lengths")
+    if not (np.isfinite(starts).all() and np.isfinite(ends).all()):
+        raise ValueError("times that are not finite")
     return OpArrays(np.full(len(letters), worker), letters, stages, microbatches, starts, ends)

@@ -45,6 +45,8 @@ _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
     "is_contiguous storage_offset __len__ is_inference is_conj is_neg __hash__"
 )
+# Functions whose names look like those that write.
+_READING = ("__int__", "__index__", "__invert__")
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
 RANDOM = (
     "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like bernoulli bernoulli_ multinomial "
@@ -288,7 +290,9 @@ def _loop_in_place(function: Function, args: Arguments, calls: list[Any]) -> Any
 def is_in_place(function: Function) -> bool:
     """Whether `function` writes to its first argument, by torch's naming convention."""
     name = getattr(function, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READING)
+    return name.endswith("_") and name not in ("requires_grad_", "share_memory_")
 
 
 def refuse_shared_target(function: Function, args: Arguments) -> None:

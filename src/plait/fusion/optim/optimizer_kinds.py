@@ -138,7 +138,7 @@ def _adam_pass(
 
 def _nadam_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     step = clock.steps.double() + 1
-    mu, mu_next = nadam_momentum(h, step), nadam_momentum(h, step + 1)
+    mu, mu_next = nadam_momentum(h, torch.stack([step, step + 1]))
     # As the clock's will be, and as torch rounds it.
     product = (clock.mu_product * mu.to(clock.mu_product.dtype)).double()
     return {

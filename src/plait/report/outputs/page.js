@@ -2,7 +2,9 @@
 "use strict";
 
 function bytesOf(text) {
-  return Uint8Array.from(atob(text), (each) => each.charCodeAt(0)).buffer;
+  const characters = atob(text), bytes = new Uint8Array(characters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
+  return bytes.buffer;
 }
 
 function readTimeline(data) {

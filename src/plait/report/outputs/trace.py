@@ -59,5 +59,5 @@ def _bars(ops: OpArrays, process: int, origin: float) -> Iterator[str]:
         )
 
 
-def _micro(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _micro(seconds: float) -> int:
+    return round(seconds * 1e6)

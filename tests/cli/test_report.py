@@ -1,0 +1,292 @@
+"""`plait report`: a run of 20 steps in two stages with known times, a sweep, and folders that are neither."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli import app
+from plait.core import run_events
+from plait.core.codec import encode
+from plait.core.errors import InputError
+from plait.core.events import Event
+from plait.report import timeline
+from plait.report.curves import decimated
+from plait.report.idle import BACKWARD, BETWEEN, FORWARD, RECEIVING
+from plait.report.record import read_run
+from plait.report.timeline import make_timeline
+
+T0, STEPS = 1.7e9, 20
+STATUS: dict[str, Any] = {
+    "state": "finished",
+    "pid": 4,
+    "started": T0,
+    "updated": T0,
+    "workers": [],
+    "progress": {"step": 20, "steps": 20},
+}
+# Letter, microbatch, start and end within a step of 10 s; a message takes 0.1 s.
+FIRST = [("F", 0, 0.0, 1.0), ("F", 1, 1.0, 2.0), ("B", 0, 4.2, 5.2), ("B", 1, 7.2, 8.2), ("U", 0, 8.2, 8.7)]
+SECOND = [("F", 0, 1.1, 2.1), ("B", 0, 2.1, 4.1), ("F", 1, 4.1, 5.1), ("B", 1, 5.1, 7.1), ("U", 0, 7.1, 7.6)]
+
+
+def plait(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def record(folder: Path, rank: int, events: Iterable[tuple[float, Event]]) -> None:
+    lines = [json.dumps({"t": t, "rank": rank, "kind": event.kind(), **encode(event)}) for t, event in events]
+    path = folder / "events" / f"rank{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def operations(stage: int, step: int) -> tuple[float, Event]:
+    letters, microbatches, starts, ends = zip(*(FIRST, SECOND)[stage])
+    begin = T0 + 10 * step
+    times = [tuple(begin + each for each in column) for column in (starts, ends)]
+    event = run_events.Operations(step + 1, "".join(letters), (stage,) * 5, microbatches, *times)
+    return begin + 9, event
+
+
+def step(number: int) -> tuple[float, Event]:
+    event = run_events.Step(number + 1, 0, 2.0 / (number + 1), 0.1, 64, 10.0)
+    return T0 + 10 * number + 9, event
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "two-stages"
+    start = run_events.RunStarted("two", "m:f", 100, 2, "cpu", "float32", 640, 64, STEPS, 0, 0, "2.13")
+    why = "a link is slow <script>alert(1)</script>"
+    first = [
+        (T0 - 1, start),
+        *(each for number in range(STEPS) for each in (operations(0, number), step(number))),
+        (T0 + 99.2, run_events.Evaluated(10, {"loss": 0.5, "accuracy": 0.75}, 10, 0.5)),
+        (T0 + 100, run_events.Changed(10, "TopologyChange", {"topology": "ring"}, "topology", why)),
+        (
+            T0 + 150,
+            run_events.WorkersChanged(15, 2, (0, 1), (), (), (2,), 1.5, "supervisor", "it was killed"),
+        ),
+        (T0 + 200, run_events.RunEnded(STEPS, "finished", 200.0, 6.4, 5_000_000)),
+    ]
+    record(folder, 0, first)
+    record(folder, 1, [operations(1, number) for number in range(STEPS)])
+    (folder / "status.json").write_text(json.dumps(STATUS))
+    return folder
+
+
+def test_idle_time_is_explained_by_the_operation_that_sent_the_input(run: Path):
+    line = make_timeline(read_run(run), None)
+    assert line is not None
+    first, second = np.round(line.idle_s, 4)
+    assert first[BACKWARD] == pytest.approx(20 * (2.1 + 1.9))
+    assert first[RECEIVING] == pytest.approx(20 * 0.2)
+    # All stages take part in the evaluation, which is no idle time.
+    assert first[BETWEEN] == pytest.approx(19 * 1.3 - 0.5)
+    assert second[FORWARD] == pytest.approx(19 * 3.4 - 1.1 - 0.5)
+    assert second[BETWEEN] == pytest.approx(1.1)
+    assert second[RECEIVING] == pytest.approx(19 * 0.1)
+    assert line.busy_s == pytest.approx([20 * 4.5, 20 * 6.5])
+    assert line.anchors == pytest.approx(10.0 * np.arange(STEPS))
+
+
+def test_a_long_run_keeps_single_operations_in_windows_and_all_of_them_in_the_overview(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(timeline, "MOST_OPERATIONS", 48)
+    line = make_timeline(read_run(run), None)
+    assert line is not None
+    assert (len(line.ops), line.total, len(line.windows)) == (48, 202, 12)
+    seconds = line.overview.sum(axis=2) * line.end_s / line.overview.shape[2]
+    assert seconds == pytest.approx(np.array([[40, 40, 10, 0.5], [40, 80, 10, 0.5]]), rel=1e-6)
+
+
+def test_decimated_curves_keep_the_lowest_and_the_highest_values():
+    points = [(float(x), float(x % 7)) for x in range(10_000)]
+    points[5000] = (5000.0, 99.0)
+    points[7001] = (7001.0, -99.0)
+    kept = decimated(points, 200)
+    assert len(kept) <= 210
+    assert {points[0], points[5000], points[7001], points[-1]} <= set(kept)
+    assert kept == sorted(kept)
+
+
+def test_the_page_has_all_of_a_run_within_it(run: Path):
+    assert "wrote two-stages.report.html" in plait("report", str(run))
+    page = Path("two-stages.report.html").read_text()
+    text = re.sub(r"<(script|style)[^>]*>.*?</\1>", "", page, flags=re.DOTALL)
+    for words in (
+        "20 of 20",
+        "test accuracy",
+        "Topology: topology &#x27;ring&#x27;",
+        "a link is slow &lt;script&gt;",
+        "lost worker 2",
+        "it was killed",
+        "5 MB",
+        "waiting for the backward of the stage behind",
+        "6.4 samples/s",
+    ):
+        assert words in text, words
+    assert "<script>alert" not in page
+    # Nothing is loaded from anywhere.
+    assert not re.search(r"https?://|src=|@import|url\(", page)
+    plait("report", str(run))  # a report of Plait's is replaced
+
+
+NODE = """
+const data = readTimeline(JSON.parse(process.argv[1]));
+const view = zoomed({ from: 0, to: data.end }, data.end, 0.1, 50);
+const seen = [];
+const canvas = { clearRect() {}, beginPath() {}, moveTo() {}, lineTo() {}, stroke() {}, fillText() {},
+  fillRect(x, y, w, h) { seen.push([x, y, w, h]); } };
+const colours = coloursOf(false, { getPropertyValue: () => "red" });
+const layout = { top: 0, bar: 20, lane: 0, row: 26, height: 60 };
+drawTimeline(canvas, data, { ...view, width: 1000 }, layout, colours);
+console.log(JSON.stringify({
+  said: [[0, 0.5], [0, 3], [0, 4.15], [1, 10.5]].map(([row, t]) => describeAt(data, row, t)),
+  view, bars: seen.length, finite: seen.flat().every(Number.isFinite), end: moved(view, data.end, 1e9).to,
+}));
+"""
+
+
+def test_the_script_of_the_page_draws_the_operations_and_says_why_a_worker_is_idle(run: Path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("there is no node to run the page's script")
+    plait("report", str(run), "-o", "page.html")
+    page = Path("page.html").read_text()
+    (data,) = re.findall(r'id="timeline-data">(.*?)</script>', page, flags=re.DOTALL)
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    done = subprocess.run(
+        [node, "-e", script + NODE, data], capture_output=True, text=True, timeout=60, check=True
+    )
+    answer = json.loads(done.stdout)
+    assert answer["said"] == [
+        "worker 0 (stage 0): forward of microbatch 0, stage 0, 1.00 s",
+        "worker 0 (stage 0): idle, waiting for the backward of the stage behind; "
+        "the next operation begins 1.20 s later",
+        "worker 0 (stage 0): idle, receiving; the next operation begins 50.0 ms later",
+        "worker 1 (stage 1): idle, waiting for the forward of the stage before; "
+        "the next operation begins 600 ms later",
+    ]
+    assert answer["view"]["to"] - answer["view"]["from"] == pytest.approx(19.87, rel=0.01)
+    assert answer["end"] == pytest.approx(198.7)
+    # Two backgrounds, and about two steps of ten operations with what was received.
+    assert 20 < answer["bars"] < 60
+    assert answer["finite"]
+
+
+def test_a_trace_tables_and_a_picture_are_written_too(run: Path):
+    options = ("-o", "r.html", "--trace", "t.json", "--csv", "tables", "--png", "p.png", "--json")
+    files = json.loads(plait("report", str(run), *options))["files"]
+    bars = [each for each in json.loads(Path("t.json").read_text())["traceEvents"] if each["ph"] == "X"]
+    assert len(bars) == 200
+    times = {"ts": 1_100_000, "dur": 1_000_000}
+    third = {"name": "forward 0", "cat": "F", "ph": "X", "pid": 0, "tid": 1, "args": {"stage": 1}}
+    assert bars[2] == {**third, **times}
+    lines = {path.name: path.read_text().splitlines() for path in Path("tables").iterdir()}
+    assert {name: len(each) - 1 for name, each in lines.items()} == {
+        "curves.csv": 42,
+        "idle.csv": 2,
+        "stages.csv": 2,
+        "adaptations.csv": 2,
+        "faults.csv": 1,
+        "operations.csv": 200,
+    }
+    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
+    assert set(files) == {"r.html", "t.json", "p.png", *(f"tables/{name}" for name in lines)}
+    plait("report", str(run), *options)  # each is known as Plait's
+
+
+@pytest.mark.parametrize("option", ["-o", "--trace", "--png", "--csv"])
+def test_what_plait_did_not_write_is_replaced_only_when_asked(option: str, run: Path):
+    path = Path("mine/curves.csv" if option == "--csv" else "mine")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("my notes")
+    with pytest.raises(
+        InputError, match="exists and is no report of Plait's; name another file, or say --force"
+    ):
+        plait("report", str(run), option, "mine")
+    assert path.read_text() == "my notes"
+    assert not Path("two-stages.report.html").exists()
+    if option != "--png":  # which takes long to draw
+        plait("report", str(run), option, "mine", "--force")
+        assert "my notes" not in path.read_text()
+
+
+def broken(run: Path) -> None:
+    with (run / "events" / "rank1.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"t": T0, "rank": 1, "kind": "operations", "letters": "FB", "stages": [1]}) + "\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda run: (run / "status.json").unlink(), "expected a run's folder or name"),
+        (lambda run: shutil.rmtree(run / "events"), r"it has no events yet \(finished\); see: plait status"),
+        (
+            broken,
+            r"rank1.jsonl:21: expected operations, each with a letter, stage, microbatch, start and end",
+        ),
+    ],
+)
+def test_a_folder_that_has_no_record_is_refused(change: Any, message: str, run: Path):
+    change(run)
+    with pytest.raises(InputError, match=message):
+        plait("report", str(run))
+    assert not list(Path.cwd().glob("*.html"))
+
+
+def test_a_run_that_died_shows_how_far_it_was_and_why(run: Path):
+    (run / "status.json").write_text(json.dumps({**STATUS, "state": "running"}))
+    (run / "failure.txt").write_text("worker 1 on localhost failed: out of <memory>\n")
+    with (run / "events" / "rank1.jsonl").open("a") as file:
+        file.write('{"t": 1.7')  # what a crash cut off
+        file.flush()
+    plait("report", str(run))
+    page = Path("two-stages.report.html").read_text()
+    assert '<span class="state bad">died</span>' in page
+    assert "worker 1 on localhost failed: out of &lt;memory&gt;" in page
+
+
+def test_a_sweep_shows_the_curves_and_values_of_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    start = run_events.SweepStarted("s", "m:f", "asha", ("lr", "kind"), 12, 0, "loss", 1, "2.13")
+    events: list[tuple[float, Event]] = [(T0, start)]
+    for trial in range(12):
+        values = {"lr": 10.0 ** -(trial % 4), "kind": "adam" if trial % 2 else "sgd"}
+        events.append((T0, run_events.TrialDrawn(trial, values, 20, "g")))
+        losses = [(T0, run_events.TrialStep(trial, at, 1.0 + trial / at)) for at in range(1, 21)]
+        events += losses
+        loss = None if trial == 11 else 1.0 + trial
+        events.append((T0 + 1, run_events.TrialEvaluated(trial, 20, {"loss": loss})))
+        events.append((T0 + 1, run_events.TrialReached(trial, 20, loss, {"loss": loss}, 1.0)))
+        state, why = ("failed", "no memory") if trial == 11 else ("finished", "")
+        events.append((T0 + 2, run_events.TrialEnded(trial, 20, state, {"loss": loss}, 1.0, why)))
+    record(tmp_path / "s", 0, events)
+    (tmp_path / "s" / "status.json").write_text(json.dumps({**STATUS, "state": "stopped"}))
+    plait("report", "s")
+    page = Path("s.report.html").read_text()
+    plot = page.partition("<figure class=wide>")[2].partition("</figure>")[0]
+    assert plot.count("<polyline") == 12
+    assert all(text in plot for text in ("adam", "sgd", "test loss"))
+    assert "trial 11 failed" in page
+    assert page.count("<tr>") == 1 + 12 + 2
+    best = page.partition("<h2>Trials")[2].partition("<table>")[2].split("<tr>")[2]
+    assert best.startswith("<td>0</td>")
