@@ -73,10 +73,13 @@ def _wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(folder / done.stdout.splitlines()[-1])
 
 
-def test_the_wheel_has_every_module_and_the_marker_for_types_and_nothing_else(wheel: zipfile.ZipFile):
+def test_the_wheel_has_every_module_the_report_and_the_marker_for_types_and_nothing_else(
+    wheel: zipfile.ZipFile,
+):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = {str(path.relative_to(ROOT / "src")) for path in SOURCE.rglob("*.py")}
-    assert names == {*sources, "plait/py.typed"}
+    page = {f"plait/report/outputs/page.{kind}" for kind in ("css", "js")}
+    assert names == {*sources, *page, "plait/py.typed"}
 
 
 def test_the_wheel_says_what_it_needs_and_has_the_command(wheel: zipfile.ZipFile):
