@@ -27,7 +27,7 @@ MOST_BUCKETS_OF_WORKER = 1 << 13
 MOST_ANCHORS = 20_000
 # Work that has no microbatch: E evaluation, C checkpoint, S steps of which only the whole is recorded, and
 # P an interval in which a worker that averages computed for a share of the time.
-OVERVIEW = ("F", "BIW", "U", "ECSP")
+OVERVIEW = ("F", "BIW", "U", "EC", "SP")
 LABELS = {
     "F": "forward",
     "B": "backward",
