@@ -87,6 +87,8 @@ def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
     gaps = idle_gaps(ops)
     chosen, windows = _chosen(ops.starts)
     is_first = (ops.letters == ord("F")) & (ops.stages == 0) & (ops.microbatches == 0)
+    if layouts:  # the prediction is of the first pipeline
+        is_first &= np.isin(ops.workers, layouts[0].workers)
     return Timeline(
         origin,
         end_s,
