@@ -112,7 +112,7 @@ def test_a_long_run_keeps_single_operations_in_windows_and_all_of_them_in_the_ov
     assert line is not None
     assert (len(line.ops), line.total, len(line.windows)) == (48, 202, 12)
     seconds = line.overview.sum(axis=2) * line.end_s / line.overview.shape[2]
-    assert seconds == pytest.approx(np.array([[40, 40, 10, 0.5], [40, 80, 10, 0.5]]), rel=1e-6)
+    assert seconds == pytest.approx(np.array([[40, 40, 10, 0.5, 0], [40, 80, 10, 0.5, 0]]), rel=1e-6)
 
 
 def test_decimated_curves_keep_the_lowest_and_the_highest_values():

@@ -57,4 +57,4 @@ def distances_of(events: Sequence[Recorded]) -> dict[str, Points]:
     for each in events:
         if isinstance(each.event, run_events.Settled) and np.isfinite(each.event.distance):
             curves.setdefault(f"worker {each.rank}", []).append((each.event.step, each.event.distance))
-    return curves
+    return dict(sorted(curves.items(), key=lambda curve: int(curve[0].split()[-1])))

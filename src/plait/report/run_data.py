@@ -77,19 +77,19 @@ def make_data(
     timeline = make_timeline(recorded, plan)
     curves = curves_of(events)
     stages = _stages(recorded, plan)
-    trials = trials_of(events)
+    replicas, trials = replicas_of(events), trials_of(events)
     metrics = [each.event.metric for each in events if isinstance(each.event, run_events.SweepStarted)]
     return RunData(
         name,
         state,
         cause,
-        tuple(_facts(events, timeline, plan, curves, trials, progress or {})),
+        tuple(_facts(events, timeline, plan, curves, replicas, trials, progress or {})),
         curves,
         work_of(events),
         timeline,
         plan,
         stages,
-        replicas_of(events),
+        replicas,
         distances_of(events),
         tuple(changes_of(recorded)),
         tuple(faults_of(events, state, cause)),
@@ -117,6 +117,7 @@ def _facts(
     timeline: Timeline | None,
     plan: Plan | None,
     curves: Mapping[str, Points],
+    replicas: Sequence[ReplicaRow],
     trials: Sequence[TrialRow],
     progress: Mapping[str, Any],
 ) -> Iterable[tuple[str, str]]:
@@ -145,6 +146,9 @@ def _facts(
     if timeline is not None and timeline.idle_share is not None:
         planned = f" (predicted {plan.idle_share:.0%})" if plan is not None else ""
         yield "idle", f"{timeline.idle_share:.0%} of the workers' time within steps{planned}"
+    if replicas:
+        waited = statistics.mean(row.wait_share for row in replicas)
+        yield "idle", f"{waited:.0%} of the workers' time, waiting for others and averaging"
     if timeline is not None and plan is not None and len(timeline.anchors) > 1 and plan.schedule.synchronous:
         step_s = statistics.median(np.diff(timeline.anchors).tolist())
         yield "a step", f"{show_seconds(step_s)} (median), {show_seconds(plan.step_s)} predicted"

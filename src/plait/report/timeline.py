@@ -27,7 +27,7 @@ MOST_BUCKETS_OF_WORKER = 1 << 13
 MOST_ANCHORS = 20_000
 # Work that has no microbatch: E evaluation, C checkpoint, S steps of which only the whole is recorded, and
 # P an interval in which a worker that averages computed for a share of the time.
-OVERVIEW = ("F", "BIW", "U", "ECSP")
+OVERVIEW = ("F", "BIW", "U", "EC", "SP")
 LABELS = {
     "F": "forward",
     "B": "backward",
@@ -87,6 +87,8 @@ def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
     gaps = idle_gaps(ops)
     chosen, windows = _chosen(ops.starts)
     is_first = (ops.letters == ord("F")) & (ops.stages == 0) & (ops.microbatches == 0)
+    if layouts:  # the prediction is of the first pipeline
+        is_first &= np.isin(ops.workers, layouts[0].workers)
     return Timeline(
         origin,
         end_s,

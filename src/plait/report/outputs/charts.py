@@ -180,5 +180,5 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: float) -> str:
     if value and (abs(value) >= 1e6 or abs(value) < 1e-3):
-        return f"{value:.0e}".replace("e+0", "e").replace("e-0", "e-")
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
     return f"{value:,.6g}"

@@ -94,7 +94,7 @@ function drawOverview(c, d, row, view, x0, x1, top, height, colours) {
 
 function colourOf(letter, microbatch, colours) {
   if (letter === "U") return colours.groups[2];
-  if (!"FBIW".includes(letter)) return colours.groups[3];
+  if (!"FBIW".includes(letter)) return colours.groups["EC".includes(letter) ? 3 : 4];
   const hue = colours.hues[microbatch % colours.hues.length];
   return `hsl(${hue} 55% ${letter === "F" ? colours.light : letter === "W" ? colours.light + 12 : colours.dark}%)`;
 }
@@ -147,7 +147,7 @@ function coloursOf(dark, style) {
   const named = (name) => style.getPropertyValue(name).trim();
   return {
     hues: [212, 145, 32, 280, 350, 180, 60, 245], light: dark ? 62 : 58, dark: dark ? 44 : 40,
-    groups: [named("--forward"), named("--backward"), named("--update"), named("--other")],
+    groups: [named("--forward"), named("--backward"), named("--update"), named("--other"), named("--steps")],
     receive: named("--receive"), onBar: "#fff", text: named("--text"), idle: named("--idle"), line: named("--line"),
   };
 }

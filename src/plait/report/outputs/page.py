@@ -93,14 +93,15 @@ def _timeline(data: RunData) -> str:
 
 
 def _key(has_ops: bool) -> str:
-    if not has_ops:
-        return ""
-    return (
-        '<p class=legend><span class="key">microbatches by colour: forward light, backward dark</span>'
-        '<span class="key" style="color:var(--update)">update</span>'
-        '<span class="key" style="color:var(--other)">evaluation, checkpoint</span>'
-        '<span class="key receive">receiving</span><span class="key idle">idle (grey)</span></p>'
-    )
+    computing = '<span class="key" style="color:var(--steps)">computing</span>'
+    if has_ops:
+        computing = (
+            '<span class="key">microbatches by colour: forward light, backward dark</span>'
+            '<span class="key" style="color:var(--update)">update</span>'
+            '<span class="key receive">receiving (low bars)</span>'
+        )
+    other = '<span class="key" style="color:var(--other)">evaluation, checkpoint</span>'
+    return f'<p class=legend>{computing}{other}<span class="key idle">idle (background)</span></p>'
 
 
 def _explanation(data: RunData, line: Timeline) -> str:
@@ -148,7 +149,7 @@ def _timeline_data(data: RunData, line: Timeline) -> dict[str, Any]:
         "windows": [[start, min(end, line.end_s + 1.0)] for start, end in line.windows],
         "buckets": line.overview.shape[2],
         "overview": _packed(np.rint(line.overview * 255), np.uint8),
-        "groups": ["forward", "backward", "update", "other work"],
+        "groups": ["forward", "backward", "update", "evaluation or checkpoint", "computing"],
         "labels": LABELS,
         "causes": CAUSES,
         "receiving": RECEIVING,

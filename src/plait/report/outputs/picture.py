@@ -15,7 +15,9 @@ from plait.report.timeline import LABELS, Timeline
 MARK = "plait report"
 COLUMNS = 3
 MOST_BARS = 2000
-_COLOURS = {"F": "#4c8bf5", "B": "#2f9561", "I": "#2f9561", "W": "#a8d5b5", "U": "#d9962b"}
+_COLOURS = {
+    "F": "#4c8bf5", "B": "#2f9561", "I": "#2f9561", "W": "#a8d5b5", "U": "#d9962b",
+    "S": "#4c8bf5", "P": "#4c8bf5", "C": "#c0c4d0"}  # fmt: skip
 
 
 def draw_report(data: RunData, path: Path) -> None:
