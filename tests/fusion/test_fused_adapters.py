@@ -136,9 +136,9 @@ CASES = {
     "lora": (
         llama,
         [
-            lora(2, ["q_proj", "v_proj"], lora_alpha=3, lora_dropout=0.2),
+            lora(2, ["v_proj", "o_proj"], lora_alpha=3, lora_dropout=0.2),
             lora(9, ["o_proj", "down_proj"], use_rslora=True),
-            lora(4, ["embed_tokens", "q_proj", "lm_head"], lora_alpha=32),
+            lora(4, ["embed_tokens", "q_proj", "lm_head"], lora_alpha=32, lora_dropout=0.1),
         ],
         {},
     ),
