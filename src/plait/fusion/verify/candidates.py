@@ -122,7 +122,7 @@ class CallCandidate(Candidate):
     def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
         device = self._fused.seeds.device
         made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
-        _follow(made.module, self._fused, lambda x: x.detach()[index], lambda x: x)
+        _follow(made.module, self._fused, lambda x: x.detach()[index], _base_of)
         return [made]
 
 
@@ -173,9 +173,14 @@ def _follow(
         for name, tensor in getattr(model, kind)():
             if name in tensors:
                 picked = pick_shared if id(tensors[name]) in shared else pick
-                tensor.data = picked(tensors[name].detach())
+                tensor.data = picked(tensors[name]).detach()
                 if tensor.requires_grad != tensors[name].requires_grad:
                     tensor.requires_grad_(tensors[name].requires_grad)
+
+
+def _base_of(tensor: Tensor) -> Tensor:
+    """A shared tensor for an array that is only compared: a copy of a buffer, which a forward may write to."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
 
 def _rounding_of(model: nn.Module) -> float:
