@@ -17,7 +17,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import plait
 from plait.api import world as worlds
+from plait.api.launching import run_launched
 from plait.comm.handshake import Address
+from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.core.errors import InputError, LostPeer, PeerError
 from support.elastic import ScriptedAgent, elastic_worker, membership
@@ -266,3 +268,23 @@ def test_a_worker_that_goes_on_when_others_have_ended_is_warned_once():
         # One that leaves is not at its end.
         elastic._has_warned = False
         assert not elastic.are_gradients_kept([0.0, 1.0, 0.0, 0.2])
+
+
+class CountedJoins:
+    """A worker of a launcher, in a world of two that it only counts the joins of."""
+
+    rank, local_rank, world_size, hosts = 0, 0, 2, ("localhost", "localhost")
+    rendezvous = Rendezvous(torch.distributed.HashStore(), b"", 0, hosts)
+    joins = 0
+
+    def join(self, backend: str) -> None:
+        self.joins += 1
+
+
+def test_a_script_that_has_closed_its_world_does_not_join_it_again_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(worlds, "_launched", None)
+    worker = CountedJoins()
+    run_launched(worker, lambda: plait.init("cpu").close())  # type: ignore[arg-type]
+    assert worker.joins == 1

@@ -158,7 +158,7 @@ def run_script(worker: LaunchedWorker, order: Mapping[str, Any]) -> None:
 
 def run_launched(worker: LaunchedWorker, run: Callable[[], object]) -> None:
     """Run a function or a script of the user as `worker`, to its end together with the others."""
-    from plait.api.world import init, set_launched
+    from plait.api.world import finish, set_launched
 
     set_launched(worker)
     try:
@@ -166,8 +166,7 @@ def run_launched(worker: LaunchedWorker, run: Callable[[], object]) -> None:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    for finish in init().at_end:
-        finish()
+    finish()
 
 
 def run_worker(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:

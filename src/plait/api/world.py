@@ -91,6 +91,12 @@ def set_launched(worker: LaunchedWorker) -> None:
     _launched = worker
 
 
+def finish() -> None:
+    """Do what is left to do at the end of the script, unless it has closed its world itself."""
+    for each in _world.at_end if _world is not None else ():
+        each()
+
+
 def init(device: str | torch.device = "auto", timeout_s: float | None = None) -> World:
     """Connect this process with the others that run the same script; returns its `World`.
 
