@@ -28,11 +28,12 @@ from plait.report.sweep import write_sweep
 from plait.schema.job import make_job
 from plait.schema.placement import HostAccess
 from plait.schema.results import SweepResult
-from plait.schema.settings import CallSettings, SearchSettings
+from plait.schema.settings import CallSettings, LoraSettings, SearchSettings
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.search.values import check as check_search
 from plait.sweeping.settings import SweepSettings
 from plait.training import components
+from plait.workloads.adapters.lora import check_lora
 from plait.workloads.data.image_folder import image_folder
 from plait.workloads.from_transformers import from_config
 
@@ -73,13 +74,14 @@ def _wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(folder / done.stdout.splitlines()[-1])
 
 
-def test_the_wheel_has_every_module_the_report_and_the_marker_for_types_and_nothing_else(
-    wheel: zipfile.ZipFile,
-):
+def test_the_wheel_has_every_module_what_pages_are_made_of_and_the_marker_for_types(wheel: zipfile.ZipFile):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {str(path.relative_to(ROOT / "src")) for path in SOURCE.rglob("*.py")}
-    page = {f"plait/report/outputs/page.{kind}" for kind in ("css", "js")}
-    assert names == {*sources, *page, "plait/py.typed"}
+    sources = {
+        str(path.relative_to(ROOT / "src"))
+        for kind in ("py", "css", "js")
+        for path in SOURCE.rglob(f"*.{kind}")
+    }
+    assert names == {*sources, "plait/py.typed"}
 
 
 def test_the_wheel_says_what_it_needs_and_has_the_command(wheel: zipfile.ZipFile):
@@ -151,6 +153,7 @@ USES: dict[str, Callable[[], object]] = {
     "matplotlib": lambda: draw(Simulation((), 1, {}), Path("x.png"), ""),
     "mlflow": lambda: check_callbacks([CallSettings("plait.callbacks:MLflow")]),
     "optuna": check_asha,
+    "peft": lambda: check_lora(LoraSettings()),
     "ray": lambda: make_launcher("ray", HostAccess(), ()).take_hosts(1, 1),
     "tensorboard": check_board,
     "transformers": lambda: from_config("GPT2LMHeadModel"),
