@@ -228,6 +228,12 @@ def test_what_plait_did_not_write_is_replaced_only_when_asked(option: str, run: 
         assert "my notes" not in path.read_text()
 
 
+def test_two_outputs_in_one_file_are_refused(run: Path):
+    with pytest.raises(InputError, match="found one file for two of them, expected a file for each"):
+        plait("report", str(run), "-o", "one.html", "--trace", "./one.html")
+    assert not Path("one.html").exists()
+
+
 def broken(run: Path) -> None:
     with (run / "events" / "rank1.jsonl").open("a") as file:
         file.write(
@@ -239,7 +245,7 @@ def broken(run: Path) -> None:
     ("change", "message"),
     [
         (lambda run: (run / "status.json").unlink(), "expected a run's folder or name"),
-        (lambda run: shutil.rmtree(run / "events"), r"it has no events yet \(finished\); see: plait status"),
+        (lambda run: shutil.rmtree(run / "events"), r"no events \(finished\); .* a script does not"),
         (
             broken,
             r"rank1.jsonl:21: expected operations, each with a letter, stage, microbatch, start and end",

@@ -44,7 +44,7 @@ def check_plan(plan: object) -> None:
     """Refuse what is no plan, also where nothing is cut."""
     is_count = isinstance(plan, int) and not isinstance(plan, bool) and plan >= 1
     are_names = isinstance(plan, Sequence) and not isinstance(plan, str)
-    are_names = are_names and all(isinstance(each, str) for each in cast(Sequence[object], plan))
+    are_names = are_names and all(isinstance(each, str) for each in cast("Sequence[object]", plan))
     if not (isinstance(plan, Plan) or plan == "auto" or is_count or are_names):
         raise InputError(f"plan: found {shown(plan)}, {_EXPECTED}")
 
