@@ -22,6 +22,9 @@ from plait.report.timeline import Timeline, make_timeline
 from plait.report.trials import TrialRow, trials_of
 from plait.schema.plans.plan import Plan
 
+# The states of a run that goes on.
+GOING_ON = ("starting", "running", "stopping")
+
 
 @dataclass(frozen=True)
 class StageRow:
@@ -83,7 +86,7 @@ def make_data(
         name,
         state,
         cause,
-        tuple(_facts(events, timeline, plan, curves, trials, progress or {})),
+        tuple(_facts(events, timeline, plan, curves, trials, (progress or {}) if state in GOING_ON else {})),
         curves,
         work_of(events),
         timeline,
