@@ -45,7 +45,7 @@ def refuse(name: str) -> Never:
     raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_counts(batch_size: int, num_workers: int, seed: int) -> None:
+def check_counts(batch_size: int, num_workers: int, seed: object) -> None:
     """Refuse what is not a count."""
     # True is an int, and comes second if batch_size was left out before shuffle.
     for name, count, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
