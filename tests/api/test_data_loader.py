@@ -318,6 +318,7 @@ def test_what_goes_wrong_is_said_in_the_words_of_the_loop(num_workers: int):
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (Noisy(), {"batch_size": 0}, "batch_size: found 0"),
     (Noisy(), {"batch_size": True}, "batch_size: found True"),
+    (Noisy(), {"batch_size": 2, "seed": "a"}, "seed: found 'a', expected a whole number"),
     (Noisy(), {"num_workers": -1}, "num_workers: found -1"),
     (Noisy(), {"batch_size": 24, "drop_last": True}, "an epoch has 23 samples"),
     (Noisy(), {"batch_sampler": [[0]]}, "batch_sampler is not taken: .*use batch_size="),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -259,12 +260,26 @@ def test_batches_of_a_loader_that_are_accumulated_count_as_in_one_process(sample
         assert len(warned) == 1
 
 
+def one_process(plan: Any, **options: Any) -> plait.Pipeline:
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    inputs = (torch.ones(2, 2),)
+    loss = nn.functional.mse_loss
+    return plait.Pipeline(nn.Linear(2, 2), plan, example_inputs=inputs, loss=loss, optimizer=make, **options)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: plait.DataParallel([nn.Linear(2, 2)]), r"found \[Linear.*expected a torch.nn.Module"),
         (lambda: plait.DataParallel(nn.Linear(2, 2), device_ids=[0]), "device_ids is not taken"),
         (lambda: plait.DataParallel(nn.Linear(2, 2), topology="rings"), "did you mean 'ring'"),
+        (lambda: plait.DataParallel(plait.DataParallel(nn.Linear(2, 2))), "found a DataParallel, whose"),
+        (lambda: plait.DataParallel(nn.Linear(2, 2), samples=3), "samples: found 3, expected a function"),
+        # One process cuts nothing, and refuses what several would.
+        (lambda: one_process("fast"), "plan: found 'fast', expected a plan"),
+        (lambda: one_process(0), "plan: found 0, expected a plan"),
+        (lambda: one_process(1, microbatches="4"), "microbatches: found '4', expected at least 1"),
+        (lambda: one_process(1, clip_norm=-1.0), "clip_norm: found -1.0, expected a number above 0"),
         (lambda: plait.launch("main.py"), "launch: found 'main.py', expected a function"),
         (
             lambda: plait.GradientNoiseScale(torch.optim.SGD([torch.ones(1)])),

@@ -228,6 +228,12 @@ def test_what_plait_did_not_write_is_replaced_only_when_asked(option: str, run: 
         assert "my notes" not in path.read_text()
 
 
+def test_two_outputs_in_one_file_are_refused(run: Path):
+    with pytest.raises(InputError, match="found one file for two of them, expected a file for each"):
+        plait("report", str(run), "-o", "one.html", "--trace", "./one.html")
+    assert not Path("one.html").exists()
+
+
 def broken(run: Path) -> None:
     with (run / "events" / "rank1.jsonl").open("a") as file:
         file.write(
@@ -239,7 +245,7 @@ def broken(run: Path) -> None:
     ("change", "message"),
     [
         (lambda run: (run / "status.json").unlink(), "expected a run's folder or name"),
-        (lambda run: shutil.rmtree(run / "events"), r"it has no events yet \(finished\); see: plait status"),
+        (lambda run: shutil.rmtree(run / "events"), r"no events \(finished\); .* a script does not"),
         (
             broken,
             r"rank1.jsonl:21: expected operations, each with a letter, stage, microbatch, start and end",
@@ -254,7 +260,10 @@ def test_a_folder_that_has_no_record_is_refused(change: Any, message: str, run: 
 
 
 def test_a_run_that_died_shows_how_far_it_was_and_why(run: Path):
-    (run / "status.json").write_text(json.dumps({**STATUS, "state": "running"}))
+    progress = {"step": 20, "steps": 30, "left_s": 100.0}
+    (run / "status.json").write_text(json.dumps({**STATUS, "state": "running", "progress": progress}))
+    first = run / "events" / "rank0.jsonl"
+    first.write_text("".join(line for line in first.open() if "run-ended" not in line))
     (run / "failure.txt").write_text("worker 1 on localhost failed: out of <memory>\n")
     with (run / "events" / "rank1.jsonl").open("a") as file:
         file.write('{"t": 1.7')  # what a crash cut off
@@ -263,6 +272,7 @@ def test_a_run_that_died_shows_how_far_it_was_and_why(run: Path):
     page = Path("two-stages.report.html").read_text()
     assert '<span class="state bad">died</span>' in page
     assert "worker 1 on localhost failed: out of &lt;memory&gt;" in page
+    assert "time left" not in page
 
 
 def test_a_sweep_shows_the_curves_and_values_of_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

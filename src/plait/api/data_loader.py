@@ -92,7 +92,7 @@ class DataLoader:
     ) -> None:
         for name in others:
             refuse(name)
-        check_counts(batch_size, num_workers)
+        check_counts(batch_size, num_workers, seed)
         check_dataset(dataset)
         check_sampler(sampler)
         self.dataset, self.sampler = dataset, sampler

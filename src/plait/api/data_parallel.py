@@ -98,6 +98,12 @@ class DataParallel(nn.Module):
             )
         if not isinstance(module, nn.Module):
             raise InputError(f"DataParallel: found {shown(module)}, expected a torch.nn.Module")
+        check_unwrapped("DataParallel", module)
+        if not callable(samples):
+            raise InputError(
+                f"DataParallel: samples: found {shown(samples)}, expected a function that counts those of a "
+                "forward's arguments, such as samples=lambda tokens: (tokens != 0).sum().item()"
+            )
         read_topology_spec(topology)
         self.module = module
         self.world = init() if world is None else world

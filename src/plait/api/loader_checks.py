@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, Never
 
 from torch import Tensor
@@ -44,12 +45,14 @@ def refuse(name: str) -> Never:
     raise TypeError(f"DataLoader() got an unexpected keyword argument {name!r}{hint}")
 
 
-def check_counts(batch_size: int, num_workers: int) -> None:
+def check_counts(batch_size: int, num_workers: int, seed: object) -> None:
     """Refuse what is not a count."""
     # True is an int, and comes second if batch_size was left out before shuffle.
     for name, count, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if not isinstance(count, int) or isinstance(count, bool) or count < least:
             raise InputError(f"DataLoader: {name}: found {count!r}, expected a number of at least {least}")
+    if not isinstance(seed, Integral):
+        raise InputError(f"DataLoader: seed: found {seed!r}, expected a whole number")
 
 
 def check_dataset(dataset: object) -> None:

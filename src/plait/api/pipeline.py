@@ -20,7 +20,7 @@ from plait.api.stages.checked_loss import CheckedLoss
 from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
 from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
-from plait.api.stages.stage_layout import PlanLike, find_layout, find_schedule
+from plait.api.stages.stage_layout import PlanLike, check_plan, find_layout, find_schedule
 from plait.api.stages.step_inputs import StepInputs, in_words_of_step
 from plait.api.stages.step_loss import StepLoss
 from plait.api.stages.whole_model import WholeModel
@@ -110,7 +110,8 @@ class Pipeline:
         world: World | None = None,
     ) -> None:
         self.world = init() if world is None else world
-        _check_arguments(model, loss, optimizer, microbatches)
+        _check_arguments(model, loss, optimizer, microbatches, clip_norm)
+        check_plan(plan)
         self._inputs = StepInputs(example_inputs, self.world.world_size, other_inputs is None, verify)
         self._expected = {name: _shape(value) for name, value in model.state_dict().items()}
         self._microbatches = microbatches or 1
@@ -255,10 +256,14 @@ class Pipeline:
             self.close()
 
 
-def _check_arguments(model: object, loss: object, optimizer: object, microbatches: int | None) -> None:
+def _check_arguments(
+    model: object, loss: object, optimizer: object, microbatches: object, clip_norm: object
+) -> None:
     """Refuse what a newcomer gives by mistake."""
-    if microbatches is not None and microbatches < 1:
-        raise InputError(f"microbatches: found {microbatches}, expected at least 1")
+    if microbatches is not None and not (isinstance(microbatches, int) and microbatches >= 1):
+        raise InputError(f"microbatches: found {shown(microbatches)}, expected at least 1")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise InputError(f"clip_norm: found {shown(clip_norm)}, expected a number above 0, or None")
     if not isinstance(model, nn.Module):
         raise InputError(f"model: found {shown(model)}, expected a torch.nn.Module")
     check_unwrapped("model", model)

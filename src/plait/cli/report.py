@@ -73,6 +73,9 @@ def _write(
     from plait.report.record import read_run
     from plait.report.run_data import make_data
 
+    named = [path.resolve() for path in (page, trace, png) if path is not None and not path.is_char_device()]
+    if len(set(named)) < len(named):
+        raise InputError("-o, --trace, --png: found one file for two of them, expected a file for each")
     if not force:
         for path, mark in ((page, pages.MARK), (trace, traces.MARK), (png, picture.MARK)):
             _check_replaceable(path, mark)
@@ -81,8 +84,8 @@ def _write(
     if not recorded.events and not len(recorded.ops):
         cause = read_cause(folder)
         ended = f"; it ended with: {cause}" if cause is not None else ""
-        hint = f"see: plait status {folder.path}"
-        raise InputError(f"{folder.path}: it has no events yet ({state}){ended}; {hint}")
+        hint = f"plait train and plait sweep record some, a script does not; see: plait status {folder.path}"
+        raise InputError(f"{folder.path}: it has no events ({state}){ended}; {hint}")
     name = folder.path.absolute().name
     cause = read_cause(folder) if state in ("failed", "died") else None
     data = make_data(name, recorded, _plan(folder), state, cause, progress)

@@ -22,6 +22,9 @@ from plait.report.timeline import Timeline, make_timeline
 from plait.report.trials import TrialRow, trials_of
 from plait.schema.plans.plan import Plan
 
+# The states of a run that goes on.
+GOING_ON = ("starting", "running", "stopping")
+
 
 @dataclass(frozen=True)
 class StageRow:
@@ -79,11 +82,12 @@ def make_data(
     stages = _stages(recorded, plan)
     replicas, trials = replicas_of(events), trials_of(events)
     metrics = [each.event.metric for each in events if isinstance(each.event, run_events.SweepStarted)]
+    left = (progress or {}) if state in GOING_ON else {}
     return RunData(
         name,
         state,
         cause,
-        tuple(_facts(events, timeline, plan, curves, replicas, trials, progress or {})),
+        tuple(_facts(events, timeline, plan, curves, replicas, trials, left)),
         curves,
         work_of(events),
         timeline,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from plait.api.world import World
 from plait.comm.collectives import broadcast_value
@@ -40,6 +40,15 @@ _EXPECTED = (
 _PER_WORKER = 4
 
 
+def check_plan(plan: object) -> None:
+    """Refuse what is no plan, also where nothing is cut."""
+    is_count = isinstance(plan, int) and not isinstance(plan, bool) and plan >= 1
+    are_names = isinstance(plan, Sequence) and not isinstance(plan, str)
+    are_names = are_names and all(isinstance(each, str) for each in cast("Sequence[object]", plan))
+    if not (isinstance(plan, Plan) or plan == "auto" or is_count or are_names):
+        raise InputError(f"plan: found {shown(plan)}, {_EXPECTED}")
+
+
 def find_layout(
     plan: PlanLike,
     world: World,
@@ -60,17 +69,15 @@ def find_layout(
         layout = _of_plan(first, world.world_size, wanted)
     elif plan == "auto":
         layout = _measured(world, wanted or Schedule.FLUSH, microbatches, profile_model)
-    elif isinstance(plan, int) and not isinstance(plan, bool):
+    elif isinstance(plan, int):
         stages = _balanced(plan, world, profile_model)
         layout = _spread(stages, world.world_size, wanted or Schedule.FLUSH)
-    elif isinstance(plan, Sequence) and not isinstance(plan, str) and all(isinstance(c, str) for c in plan):
+    else:
         try:
             stages = stages_from_cuts(trace_model(), plan)
         except InputError as failure:
             raise InputError(f"plan: found {shown(plan)}: {failure}; {_EXPECTED}") from None
         layout = _spread(stages, world.world_size, wanted or Schedule.FLUSH)
-    else:
-        raise InputError(f"plan: found {shown(plan)}, {_EXPECTED}")
     layout = with_microbatches(layout, microbatches, samples)
     check_depths(layout)
     return layout

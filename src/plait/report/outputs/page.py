@@ -16,7 +16,7 @@ from plait.core.units import show_bytes, show_seconds
 from plait.report.idle import CAUSES, RECEIVING
 from plait.report.occurrences import Occurrence
 from plait.report.outputs.charts import chart, parallel_coordinates, trial_charts
-from plait.report.run_data import RunData
+from plait.report.run_data import GOING_ON, RunData
 from plait.report.timeline import LABELS, Timeline
 from plait.schema.results import show_metric, show_value
 
@@ -55,7 +55,7 @@ def _summary(data: RunData) -> str:
     facts = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(text)}</dd>" for key, text in data.facts)
     cause = f'<p class="bad">It ended with: {html.escape(data.cause)}</p>' if data.cause else ""
     running = ""
-    if data.state in ("starting", "running", "stopping"):
+    if data.state in GOING_ON:
         running = '<p class="note">The run is going on; this is how far it was when the page was made.</p>'
     charts = "".join(chart(name, {name: points}) for name, points in data.curves.items())
     if data.work:
