@@ -447,7 +447,7 @@ def test_the_first_comparison_leaves_the_shared_buffers_as_they_were():
     torch.manual_seed(0)
     base = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3), n_power_iterations=2).double()
     norm = base.parametrizations.weight[0]
-    norm._u, norm._v = nn.functional.normalize(torch.ones(2, 3, dtype=torch.float64), dim=1)  # far from its end
+    norm._u, norm._v = nn.functional.normalize(torch.ones(2, 3, dtype=torch.float64), dim=1)
     plain = [LoRA(copy.deepcopy(base), 3, 3).double() for _ in range(2)]
     fused = plait.fuse(copy.deepcopy(plain))  # a norm's iterations write with out=
     for x in torch.randn(2, 2, 4, 3, dtype=torch.float64):
