@@ -62,7 +62,8 @@ class ArrayForms:
 
     def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
         """Raise FusionError if a saved state has adapters where trials of this array have none."""
-        for number, form in enumerate(self.own if self.common is not None else ()):
+        for number, form in enumerate(self.own):
+            assert self.common is not None
             for name, axis, rank in padding_of(form, self.common):
                 saved = state.get(f"{prefix}{name}")
                 # A trial that has diverged has NaNs there.
