@@ -267,6 +267,26 @@ def test_an_optimizer_of_whole_matrices_refuses_padded_ranks():
         FusedOptimizer(fused, "adafactor")
 
 
+def test_merging_the_adapter_of_a_trial_changes_no_other():
+    models = adapted(llama(), [lora(2), lora(3, ["q_proj"])])
+    tokens = torch.arange(8).view(2, 4)
+    expected = [model(input_ids=tokens).logits for model in models]
+    fused = fuse(models)
+    split = fused.split()
+    fuse([split[0], adapted(llama(), [lora(3)])[0]])  # what it has for that differs from no other model
+    for _ in range(2):
+        for model, logits in zip(split, expected):
+            torch.testing.assert_close(model.merge_and_unload()(input_ids=tokens).logits, logits)
+        split = copy.deepcopy(fused.split())
+
+
+def test_a_state_of_larger_ranks_is_refused():
+    fused, other = (fuse(adapted(llama(), [lora(rank) for rank in ranks])) for ranks in ((2, 4), (4, 2)))
+    with pytest.raises(FusionError, match=r"q_proj\.lora_A.*of trial 1 has more than rank 2"):
+        other.load_state_dict(fused.state_dict())
+    fused.load_state_dict(fused.state_dict())
+
+
 def wrapped_twice():
     base = llama()
     return [peft.get_peft_model(base, lora(rank)) for rank in (2, 3)]

@@ -13,6 +13,7 @@ from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.jobs.adapter import save_adapter
+from plait.jobs.sweep import make_sweep
 from plait.launcher.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import UNVERIFIED, SearchSettings
@@ -73,6 +74,11 @@ def test_adapters_of_all_ranks_and_scales_share_an_array_and_others_do_not():
     # It computes with whole matrices, which rows of zeros would change.
     assert len(set(keys_of("lora.r=2,4", optimizer={"kind": "adafactor"}).values())) == 2
     assert len(set(keys_of("data.kind=text_lines:text_lines,text_lines:synthetic_lines").values())) == 2
+
+
+def test_a_rank_that_is_a_word_is_refused():
+    with pytest.raises(InputError, match="lora.r: found 'two', expected a valid integer"):
+        make_sweep(job_of("runs"), {"lora.r": ["two", 4]})
 
 
 def swept(job, folder, *over, **search):

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class Patch:
-    """A replaced forward of a module; a trial that leaves the array gets the original forward back."""
+    """A replaced method of a module; a trial that leaves the array gets the original forward back."""
 
     def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
         self.function = function

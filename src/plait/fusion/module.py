@@ -319,6 +319,7 @@ class FusedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a saved state, also one in which other tensors are shared."""
+        self.forms.check_state(state_dict, f"{prefix}module.")
         names = {id(tensor): name for name, tensor in self.shared.items()}
         tensors = {
             **dict(self.module.named_parameters(remove_duplicate=False)),

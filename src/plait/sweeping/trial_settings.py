@@ -105,7 +105,9 @@ def with_lora_array(settings: TrainSettings, dimensions: Sequence[Dimension]) ->
     optimizers = swept.get("optimizer.kind", [settings.optimizer.kind])
     # Others compute with whole matrices, which rows of zeros would change.
     is_padded = all(kind in KINDS and KINDS[kind].is_elementwise for kind in optimizers)
-    rank = max(swept.get("lora.r", [lora.r])) if is_padded else 0
+    # Values that are no ranks are refused later, where all values are.
+    ranks = [r for r in swept.get("lora.r", [lora.r]) if isinstance(r, int)]
+    rank = max(ranks, default=0) if is_padded else 0
     array = LoraArray(rank, any(swept.get("lora.dropout", [lora.dropout])))
     return replace(settings, model=replace(settings.model, lora_array=array))
 

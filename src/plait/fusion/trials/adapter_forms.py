@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from plait.fusion.errors import FusionError
+from plait.fusion.forward_patches import Patch
 from plait.fusion.trials.unfused import copy_of_structure, note_trials
 from plait.workloads.adapters.forms import (
     AdapterError,
     AdapterForm,
     bring_to,
     common_form,
+    copy_adapted,
     form_of,
     is_adapted,
     misfit,
     own_parameters,
+    padding_of,
 )
+
+# What a tuner of PEFT calls before it merges.
+_BEFORE_MERGE = "_check_merge_allowed"
 
 
 @dataclass
@@ -51,7 +58,21 @@ class ArrayForms:
 
     def in_own_form(self, number: int, module: nn.Module) -> nn.Module:
         """A trial's module, which has the common form, in its own."""
-        return bring_to(module, self.own[number]) if self.own else module
+        return _merging_alone(bring_to(module, self.own[number]) if self.own else module)
+
+    def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Raise FusionError if a saved state has adapters where trials of this array have none."""
+        for number, form in enumerate(self.own):
+            assert self.common is not None
+            for name, axis, rank in padding_of(form, self.common):
+                saved = state.get(f"{prefix}{name}")
+                # A trial that has diverged has NaNs there.
+                if saved is not None and number < len(saved) and _are_numbers(saved[number], axis, rank):
+                    raise FusionError(
+                        f"load_state_dict: {name!r} of trial {number} has more than rank {rank}, which this "
+                        f"trial has; expected the state of an array with the same ranks and layers in the "
+                        f"same order"
+                    )
 
     def register_hooks(self, module: nn.Module) -> None:
         """Let trials without an adapter in a layer have no gradient there, not even zeros."""
@@ -88,6 +109,25 @@ class ArrayForms:
             self.own = [self.common] * trials
             self.register_hooks(array)
         self.own[number] = form_of(model)
+
+
+def _merging_alone(model: nn.Module) -> nn.Module:
+    """A trial's module that copies what merging its adapter writes to, as the other trials have it too."""
+    if is_adapted(model) and hasattr(model.base_model, _BEFORE_MERGE):
+        vars(model.base_model)[_BEFORE_MERGE] = Patch(_take_base, model.base_model)  # type: ignore[arg-type]
+    return model
+
+
+def _take_base(tuner: Any) -> None:
+    del vars(tuner)[_BEFORE_MERGE]
+    copy_adapted(tuner)
+    getattr(tuner, _BEFORE_MERGE)()
+
+
+def _are_numbers(tensor: Tensor, axis: int, start: int) -> bool:
+    """Whether numbers other than zero are in the rows of a tensor from `start` on."""
+    rows = tensor.narrow(axis, start, max(0, tensor.shape[axis] - start))
+    return bool(rows.nan_to_num(0.0, 0.0, 0.0).any())
 
 
 def in_one_form(models: list[nn.Module]) -> tuple[list[nn.Module], ArrayForms]:

@@ -179,7 +179,7 @@ def _follow(
 
 
 def _base_of(tensor: Tensor) -> Tensor:
-    """A shared tensor for an array that is only compared: a forward may write to a buffer, so a copy."""
+    """A shared tensor for an array that is only compared: of a buffer, which may be written to, a copy."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
 

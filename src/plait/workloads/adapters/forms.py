@@ -154,6 +154,22 @@ def own_parameters(layer: Any) -> list[nn.Parameter]:
     return [parameter for parameter in _own_tensors(layer) if id(parameter) not in zeros]
 
 
+def copy_adapted(tuner: Any) -> None:
+    """Copy the weights that a tuner of PEFT writes to when it merges its adapter."""
+    for _, layer in _adapted_layers(tuner):
+        for parameter in layer.base_layer.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def padding_of(form: AdapterForm, common: AdapterForm) -> Iterator[tuple[str, int, int]]:
+    """The tensors of `common` that are padded for `form`: name, axis, and where the padding begins."""
+    for path, layer in common.layers.items():
+        rank = form.layers[path].rank if path in form.layers else 0
+        for name, axis in zip(_LORA_TENSORS, (0, 1, 0, 1)) if rank < layer.rank else ():
+            end = "" if "embedding" in name else ".weight"
+            yield f"{path}.{name}.{form.adapter}{end}", axis, rank
+
+
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, part) for path, part in model.named_modules() if _is_adapted_layer(part))
 
