@@ -214,19 +214,36 @@ class PerTrialModules:
             yield
             return
         self._checked.add(self.part.training)
+        # Backward may need what is written to a buffer, so the trial writes to a copy from the beginning.
         before = {name: tensor.detach().clone() for name, tensor in shared.items()}
+        copies = self._copy_buffers_of_first({id(tensor) for tensor in shared.values()})
         yield
-        written = [name for name, tensor in shared.items() if not equal_values(tensor, before[name])]
         own_ids = set()
-        for name in written:
-            first = shared[name].detach().clone()
-            shared[name].data.copy_(before[name])
-            if name in self._fused.shared:  # else it was, under another name
-                self._fused.unshare(name)
-            own = _inner(next(slot.tensor for slot in slots_of(self._fused.module) if slot.key == name))
-            own.data[0].copy_(first)
-            own_ids.add(id(own))
+        for name, tensor in shared.items():
+            current = copies.get(id(tensor), tensor)
+            if not equal_values(current, before[name]):
+                first = current.detach().clone()
+                tensor.data.copy_(before[name])
+                if name in self._fused.shared:  # else it was, under another name
+                    self._fused.unshare(name)
+                own = _inner(next(slot.tensor for slot in slots_of(self._fused.module) if slot.key == name))
+                own.data[0].copy_(first)
+                own_ids.add(id(own))
         self.point(only=own_ids)
+        # Buffers that were not written; the module may have replaced others.
+        held = {id(copies[id(tensor)]): tensor for tensor in shared.values() if id(tensor) in copies}
+        for holder, key, _ in _slots(self.modules[0], "_buffers"):
+            if (unwritten := held.get(id(holder[key]))) is not None:
+                holder[key] = unwritten.detach().data
+
+    def _copy_buffers_of_first(self, shared: Container[int]) -> dict[int, Tensor]:
+        """Give the first trial copies of its shared buffers, by the id of these."""
+        buffers, copies = dict(_named(self.part, "_buffers")), dict[int, Tensor]()
+        for holder, name, key in _slots(self.modules[0], "_buffers"):
+            inner = _inner(buffers.get(key))
+            if inner is not None and id(inner) in shared:
+                holder[name] = copies.setdefault(id(inner), inner.detach().clone())
+        return copies
 
     def _unshare_replaced(self) -> None:
         """Give each trial its own of the shared parameters whose data a trial has replaced."""
