@@ -330,6 +330,18 @@ def test_a_saved_state_of_other_groups_or_trials_is_refused():
         optimizer.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_optimizers_of_torch_that_mix_trials_are_refused(
+    kind: type[torch.optim.Optimizer],
+):
+    models = make_models(net, TRIALS)
+    kind(models[0].parameters()).step(lambda: models[0](batch(0, 4, 5)[0]).square().mean())
+    fused = fuse(models)
+    optimizer = kind(fused.parameters())
+    with pytest.raises(FusionError, match="trials would be updated by numbers of all of them"):
+        optimizer.step(lambda: fused(batch(0, 4, 5)).square().sum())
+
+
 def test_each_trial_is_clipped_by_its_own_norm_and_torchs_joint_clip_is_refused():
     models = make_models(net, TRIALS)
     fused = fuse(copy.deepcopy(models))

@@ -32,7 +32,7 @@ from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch, patch_norms
-from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_clipping
+from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_updates
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import describe_sharing
@@ -97,7 +97,7 @@ class FusedModule(nn.Module):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
-        refuse_joint_clipping(self)
+        refuse_joint_updates(self)
         # Of each parameter, for each trial.
         self.gradient_hooks = [
             [gradient_hooks(parameter) for parameter in every]
@@ -153,7 +153,7 @@ class FusedModule(nn.Module):
         refresh_recurrent(self._recurrent)
         self._find_slots()
         self._register_hooks()
-        refuse_joint_clipping(self)
+        refuse_joint_updates(self)
         indices = shared_names(self.module)
         for path, modules in self.per_trial_modules.items():
             modules.restore(self._tied_in(modules.part))

@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plait.fusion.errors import FusionError
 
 # Fused modules, whose parameters torch must not clip together.
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
+# Optimizers of torch whose update of an element depends on others, which may be those of other trials.
+_JOINT_UPDATES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 def clip_gradients(
@@ -58,10 +61,10 @@ def _of_trials(numbers: Tensor, like: Tensor) -> Tensor:
     return numbers.view(-1, *(1,) * (like.dim() - 1))
 
 
-def refuse_joint_clipping(module: nn.Module) -> None:
-    """Make torch.nn.utils.clip_grad_norm_ raise for the parameters of a fused module.
+def refuse_joint_updates(module: nn.Module) -> None:
+    """Make clip_grad_norm_ and some optimizers of torch raise for the parameters of a fused module.
 
-    It would clip the gradients of all trials by their common norm.
+    They would clip or scale the gradients of all trials by a common number.
     """
     _modules.add(module)
     clip: Any = clip_grad._clip_grads_with_norm_
@@ -76,13 +79,29 @@ def refuse_joint_clipping(module: nn.Module) -> None:
 
     checked.refuses_fused = True  # type: ignore[attr-defined]
     clip_grad._clip_grads_with_norm_ = checked
+    register_optimizer_step_pre_hook(_check_optimizer)
 
 
 def _check_lone(parameters: Sequence[Tensor]) -> None:
-    fused = {id(p) for module in _modules if module.trials > 1 for p in module.parameters()}
-    if any(id(parameter) in fused for parameter in parameters):
+    if _are_fused(parameters):
         raise FusionError(
             "clip_grad_norm_: found parameters of a fused module, whose trials would be clipped by their "
             "common norm; expected fused.clip_grad_norm_(max_norm), or FusedOptimizer(..., clip_norm=...), "
             "which clip each trial by its own"
         )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not isinstance(optimizer, _JOINT_UPDATES):
+        return
+    if _are_fused([parameter for group in optimizer.param_groups for parameter in group["params"]]):
+        name = type(optimizer).__name__
+        raise FusionError(
+            f"{name}: found parameters of a fused module, whose trials would be updated by numbers of all of "
+            f"them; expected a plait.FusedOptimizer, which has 'adafactor' and 'muon', or each trial alone"
+        )
+
+
+def _are_fused(parameters: Sequence[Tensor]) -> bool:
+    fused = {id(p) for module in _modules if module.trials > 1 for p in module.parameters()}
+    return any(id(parameter) in fused for parameter in parameters)
