@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from plait.fusion.errors import FusionError
 
 # Fused modules, whose parameters torch must not clip together.
 _modules: weakref.WeakSet[Any] = weakref.WeakSet()
 # Optimizers of torch whose update of an element depends on others, which may be those of other trials.
-_JOINT_UPDATES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+_JOINT_UPDATES: tuple[Any, ...] = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 
 
 def clip_gradients(
@@ -79,7 +78,9 @@ def refuse_joint_updates(module: nn.Module) -> None:
 
     checked.refuses_fused = True  # type: ignore[attr-defined]
     clip_grad._clip_grads_with_norm_ = checked
-    register_optimizer_step_pre_hook(_check_optimizer)
+    # Not by hooks of optimizers, which every step of a fused one would have to look for.
+    for kind in _JOINT_UPDATES:
+        kind.step = _checked_step(kind.step)
 
 
 def _check_lone(parameters: Sequence[Tensor]) -> None:
@@ -91,15 +92,19 @@ def _check_lone(parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not isinstance(optimizer, _JOINT_UPDATES):
-        return
-    if _are_fused([parameter for group in optimizer.param_groups for parameter in group["params"]]):
-        name = type(optimizer).__name__
-        raise FusionError(
-            f"{name}: found parameters of a fused module, whose trials would be updated by numbers of all of "
-            f"them; expected a plait.FusedOptimizer, which has 'adafactor' and 'muon', or each trial alone"
-        )
+def _checked_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def checked(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if _are_fused([parameter for group in optimizer.param_groups for parameter in group["params"]]):
+            name = type(optimizer).__name__
+            raise FusionError(
+                f"{name}: found parameters of a fused module, whose trials would be updated by numbers of "
+                f"all of them; expected a plait.FusedOptimizer, which has 'adafactor' and 'muon', or each "
+                f"trial alone"
+            )
+        return step(optimizer, *args, **kwargs)
+
+    return checked
 
 
 def _are_fused(parameters: Sequence[Tensor]) -> bool:
