@@ -375,10 +375,6 @@ class FusedModule(nn.Module):
         """The ids of the tensors that all trials share."""
         return {id(tensor) for tensor in self.shared.values()}
 
-    def part_of(self, tensor: Tensor, number: int) -> Tensor:
-        """The part of one trial of a parameter or buffer."""
-        return tensor if id(tensor) in self.shared_ids() else tensor[number]
-
     def unshare(self, name: str = "") -> None:
         """Give each trial its own copy of a shared tensor, or of all those of a submodule; "" names all.
 
