@@ -6,51 +6,28 @@ import base64
 import html
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plait.core import events as core_events
-from plait.core import run_events
 from plait.core.files import write_atomic
 from plait.core.names import has_extra, how_to_install
 from plait.core.units import count_of, show_rate
 from plait.report.outputs.tables import columns_of, table_text
+from plait.report.trials import TrialRow, trials_of
 from plait.schema.results import SweepResult, TrialResult, show_value
 
 # The number of coloured curves; the rest is grey.
 COLOURED = 8
 
 
-@dataclass
-class Curve:
-    """The loss and metrics of one trial by step; repeated steps of a resumed trial are merged."""
-
-    losses: dict[int, float | None] = field(default_factory=dict)
-    metrics: dict[str, dict[int, float | None]] = field(default_factory=dict)
-
-
-def read_curves(path: Path) -> dict[int, Curve]:
-    """The learning curves of all trials in a sweep's events."""
-    curves: dict[int, Curve] = {}
-    for recorded in core_events.read(path):
-        event = recorded.event
-        if isinstance(event, run_events.TrialStep):
-            curves.setdefault(event.trial, Curve()).losses[event.step] = event.loss
-        elif isinstance(event, run_events.TrialEvaluated):
-            metrics = curves.setdefault(event.trial, Curve()).metrics
-            for name, value in event.metrics.items():
-                metrics.setdefault(name, {})[event.step] = value
-    return curves
-
-
 def write_sweep(folder: Path, result: SweepResult) -> None:
     """Write the table and the curves of the sweep in `folder`; `result` is its final result."""
-    curves = read_curves(folder / "events" / "rank0.jsonl")
+    recorded = trials_of([*core_events.read(folder / "events" / "rank0.jsonl")])
     write_atomic(folder / "trials.csv", as_csv(result.trials))
     shown = f"(learning curves are drawn after {how_to_install('matplotlib')})"
     if has_extra("matplotlib"):
-        picture = draw(result.trials, curves)
+        picture = draw(result.trials, {row.number: row for row in recorded})
         write_atomic(folder / "curves.png", picture)
         encoded = base64.b64encode(picture).decode()
         shown = f'<img alt="learning curves" src="data:image/png;base64,{encoded}">'
@@ -76,23 +53,23 @@ def as_csv(rows: Sequence[TrialResult]) -> str:
     return table_text(columns_of(records), records)
 
 
-def draw(rows: Sequence[TrialResult], curves: Mapping[int, Curve]) -> bytes:
+def draw(rows: Sequence[TrialResult], curves: Mapping[int, TrialRow]) -> bytes:
     """The learning curves as a PNG: the training loss and each metric, the best trials in colour."""
     import matplotlib  # slow to import, so only if needed
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    metrics = list(dict.fromkeys(name for curve in curves.values() for name in curve.metrics))
+    metrics = list(dict.fromkeys(name for curve in curves.values() for name in curve.tests))
     size = (4.6 * (1 + len(metrics)) + 2.5, 3.6)
     figure, axes = plt.subplots(1, 1 + len(metrics), figsize=size, squeeze=False, layout="constrained")
     # The best last, so that they are drawn above the others.
     for rank, row in reversed(list(enumerate(rows))):
-        curve = curves.get(row.trial, Curve())
+        curve = curves.get(row.trial, TrialRow(row.trial))
         look = _look(rank, row)
         _plot(axes[0][0], curve.losses, look)
         for axis, name in zip(axes[0][1:], metrics):
-            _plot(axis, curve.metrics.get(name, {}), look)
+            _plot(axis, curve.tests.get(name, {}), look)
     for axis, name in zip(axes[0], ["training loss", *(f"test {name}" for name in metrics)]):
         axis.set(title=name, xlabel="step")
         if "loss" in name and any(line.get_ydata().size for line in axis.lines):
