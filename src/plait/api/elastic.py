@@ -194,6 +194,9 @@ class Elastic(StepRules):
     def _is_end_of_all(self) -> bool:
         try:
             _, leaving, *_ = self.model.sum_nothing()
+            if leaving == self.world.world_size and any(self.world.rendezvous.data_groups.values()):
+                # NCCL may still send what others need for this sum.
+                all_gather_values(0)
         except RuntimeError as failure:
             if not self.lose(failure):
                 raise

@@ -20,7 +20,6 @@ from plait.core.errors import InputError
 from plait.data.trees import NotHandedOverError, put_together, take_apart
 from plait.pipeline.named_state import load_state_dict
 
-
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
