@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class _Dense(torch.autograd.Function):
+class _CastDense(torch.autograd.Function):
     """x w^T + b for each trial in the precision `kind`, with gradients in those of x, w and b."""
 
     @staticmethod
@@ -51,5 +51,5 @@ def gpu_dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tens
     if torch.float64 in kinds:  # autocast does not cast it
         return None
     kind = torch.get_autocast_dtype("cuda")
-    y: Tensor = _Dense.apply(x_tbc, weight_toc, bias_to, kind)  # type: ignore[no-untyped-call]
+    y: Tensor = _CastDense.apply(x_tbc, weight_toc, bias_to, kind)  # type: ignore[no-untyped-call]
     return y

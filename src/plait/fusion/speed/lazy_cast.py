@@ -29,7 +29,7 @@ class PendingCast:
             return self.checked().float()
 
     def checked(self) -> Tensor:
-        """The tensor to be cast, which nobody may have changed meanwhile."""
+        """The tensor to be cast, unchanged since then."""
         if self.source._version != self.version:
             raise FusionError(
                 "a tensor was written in place after it was cast by float(), before that was used; write the "

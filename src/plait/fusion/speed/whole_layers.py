@@ -91,7 +91,7 @@ def _is_adapter(part: nn.Module, x: Tensor) -> bool:
 
 
 def _is_untouched(part: nn.Module) -> bool:
-    """Whether a module is a linear layer as torch has it, which nobody watches or has replaced."""
+    """Whether a module is a linear layer as torch has it, without hooks or a replaced forward."""
     watched = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
     return type(part) is nn.Linear and not watched and "forward" not in vars(part)
 
