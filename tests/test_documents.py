@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import traceback
 import typing
 from dataclasses import MISSING, fields, is_dataclass
@@ -178,6 +180,7 @@ PAGES = [
     "README.md",
     "docs/adapt.md",
     "docs/audit.md",
+    "docs/extending.md",
     "docs/fusion.md",
     "docs/jobs.md",
     "docs/library.md",
@@ -209,6 +212,18 @@ def snippets_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text(page), flags=re.DOTALL)
 
 
+def examples() -> list[str]:
+    """The examples in the docstrings of `plait`; `train` makes the run that others look at."""
+    names = sorted({*plait.__all__} - {"__version__"}, key=lambda name: name != "train")
+    docs = [inspect.getdoc(getattr(plait, name)) or "" for name in names]
+    given = "import torch\nfrom torch import nn\nimport plait\n"
+    return [
+        given + textwrap.dedent(code)
+        for doc in docs
+        for code in re.findall(r"^    ```python\n(.*?)^    ```", doc, flags=re.DOTALL | re.MULTILINE)
+    ]
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the snippets of all pages came to, in one process that has imported torch.
@@ -219,7 +234,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "examples").mkdir()
     for name in ("job.yaml", "examples/digits.yaml"):
         (folder / name).write_text(TINY)
-    pages = {page: snippets_of(page) for page in PAGES}
+    pages = {page: snippets_of(page) for page in PAGES} | {"docstrings": examples()}
     (found,) = run_ranks(1, run_snippets, pages, folder, dict(os.environ), deadline_s=280.0)
     return found
 
@@ -232,6 +247,12 @@ def test_the_python_in_the_pages_runs(page: str, ran: dict[str, Any]):
     prints = [code for code in snippets_of(page) if "\nprint(" in code]
     assert prints
     assert len(ran[page]["printed"].splitlines()) == len(prints)
+
+
+@pytest.mark.timeout(300)
+def test_the_examples_in_the_docstrings_run(ran: dict[str, Any]):
+    assert len(examples()) > 20
+    assert ran["docstrings"]["failure"] is None, ran["docstrings"]["failure"]
 
 
 def test_every_verb_in_the_list_of_commands_exists():
