@@ -122,6 +122,36 @@ def test_the_readme_denies_what_the_table_of_capabilities_denies_and_nothing_els
     assert section.partition(" [What does not go together]")[0] == " ".join(denied)
 
 
+# Words by which a page denies a capability, rather than telling how it behaves.
+DENIALS = re.compile(
+    r"\b(is|are) to come\b|\bnot yet\b|\bnot (supported|implemented|available)\b|\bunsupported\b"
+    r"|\b(was|were) (not|never|only) tried\b|\bthere is no `",
+    flags=re.IGNORECASE,
+)
+
+
+def denials(page: str) -> list[str]:
+    """The sentences of a page that deny a capability."""
+    prose = re.sub(r"`[^`\n]*`", lambda code: code[0].replace(".", "\0"), without_code(ROOT / page))
+    sentences = re.split(r"(?<=[.!?])\s+|\s*\|\s*|\n\s*\n|\n\s*- ", prose)
+    return [each.replace("\0", ".").strip() for each in sentences if DENIALS.search(each)]
+
+
+# Notes of experiments say what was tried; the change log tells of former versions.
+@pytest.mark.parametrize("page", sorted({*DOCUMENTS} - {"docs/results/fusion-notes.md", "CHANGELOG.md"}))
+def test_a_page_denies_only_what_the_table_of_capabilities_denies(page: str):
+    denied = " ".join(row[4] for row in rows_of("docs/capabilities.md", "capability"))
+    assert not [sentence for sentence in denials(page) if sentence not in denied]
+
+
+def test_what_the_table_of_capabilities_offers_it_does_not_deny():
+    """Neither by the name of an object or key nor by that of a verb."""
+    rows = rows_of("docs/capabilities.md", "capability")
+    offered = {name for row in rows for name in re.findall(r"`([\w.]+)`", row[1] + row[2])}
+    denied = {name for row in rows for name in re.findall(r"`([^`]+)`", row[4])}
+    assert not offered & denied
+
+
 def test_every_bullet_of_the_readme_leads_to_a_page_of_the_table_of_capabilities():
     section = text("README.md").partition("## What it does\n")[2].partition("Three numbers")[0]
     pages = re.findall(r"^- \*\*\[[^]]+\]\(docs/([^)]+)\)\*\*", section, flags=re.MULTILINE)

@@ -87,7 +87,7 @@ def pipeline() -> Picture:
     end = max(free)
     for stage in range(stages):
         picture.text(16, 67 + 44 * stage, f"stage {stage}")
-        picture.box(100 + unit * end, 44 + 44 * stage, 50, 36, "box", "update")
+        picture.box(100 + unit * end, 44 + 44 * stage, 60, 36, "box", "update")
     picture.text(96, 28, "one step: four microbatches, F forward, B backward; gaps are idle time", "small")
     picture.line((96, 190), (100 + unit * end, 190), arrow=True)
     picture.text(16, 194, "time", "small")
