@@ -16,6 +16,8 @@ from pathlib import Path
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', flags=re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d.,]*(?:e[+-]?\d+)?"
 UNIT = r" ?(?:%|x|[kMG]?B(?:/s)?|[mµn]?s)?(?![\w/])"
+# Lines that a terminal shows in one place, one over the other; how many there are depends on the machine.
+PROGRESS = re.compile(r"(step|\d+/\d+ trials ended  step) \d+/\d+(  .*)?")
 PRECISE = re.compile(r"\d+\.\d{6,}")
 
 
@@ -42,7 +44,7 @@ def arguments(command: str) -> list[str]:
 
 
 def run(command: str, folder: Path, timeout_s: float) -> str:
-    """What a command prints, errors and progress too; it must succeed."""
+    """What a command prints on both streams, without its progress; it must succeed."""
     done = subprocess.run(
         arguments(command),
         cwd=folder,
@@ -53,7 +55,8 @@ def run(command: str, folder: Path, timeout_s: float) -> str:
         check=False,
     )
     assert done.returncode == 0, f"{command}: status {done.returncode}\n{done.stdout}"
-    return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    return "".join(f"{line}\n" for line in lines if not PROGRESS.fullmatch(line))
 
 
 def expected(output: str) -> re.Pattern[str]:
