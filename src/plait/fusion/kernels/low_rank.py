@@ -175,7 +175,6 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: Tensor
     ) -> Tensor:
-        x = x.contiguous()
         y: Tensor = F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
         t = _narrow(x, a, scale, False)
         _widen(t, b.mT, scale, True, y)
@@ -226,6 +225,6 @@ def adapted_linear(
 
     `scale` has a float32 for each trial. The weight and the bias get no gradients.
     """
-    rows = x.reshape(len(x), -1, x.shape[-1])
+    rows = x.reshape(len(x), -1, x.shape[-1]).contiguous()
     y: Tensor = _AdaptedLinear.apply(rows, weight, bias, a, b, scale)
     return y.view(*x.shape[:-1], len(weight))
