@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where it is set, every process would compile torch's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test wheel-test test-all test-unprivileged test-container test-slurm test-ray lint types unit quick format bench clean
+.PHONY: setup demo test wheel-test test-all test-unprivileged test-container test-slurm test-ray lint types unit quick format docs bench clean
 
 setup: .venv/ready
 
@@ -79,6 +79,15 @@ quick: .venv/compiled
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site in build/site, which needs no server and no network; a warning is an error.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo wrote build/site; echo next: open build/site/index.html in a browser
+
+.venv/docs: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 bench: setup
 	$(BIN)/python benchmarks/train_overhead.py; first=$$?; $(BIN)/python benchmarks/startup.py && exit $$first

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import traceback
 import typing
 from dataclasses import MISSING, fields, is_dataclass
@@ -120,6 +122,36 @@ def test_the_readme_denies_what_the_table_of_capabilities_denies_and_nothing_els
     assert section.partition(" [What does not go together]")[0] == " ".join(denied)
 
 
+# Words by which a page denies a capability, rather than telling how it behaves.
+DENIALS = re.compile(
+    r"\b(is|are) to come\b|\bnot yet\b|\bnot (supported|implemented|available)\b|\bunsupported\b"
+    r"|\b(was|were) (not|never|only) tried\b|\bthere is no `",
+    flags=re.IGNORECASE,
+)
+
+
+def denials(page: str) -> list[str]:
+    """The sentences of a page that deny a capability."""
+    prose = re.sub(r"`[^`\n]*`", lambda code: code[0].replace(".", "\0"), without_code(ROOT / page))
+    sentences = re.split(r"(?<=[.!?])\s+|\s*\|\s*|\n\s*\n|\n\s*- ", prose)
+    return [each.replace("\0", ".").strip() for each in sentences if DENIALS.search(each)]
+
+
+# Notes of experiments say what was tried; the change log tells of former versions.
+@pytest.mark.parametrize("page", sorted({*DOCUMENTS} - {"docs/results/fusion-notes.md", "CHANGELOG.md"}))
+def test_a_page_denies_only_what_the_table_of_capabilities_denies(page: str):
+    denied = " ".join(row[4] for row in rows_of("docs/capabilities.md", "capability"))
+    assert not [sentence for sentence in denials(page) if sentence not in denied]
+
+
+def test_what_the_table_of_capabilities_offers_it_does_not_deny():
+    """Neither by the name of an object or key nor by that of a verb."""
+    rows = rows_of("docs/capabilities.md", "capability")
+    offered = {name for row in rows for name in re.findall(r"`([\w.]+)`", row[1] + row[2])}
+    denied = {name for row in rows for name in re.findall(r"`([^`]+)`", row[4])}
+    assert not offered & denied
+
+
 def test_every_bullet_of_the_readme_leads_to_a_page_of_the_table_of_capabilities():
     section = text("README.md").partition("## What it does\n")[2].partition("Three numbers")[0]
     pages = re.findall(r"^- \*\*\[[^]]+\]\(docs/([^)]+)\)\*\*", section, flags=re.MULTILINE)
@@ -178,6 +210,7 @@ PAGES = [
     "README.md",
     "docs/adapt.md",
     "docs/audit.md",
+    "docs/extending.md",
     "docs/fusion.md",
     "docs/jobs.md",
     "docs/library.md",
@@ -209,6 +242,18 @@ def snippets_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text(page), flags=re.DOTALL)
 
 
+def examples() -> list[str]:
+    """The examples in the docstrings of `plait`; `train` makes the run that others look at."""
+    names = sorted({*plait.__all__} - {"__version__"}, key=lambda name: name != "train")
+    docs = [inspect.getdoc(getattr(plait, name)) or "" for name in names]
+    given = "import torch\nfrom torch import nn\nimport plait\n"
+    return [
+        given + textwrap.dedent(code)
+        for doc in docs
+        for code in re.findall(r"^    ```python\n(.*?)^    ```", doc, flags=re.DOTALL | re.MULTILINE)
+    ]
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the snippets of all pages came to, in one process that has imported torch.
@@ -219,7 +264,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "examples").mkdir()
     for name in ("job.yaml", "examples/digits.yaml"):
         (folder / name).write_text(TINY)
-    pages = {page: snippets_of(page) for page in PAGES}
+    pages = {page: snippets_of(page) for page in PAGES} | {"docstrings": examples()}
     (found,) = run_ranks(1, run_snippets, pages, folder, dict(os.environ), deadline_s=280.0)
     return found
 
@@ -232,6 +277,12 @@ def test_the_python_in_the_pages_runs(page: str, ran: dict[str, Any]):
     prints = [code for code in snippets_of(page) if "\nprint(" in code]
     assert prints
     assert len(ran[page]["printed"].splitlines()) == len(prints)
+
+
+@pytest.mark.timeout(300)
+def test_the_examples_in_the_docstrings_run(ran: dict[str, Any]):
+    assert len(examples()) > 20
+    assert ran["docstrings"]["failure"] is None, ran["docstrings"]["failure"]
 
 
 def test_every_verb_in_the_list_of_commands_exists():

@@ -41,12 +41,7 @@ class Averaging:
     """Within it, workers average their weights after each `optimizer.step()`, as `sync` does.
 
     Each worker trains a copy of `model` on samples that only it has, at its speed; nothing else of the loop
-    changes::
-
-        with plait.Averaging(model, optimizer, "partial-reduce"):
-            for x, y in loader:
-                ...
-                optimizer.step()
+    changes.
 
     At the start the model of rank 0 is copied to all workers. At the end all have the same: the mean of their
     weights, buffers and optimizer's states. Weights are the parameters that require a gradient when the block
@@ -60,6 +55,17 @@ class Averaging:
 
     Workers may take unlike numbers of steps: one that leaves the block waits for the others, which go on.
     Its weights of then are in the mean at the end, so they should not be much older than the others'.
+
+    Examples:
+        ```python
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with plait.Averaging(model, optimizer, "local-sgd", every=4):
+            for _ in range(8):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()
+                optimizer.step()
+        ```
     """
 
     def __init__(

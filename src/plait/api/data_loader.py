@@ -72,6 +72,13 @@ class DataLoader:
         pin_memory: put batches into pinned memory if there is a GPU.
         persistent_workers: keep the loader processes after an epoch, with their copy of the data set.
         world: the workers; those of `plait.init()` if None.
+
+    Examples:
+        ```python
+        data = torch.utils.data.TensorDataset(torch.arange(10))
+        loader = plait.DataLoader(data, batch_size=4)
+        [len(numbers) for (numbers,) in loader]  # [4, 4, 2] in one process
+        ```
     """
 
     def __init__(

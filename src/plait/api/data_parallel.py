@@ -68,9 +68,10 @@ class WorkerNorms:
 class DataParallel(nn.Module):
     """Wraps a model that every worker has; after `backward` all have the gradient of the whole batch.
 
-    It behaves as torch's DistributedDataParallel: the model of rank 0 is copied to all workers, gradients are
-    summed in buckets while backward still runs, buffers are those of rank 0, and `no_sync` accumulates. In
-    addition
+    It behaves as torch's DistributedDataParallel: the `module` of rank 0 is copied to all workers, gradients
+    are summed in buckets while backward still runs, buffers are those of rank 0 (unless `broadcast_buffers`
+    is False), and `no_sync` accumulates. In addition
+
     - batches may have unlike sizes: gradients are weighted by the number of samples of each worker, so that a
       loss that is a mean over the batch has the gradient of one worker with all samples. `samples` counts
       those of a forward; by default it is the length of the first tensor. `samples=lambda *_: 1` weighs all
@@ -80,6 +81,14 @@ class DataParallel(nn.Module):
     - `state_dict` has the names of the plain model.
 
     All workers run the same number of backward passes. Optimizers step after them, not in hooks of gradients.
+
+    Examples:
+        ```python
+        model = plait.DataParallel(nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        ```
     """
 
     def __init__(

@@ -31,15 +31,7 @@ class Elastic(StepRules):
     """Lets workers of a loop come, go and be lost between two steps; the others go on in their processes.
 
     It is given the model, its optimizer and by name whatever else changes from step to step: schedulers,
-    loaders, anything with `state_dict` and `load_state_dict`, or a dict. The loop stays as it is::
-
-        model = plait.DataParallel(model)
-        loader = plait.DataLoader(data, batch_size=32)
-        elastic = plait.Elastic(model, optimizer, loader=loader, scheduler=scheduler)
-        while loader.epoch < 3:
-            for x, y in loader:
-                ...
-                optimizer.step()
+    loaders, anything with `state_dict` and `load_state_dict`, or a dict. The loop stays as it is.
 
     If a worker is lost in a step, `optimizer.step()` leaves the weights of the others as they were, what was
     registered is set back, and the loader gives the batch again, in shares for those that are left. A worker
@@ -53,6 +45,20 @@ class Elastic(StepRules):
         step: the steps that were taken; a step that is taken again counts once.
         changes: a record of each change: `step`, `members` (the worker numbers after it), `joined`, `left`,
             `lost`, and `seconds`, how long steps were paused.
+
+    Examples:
+        ```python
+        x = torch.randn(60, 8)
+        model = plait.DataParallel(nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loader = plait.DataLoader(torch.utils.data.TensorDataset(x), batch_size=12)
+        elastic = plait.Elastic(model, optimizer, loader=loader)
+        while loader.epoch < 2:
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+        ```
     """
 
     compares_loaders = False

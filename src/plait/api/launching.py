@@ -58,6 +58,14 @@ def launch(
     With `elastic`, the smallest and largest number of workers such as `"1:4"`, workers may come and go
     (`plait.Elastic`): one that is killed is replaced, and the results are those of the workers that came to
     the end, in the order of their numbers.
+
+    Examples:
+        ```py
+        def rank_of_worker():
+            return plait.init().rank
+
+        plait.launch(rank_of_worker, workers=2)  # [0, 1]
+        ```
     """
     if not callable(fn):
         raise InputError(f"launch: found {shown(fn)}, expected a function, which runs on each worker")

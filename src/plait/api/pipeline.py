@@ -95,6 +95,21 @@ class Pipeline:
         recompute: the stages that compute their activations again in backward.
         topology: the graph that sums of the replicas of a stage travel.
         compile: whether each stage (in one process the model) runs compiled, by torch.compile.
+
+    Examples:
+        ```python
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        pipe = plait.Pipeline(
+            model,
+            plait.init().world_size,  # as many stages as workers
+            example_inputs=torch.randn(12, 8),
+            loss=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+        x = torch.randn(12, 8)
+        loss = pipe.step(x, x[:, :1])
+        pipe.close()
+        ```
     """
 
     def __init__(

@@ -37,6 +37,13 @@ class World:
 
     If workers come and go (`plait.Elastic`), ranks and their number are the present ones. A worker that joins
     has rank -1 and a world of size 0 until it is a member.
+
+    Examples:
+        ```python
+        world = plait.init()
+        if world.is_first:
+            torch.save({}, "checkpoint.pt")
+        ```
     """
 
     rank: int
@@ -109,6 +116,12 @@ def init(device: str | torch.device = "auto", timeout_s: float | None = None) ->
 
     `device` is `auto` (a GPU of this host if there is one), `cpu`, `cuda` or a device. `timeout_s` limits all
     waits for other processes, and is 300 s unless given.
+
+    Examples:
+        ```python
+        world = plait.init()
+        print(f"worker {world.rank} of {world.world_size} on {world.device}")
+        ```
     """
     global _world
     if _world is None:

@@ -60,6 +60,13 @@ def fuse(
     that are one tensor in all models, with "never" nothing. Its memory is that of the first model. A tensor
     that a forward writes to is not shared from then on; a shared parameter must be unshared
     (`FusedModule.unshare`) before it is trained.
+
+    Examples:
+        ```python
+        models = [nn.Sequential(nn.Linear(8, 4), nn.Dropout(p), nn.Linear(4, 1)) for p in (0.0, 0.1, 0.5)]
+        fused = plait.fuse(models)
+        fused(torch.randn(3, 16, 8)).shape  # (3, 16, 1): a batch for each trial
+        ```
     """
     check_share(share)
     is_list = isinstance(models, Iterable) and not (

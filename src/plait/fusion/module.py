@@ -56,6 +56,13 @@ class FusedModule(nn.Module):
 
     `module` has the structure and parameter names of one trial; each parameter has shape (trials, ...), but
     for those that all trials share (`shared`), which have the shape of one trial.
+
+    Examples:
+        ```python
+        fused = plait.fuse([nn.Linear(8, 1) for _ in range(3)])
+        fused(torch.randn(3, 4, 8)).shape  # (3, 4, 1)
+        fused.trial(0)  # an ordinary nn.Linear
+        ```
     """
 
     seeds: Tensor

@@ -12,7 +12,14 @@ from plait.fusion.errors import FusionError
 
 @dataclass(frozen=True)
 class Shared:
-    """An input that is the same for all trials, without the trials axis."""
+    """Marks `tensor`, an input without the trials axis, as the same for all trials.
+
+    Examples:
+        ```python
+        fused = plait.fuse([nn.Linear(8, 1) for _ in range(3)])
+        fused(plait.Shared(torch.randn(4, 8))).shape  # (3, 4, 1)
+        ```
+    """
 
     tensor: Tensor
 

@@ -44,6 +44,12 @@ def open_run(run: str | Path, run_dir: str | Path = "runs", *, trust: bool = Fal
     """The run that `run` names: a folder, a name below `run_dir`, or a job's name, which is its latest run.
 
     What another user's run names, such as its model, is code of theirs; it is refused unless `trust` is set.
+
+    Examples:
+        ```python
+        run = plait.open_run("linear")  # the latest run of that name below runs/
+        run.result.train_loss
+        ```
     """
     folder = find_run(str(run), Path(run_dir))
     if not trust:
@@ -54,7 +60,15 @@ def open_run(run: str | Path, run_dir: str | Path = "runs", *, trust: bool = Fal
 
 
 class OpenedRun:
-    """A run of a job, finished or not, as its folder has it; made by `open_run`."""
+    """A run of a job, finished or not, as its folder has it; made by `open_run`.
+
+    Examples:
+        ```python
+        run = plait.open_run("linear")
+        run.history("loss")  # [(7, 0.52), ...]
+        run.model()
+        ```
+    """
 
     def __init__(self, folder: RunDir) -> None:
         self._folder = folder

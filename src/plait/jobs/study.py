@@ -161,6 +161,12 @@ def study(
     memory, or in `storage` under `name` (the name of the job unless given), where trials of other sweeps
     stay and those of this one are added once; trials that have not ended are left out. A sweep that had a
     study gives that one, unless a `storage` is named. Another user's run is refused unless `trust` is set.
+
+    Examples:
+        ```py
+        study = plait.study("digits")  # the latest sweep of that name
+        study.best_params
+        ```
     """
     optuna = optuna_for_study()
     folder = find_run(

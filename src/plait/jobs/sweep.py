@@ -78,20 +78,38 @@ def sweep(
 ) -> SweepResult:
     """Train trials of `job` with the values of `over` put over it; what each came to, best first.
 
-    `job` may be the path of its file. `over` is as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`,
-    or a mapping from keys to lists of values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1",
-    "optimizer.momentum": [0.0, 0.9]}`. The result's `run` is the folder with the best trial's
-    checkpoint. Of the job's workers `replicas` train each array together or, where the job has a
-    plan, `replicas` times the workers of the plan. With `resume` the sweep in that folder goes on, as it was
-    asked for; `job` then says where its workers run. Another `width` and other `replicas` change how its
-    arrays are made, and more `trials` are drawn where the search draws them one by one.
+    The result's `run` is the folder with the best trial's checkpoint.
 
-    With `search="study"`, or a `study`, an Optuna study draws the trials and decides which go on: an
-    `optuna.Study`, or the name of one in `storage`, a URL; `sampler` and `pruner` are then
-    `package.module:name`, and Optuna's usual ones unless given. A study in memory has the trials at the end.
+    Args:
+        job: a job, its content, or the path of its file.
+        over: as on the command line, `["optimizer.lr=log:1e-4:1e-1:16"]`, or a mapping from keys to lists of
+            values or to such ranges: `{"optimizer.lr": "log:1e-4:1e-1", "optimizer.momentum": [0.0, 0.9]}`.
+        search: how trials are drawn and dropped, such as `grid` or `asha`: docs/sweep.md lists them.
+        trials: how many to draw, where the search draws them.
+        width: trials of an array; measured unless given.
+        replicas: of the job's workers, how many train each array together; where the job has a plan, how
+            many times the workers of the plan.
+        eta: the share of trials that go on, one in `eta`, where the search drops some.
+        least_steps: the steps after which trials are first compared.
+        metric: what trials are compared by; the loss unless given.
+        seed: what random draws of values depend on.
+        study: an `optuna.Study`, or the name of one in `storage`, that draws the trials and decides which go
+            on. A study in memory has the trials at the end.
+        storage: the URL of an Optuna storage.
+        sampler: `package.module:name` of an Optuna sampler.
+        pruner: `package.module:name` of an Optuna pruner.
+        callbacks: as those of `plait.train`, besides the job's; each trial has its own copies, in the
+            process of the sweep's coordinator.
+        resume: the folder of a sweep that goes on, as it was asked for; `job` says where its workers run.
+            Another `width` and other `replicas` change how its arrays are made, and more `trials` are drawn
+            where the search draws them one by one.
+        run_folder: the folder of the sweep, in place of a new one.
 
-    `callbacks` are as those of `plait.train`, besides the job's; each trial has its own copies, in the
-    process of the sweep's coordinator.
+    Examples:
+        ```py
+        result = plait.sweep("digits.yaml", {"optimizer.lr": "log:1e-3:1:8"})
+        result.best.values
+        ```
     """
     check_alone()
     if resume is not None and callbacks:

@@ -48,16 +48,41 @@ def train(
     `run_folder`, or on resume that of the job's latest run. Modules that the job names are looked for where
     this process finds them, in the current folder and in that of the job file.
 
-    Otherwise the job is made of the arguments. `model` is a class, a function, or a module, of which each
-    worker trains a copy. `data` is a data set, or one to train with and one to test with; a tuple of tensors
-    is a data set, too. `loss` takes the output and the target and returns the mean over the batch;
-    `optimizer` is a dict, such as `{"kind": "adamw", "lr": 0.01}`, or `functools.partial(torch.optim.AdamW,
-    lr=0.01)`; `metric` is a function of the output and the target, or a metric of torchmetrics, and `metrics`
-    are several. `callbacks` are objects with some of the methods of `plait.callbacks.Callback`, or classes of
-    such. Each of both lists may be a name `module:name`, or a dict with `call` and `options`, a metric's also
-    with `mode` and `name`. `batch_size` is that of all workers, 32 unless given.
-    `keys` are those of a job file. Code of a script or a notebook is kept by value in the run folder. One
-    worker is this process itself.
+    Otherwise the job is made of the arguments. Code of a script or a notebook is kept by value in the run
+    folder. One worker is this process itself.
+
+    Args:
+        job: a job, its content, or the path of its file.
+        model: a class, a function, or a module, of which each worker trains a copy.
+        data: a data set, or one to train with and one to test with; a tuple of tensors is a data set, too.
+        loss: takes the output and the target and returns the mean over the batch; or a name.
+        optimizer: a dict, such as `{"kind": "adamw", "lr": 0.01}`, or `partial(torch.optim.AdamW, lr=0.01)`.
+        metric: a function of the output and the target, a metric of torchmetrics, or a name.
+        metrics: several of these, or dicts with `call` and `options`, and `mode` and `name`.
+        callbacks: objects with some of the methods of `plait.callbacks.Callback`, classes of such, names
+            `module:name`, or dicts with `call` and `options`.
+        epochs: how long to train; or `steps`.
+        steps: how many updates to take.
+        batch_size: samples of a batch over all workers, 32 unless given.
+        workers: how many processes train, 1 unless given.
+        name: that of the run.
+        progress: show progress on standard error.
+        resume: go on from the newest checkpoint of the job's latest run, or of `run_folder`.
+        run_folder: the folder of the run, in place of a new one.
+        keys: further keys of a job file.
+
+    Examples:
+        ```python
+        x = torch.randn(64, 8)
+        result = plait.train(
+            model=lambda: nn.Linear(8, 1),
+            data=((x, x.sum(1, keepdim=True)), None),
+            loss="mse",
+            epochs=2,
+            name="linear",
+        )
+        result.train_loss
+        ```
     """
     check_alone()
     given = {

@@ -20,7 +20,21 @@ def machines(
     devices: tuple[Device, ...] = (),
     latency_s: float = 0.0,
 ) -> Cluster:
-    """A cluster: `machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))`, innermost level first."""
+    """A cluster: `machines(4, 1e9)`, or `machines((4, 4), (10e9, 1.25e9))`, innermost level first.
+
+    Args:
+        counts: how many devices a host has, how many hosts the cluster has, ...; one number for one level.
+        bytes_per_s: the bandwidth of the links of each level.
+        memory_bytes: the memory of each device; None is no limit.
+        devices: one entry per device, if they are unlike.
+        latency_s: that of each transfer.
+
+    Examples:
+        ```python
+        plait.machines(4, 1e9, memory_bytes=16e9)  # four devices
+        plait.machines((4, 4), (10e9, 1.25e9))  # four hosts of four devices
+        ```
+    """
     counts = (counts,) if isinstance(counts, int) else counts
     rates = (bytes_per_s,) if isinstance(bytes_per_s, (int, float)) else bytes_per_s
     if not (_are(counts, int) and _are(rates, (int, float))):

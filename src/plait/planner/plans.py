@@ -56,7 +56,19 @@ class HasGraph(Protocol):
 
 
 def make_plan(graph: Graph | HasGraph, machines: Cluster, settings: Settings | None = None) -> Plan:
-    """The best plan for `graph` or a profile on `machines`, with predicted costs and the reasons."""
+    """The best plan for `graph` or a profile on `machines`, with predicted costs and the reasons.
+
+    `settings` (`plait.planner.Settings`) are the schedule (`stash` by default), the number of microbatches
+    and of pipelines, and limits on replicas and memory.
+
+    Examples:
+        ```python
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        profile = plait.profile(model, torch.randn(8, 64), repeats=2)
+        plan = plait.plan(profile, plait.machines(2, 1e9))
+        plan.step_s
+        ```
+    """
     graph = _graph_of(graph, machines)
     settings = _with_microbatches(settings or Settings(), machines)
     graph = planning_graph(graph)

@@ -60,6 +60,12 @@ class Profile:
     microbatch besides its layers. `verified_s` is the duration of the verification of the layers, 0 if there
     was none, and `notes` say which modules must stay in one stage, and why. `data_parallel_s` is the measured
     time of a data-parallel step of all workers on the job's batch, if it was measured.
+
+    Examples:
+        ```py
+        profile = plait.profile(model, inputs)
+        print(profile.step, profile.doubts())
+        ```
     """
 
     model: str
@@ -172,7 +178,14 @@ def profile_model(
     maps the model's output to a scalar; the default is the output's `loss`, or the mean of its tensors. The
     model runs on `device` (default: its current device), and its buffers, gradients, device and random state
     are restored. Steps by layers and whole steps alternate, so that changes of the machine's speed affect
-    both. Measurements last at least `least_s` seconds.
+    both: `warmup` steps that are not counted, then `repeats`, or more until `least_s` seconds have passed.
+    `name` is the model's in the profile; `on_progress` is called with the steps done and their number.
+
+    Examples:
+        ```python
+        profile = plait.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8), repeats=2)
+        profile.graph
+        ```
     """
     if warmup < 0 or repeats < 1:
         raise InputError(f"found {warmup} warm-up steps and {repeats} repeats; expected at least 0 and 1")

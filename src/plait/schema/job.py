@@ -31,7 +31,13 @@ Overrides = Sequence[str | tuple[str, Any]]
 
 
 def read_job(path: str | Path, overrides: Overrides = ()) -> Job:
-    """Read the job file `path` and apply `overrides`: `a.b=c`, or a key and its value."""
+    """Read the job file `path` and apply `overrides`: `a.b=c`, or a key and its value.
+
+    Examples:
+        ```py
+        job = plait.read_job("digits.yaml", ["optimizer.lr=0.1", ("parallel.workers", 2)])
+        ```
+    """
     path = expand_path(str(path), error=JobError)
     text = read_text(Path(path), "a job file (YAML)", MAX_BYTES, JobError)
     if Path(path).suffix == ".py":
@@ -54,7 +60,15 @@ def as_job(job: Job | str | Path | Mapping[str, Any]) -> Job:
 
 
 def make_job(content: Mapping[str, Any], overrides: Overrides = ()) -> Job:
-    """Build and check a job from plain values, the content of a job file."""
+    """Build and check a job from plain values, the content of a job file; `overrides` are as in `read_job`.
+
+    Examples:
+        ```python
+        data = {"kind": "digits", "batch_size": 64}
+        content = {"name": "digits", "model": "plait.workloads.mlp:mlp_tiny", "data": data}
+        job = plait.make_job(content, ["epochs=1"])
+        ```
+    """
     return _checked(_build_job(content, overrides))
 
 

@@ -33,6 +33,13 @@ class Job(CommonSettings):
     `content` holds the keys that were set, as plain values, without defaults; `folder` is that of the job
     file, where there is one. `taken` are the hosts that a launcher has provided; until then the fewest that
     the job can do with stand for them.
+
+    Examples:
+        ```python
+        data = {"kind": "digits", "batch_size": 64}
+        job = plait.make_job({"name": "d", "model": "plait.workloads.mlp:mlp", "data": data, "epochs": 1})
+        job.parallel.workers  # 1
+        ```
     """
 
     model: str

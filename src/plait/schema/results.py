@@ -27,6 +27,12 @@ class RunResult:
     that were taken a second time as plain PyTorch takes them, and `largest_difference` how far apart the two
     were at most, relative to the largest value. `run` is the run's folder. `warnings` are those of all
     workers, each once.
+
+    Examples:
+        ```python
+        result = plait.open_run("linear").result
+        result.reason, result.step, result.train_loss
+        ```
     """
 
     reason: str
@@ -77,6 +83,12 @@ class TrialResult:
     """One trial of a sweep: its number, its hyperparameters, its last step and its metrics.
 
     `why` says why a trial failed.
+
+    Examples:
+        ```py
+        best = plait.sweep("digits.yaml", {"optimizer.lr": [0.1, 0.01]}).best
+        best.values, best.metrics
+        ```
     """
 
     trial: int
@@ -120,6 +132,12 @@ class SweepResult:
     better. `best` is None if no trial finished. Each array was trained by `replicas` workers. `warnings` are
     those of all workers, each once. `audited_steps` is the number of steps that a fused trial took alone,
     too, and `largest_difference` how far apart the two were at most, relative to the largest value.
+
+    Examples:
+        ```py
+        result = plait.sweep("digits.yaml", {"optimizer.lr": [0.1, 0.01]})
+        result.best.values, [trial.metrics["loss"] for trial in result.trials]
+        ```
     """
 
     reason: str

@@ -14,7 +14,14 @@ class Lion(torch.optim.Optimizer):
     """Lion (EvoLved Sign Momentum, https://arxiv.org/abs/2302.06675), with decoupled weight decay.
 
     Each weight moves by `lr` in the direction of the sign of an average of the gradient and its momentum. So
-    learning rates are 3 to 10 times smaller than AdamW's, and weight decays as many times larger.
+    learning rates are 3 to 10 times smaller than AdamW's, and weight decays as many times larger. `params`,
+    `lr`, `weight_decay` and `maximize` are as in torch.optim; `betas` are the decays of that average and of
+    the momentum.
+
+    Examples:
+        ```python
+        optimizer = plait.Lion(nn.Linear(8, 1).parameters(), lr=1e-4, weight_decay=0.1)
+        ```
     """
 
     def __init__(

@@ -41,7 +41,19 @@ class MeasuresParts(Protocol):
 
 
 class GradientVariance:
-    """The variance of one sample's gradient (the trace of its covariance), as a moving average over steps."""
+    """The variance of one sample's gradient (the trace of its covariance), as a moving average over steps.
+
+    `model` is a module, also one in `plait.DataParallel`, DistributedDataParallel or after `fully_shard`, or
+    parameters; `decay` is that of the moving average.
+
+    Examples:
+        ```py
+        variance = plait.GradientVariance(model)  # a plait.DataParallel
+        ...
+        variance.update(samples)  # of all workers, before optimizer.step()
+        variance.value
+        ```
+    """
 
     def __init__(self, model: nn.Module | Iterable[Tensor], decay: float = DECAY) -> None:
         if isinstance(model, torch.optim.Optimizer):
@@ -109,7 +121,22 @@ class GradientVariance:
 
 
 class GradientNoiseScale(GradientVariance):
-    """The gradient noise scale S/|G|² in samples: about the largest batch size that is still efficient."""
+    """The gradient noise scale S/|G|² in samples: about the largest batch size that is still efficient.
+
+    `model` and `decay` are as for `plait.GradientVariance`.
+
+    Examples:
+        ```python
+        model = nn.Linear(8, 1)
+        noise = plait.GradientNoiseScale(model)
+        for part in range(2):  # two microbatches of 16 samples
+            (model(torch.randn(16, 8)).square().mean() / 2).backward()
+            if part == 0:
+                noise.after_microbatch(16)
+        noise.update(32)
+        noise.value
+        ```
+    """
 
     @property
     def value(self) -> float | None:
@@ -118,6 +145,7 @@ class GradientNoiseScale(GradientVariance):
 
     @property
     def variance(self) -> float | None:
+        """The variance of one sample's gradient, as `plait.GradientVariance` has it."""
         return self.averages.variance
 
     @property

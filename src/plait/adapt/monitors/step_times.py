@@ -43,7 +43,17 @@ class WorkerTimes:
 
 
 class StepTimer:
-    """Times one worker's steps; call `pause` if something else happens between two steps."""
+    """Times one worker's steps; call `pause` if something else happens between two steps.
+
+    Examples:
+        ```py
+        timer = plait.StepTimer()
+        loss.backward()
+        timer.begin_sum()
+        torch.distributed.all_reduce(gradients)
+        timer.end_sum()
+        ```
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -57,11 +67,13 @@ class StepTimer:
         self._mark = None
 
     def begin_sum(self) -> None:
+        """The worker's gradients are computed; it begins to sum them with the others."""
         now = self._clock()
         self._work_s = 0.0 if self._mark is None else now - self._mark
         self._mark = now
 
     def end_sum(self) -> None:
+        """The sum is complete; `last` has the seconds of work and of summing."""
         assert self._mark is not None
         now = self._clock()
         self.last = (self._work_s, now - self._mark if self._work_s else 0.0)
@@ -75,7 +87,16 @@ def stragglers(work_s: Sequence[float], factor: float) -> tuple[int, ...]:
 
 
 class Throughput:
-    """Samples per second over the last `window` steps of a user's loop."""
+    """Samples per second over the last `window` steps of a user's loop.
+
+    Examples:
+        ```python
+        throughput = plait.Throughput()
+        for _ in range(3):
+            throughput.update(32)  # after each step, with its samples
+        throughput.value
+        ```
+    """
 
     def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -16,6 +16,12 @@ class StepLoss:
 
     `float(loss)`, `loss.item()`, f-strings, sums and comparisons read it. A loss that is not read costs no
     wait, as a tensor on a GPU.
+
+    Examples:
+        ```py
+        loss = pipe.step(x, y)  # does not wait
+        print(f"{loss:.3f}")  # waits
+        ```
     """
 
     def __init__(self, share: float | Tensor, samples: int, is_shared: bool) -> None:

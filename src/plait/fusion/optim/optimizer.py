@@ -70,13 +70,23 @@ def _hooked_on_demand(step: _Step) -> _Step:
 class FusedOptimizer(torch.optim.Optimizer):
     """One of torch's optimizers for all trials of a fused module.
 
-    Each hyperparameter is one number or one per trial, also in `param_groups`; `set` and torch's learning
-    rate schedulers change them between steps. `params` are the fused parameters to optimize, or groups of
-    them as in torch.optim; by default all parameters of the module. Coefficients are computed in float32, or
-    in float64 for float64 parameters. `clip_norm` limits the norm of each trial's gradients, `steps` the
-    number of its steps: after them a trial does not change. Under a torch.amp.GradScaler only the trials
-    whose gradients overflow skip a step. With `ema`, the decay of each trial, it keeps a moving average of
-    the weights in its state, which `eval` puts in the place of the weights until `train`.
+    `kind` is its name in lower case, `options` its hyperparameters. Each is one number or one per trial, also
+    in `param_groups`; `set` and torch's learning rate schedulers change them between steps. `params` are the
+    fused parameters to optimize, or groups of them as in torch.optim; by default all of them. Coefficients
+    are computed in float32, or in float64 for float64 parameters. `clip_norm` limits the norm of each trial's
+    gradients, `steps` the number of its steps: after them a trial does not change. Under a
+    torch.amp.GradScaler only the trials whose gradients overflow skip a step. With `ema`, the decay of each
+    trial, it keeps a moving average of the weights in its state, which `eval` puts in the place of the
+    weights until `train`.
+
+    Examples:
+        ```python
+        fused = plait.fuse([nn.Linear(8, 1) for _ in range(3)])
+        optimizer = plait.FusedOptimizer(fused, "adamw", lr=[0.1, 0.03, 0.01])
+        x = torch.randn(3, 4, 8)
+        fused.map(nn.functional.mse_loss, fused(x), x[..., :1]).sum().backward()
+        optimizer.step()
+        ```
     """
 
     # torch.amp.GradScaler then lets `step` decide which trials are updated.

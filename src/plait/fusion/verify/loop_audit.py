@@ -43,6 +43,12 @@ class AuditReport:
 
     `largest_difference` is relative to the largest value of the same kind. `unseen` names attributes that
     cannot be read; if forward depends on them, differences mean nothing.
+
+    Examples:
+        ```python
+        report = plait.AuditReport(largest_difference=3e-16)
+        report.check()  # raises PlaitError if there are differences
+        ```
     """
 
     largest_difference: float
@@ -83,11 +89,28 @@ def audit(
     `step()` is the loop's step: it computes the gradients of `loss(model(inputs), target)` for `batch`, which
     is `(inputs, target)`, and calls `optimizer.step()` once. Training continues from its result. The
     repetition is forward, backward and update of a model that `make_model` builds, by default a copy, with
-    the state and the random numbers from before the step. If torch.distributed is initialized, all ranks call
-    it together, each with its own batch, and gradients are averaged, as in DistributedDataParallel.
+    the state and the random numbers from before the step. `make_optimizer` makes its optimizer of the
+    parameters, by default one of the same class and options. If torch.distributed is initialized, all ranks
+    call it together, each with its own batch, and gradients are averaged, as in DistributedDataParallel.
 
     Of a fused module with its FusedOptimizer, each trial's step is repeated with the trial alone; `loss` is
     that of one trial, and tensors of `batch` have the trials axis first or are Shared.
+
+    Examples:
+        ```python
+        model = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = torch.randn(16, 8), torch.randn(16, 1)
+
+
+        def step():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+        plait.audit(step, model, optimizer, nn.functional.mse_loss, (x, y)).check()
+        ```
     """
     if isinstance(model, FusedModule):
         if make_model is not None or make_optimizer is not None:

@@ -137,6 +137,13 @@ def verify_stages(
     result are the layers of each stage; they differ from `cuts` if a module has to stay whole, and `notes`
     say why. The model is not changed. Raises StageError if the stages compute something else, and names the
     first module at which they differ.
+
+    Examples:
+        ```python
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        batches = [(torch.randn(n, 8), torch.randn(n, 1)) for n in (4, 6)]
+        plait.verify_stages(model, batches, nn.functional.mse_loss, ["2"])  # cut before the layer "2"
+        ```
     """
     if len(batches) != 2:
         raise InputError(f"verify_stages: found {len(batches)} batches, expected two, as (inputs, target)")

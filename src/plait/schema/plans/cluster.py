@@ -62,6 +62,12 @@ class Cluster:
     `devices` is empty if all are like the profiled one; otherwise it has one entry per device, in the order
     of placement. `latency_s` is that of each transfer, `overhead_s` the time that each microbatch costs the
     worker of a stage in addition to its layers: half of it forward and half backward.
+
+    Examples:
+        ```python
+        cluster = plait.machines((4, 2), (10e9, 1e9), memory_bytes=16e9)
+        cluster.count  # 8
+        ```
     """
 
     levels: tuple[Level, ...]

@@ -136,6 +136,12 @@ class Plan:
     devices.
     `depths`, if given, overrides the number of microbatches that each stage keeps in flight.
     `microbatch_samples` is that of the profile, if known.
+
+    Examples:
+        ```py
+        plan = plait.plan(profile, plait.machines(2, 1e9))
+        print(plan.step_s, [stage.layers for stage in plan.stages])
+        ```
     """
 
     stages: tuple[Stage, ...]
