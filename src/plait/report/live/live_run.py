@@ -40,7 +40,7 @@ class RunNow:
 
 
 class LiveRun:
-    """The sections of the page of the run in `folder`; `now` and `plan` read the files beside its events."""
+    """The sections of the page of the run in `folder`; `now` and `plan` read its other files."""
 
     def __init__(
         self, name: str, folder: Path, now: Callable[[], RunNow], plan: Callable[[], Plan | None]
