@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.core import run_events
 from plait.core.codec import encode
-from plait.core.errors import InputError
+from plait.core.errors import ArtefactError, InputError
 from plait.core.events import Event
 from plait.report import timeline
 from plait.report.curves import decimated
 from plait.report.idle import BACKWARD, BETWEEN, FORWARD, RECEIVING
-from plait.report.record import read_run
+from plait.report.record import RunReader, read_run
 from plait.report.timeline import make_timeline
 
 T0, STEPS = 1.7e9, 20
@@ -300,3 +300,28 @@ def test_a_sweep_shows_the_curves_and_values_of_its_trials(tmp_path: Path, monke
     assert page.count("<tr>") == 1 + 12 + 2
     best = page.partition("<h2>Trials")[2].partition("<table>")[2].split("<tr>")[2]
     assert best.startswith("<td>0</td>")
+
+
+def test_a_run_that_goes_on_is_read_where_the_last_reading_ended(run: Path):
+    """Half lines wait, new workers are found, a damaged line is told once, another run begins anew."""
+    whole = read_run(run)
+    texts = {path: path.read_bytes() for path in sorted((run / "events").iterdir())}
+    for path in texts:
+        path.unlink()
+    reader = RunReader(run)
+    assert not reader.read_new()
+    for path, text in texts.items():
+        for cut in (len(text) // 3, len(text) // 2, len(text)):
+            path.write_bytes(text[:cut])
+            assert reader.read_new()
+            assert not reader.read_new()
+    assert reader.recorded().events == whole.events
+    assert np.array_equal(reader.recorded().ops.starts, whole.ops.starts)
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ArtefactError, match="rank1.jsonl:21: found '{}', expected an event"):
+        reader.read_new()
+    assert not reader.read_new()
+    path.write_bytes(text[: len(text) // 2])
+    assert reader.read_new()
+    assert len(reader.recorded().ops) < len(whole.ops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -105,7 +106,7 @@ def stop(
         raise InputError(f"--timeout: found {timeout:g}, expected seconds, {LONGEST_S:,.0f} at most")
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
-        _ask_to_stop(folder)
+        ask_to_stop(folder)
         end = time.monotonic() + timeout
         while folder.holder() is not None:
             if time.monotonic() > end:
@@ -118,9 +119,14 @@ def stop(
         print(json.dumps({"run": str(folder.path), **content}))
     else:
         print(printable(f"{folder.path}: {content['state']} at step {content['progress'].get('step', 0)}"))
-        kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
-        if folder.record.exists():  # otherwise it ran a script, which resumes by itself
-            print(f"next: {kind.resume_command(folder.path, folder.job)}")
+        if command := resume_command(folder):
+            print(f"next: {command}")
+
+
+def resume_command(folder: RunDir) -> str:
+    """The command that goes on with the run; empty for a script, which resumes by itself."""
+    kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
+    return kind.resume_command(folder.path, folder.job) if folder.record.exists() else ""
 
 
 def resize(
@@ -176,8 +182,26 @@ def resize(
     print(f"workers {', '.join(map(str, state['members']))}; next: plait status {folder.path}")
 
 
-def _ask_to_stop(folder: RunDir) -> None:
+def ask_to_stop(folder: RunDir) -> None:
     """Send SIGTERM to the supervisor of a run, which must run on this host."""
+    pid = _supervisor(folder)
+    with os_errors_as_messages():
+        folder.stop_request.touch()
+    with contextlib.suppress(ProcessLookupError):  # it ended just now
+        os.kill(pid, signal.SIGTERM)
+
+
+def can_stop(folder: RunDir) -> bool:
+    """Whether the run goes on and `ask_to_stop` reaches it from here."""
+    try:
+        _supervisor(folder)
+    except InputError:
+        return False
+    return True
+
+
+def _supervisor(folder: RunDir) -> int:
+    """The pid of the run's supervisor; InputError if there is none that this process may stop."""
     holder = folder.holder()
     if holder is None:
         raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
@@ -186,16 +210,15 @@ def _ask_to_stop(folder: RunDir) -> None:
         raise InputError(f"{folder.path}: running, but its lock does not name the process; end it by hand")
     if host != socket.gethostname():
         raise InputError(f"{folder.path}: it is run from {host}; stop it there")
-    with os_errors_as_messages():
-        folder.stop_request.touch()
     try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:  # it ended just now
+        os.kill(pid, 0)
+    except ProcessLookupError:
         pass
     except PermissionError:
         raise InputError(
             f"{folder.path}: its process {pid} belongs to another user; have them stop it, or do it as them"
         ) from None
+    return pid
 
 
 def _state(folder: RunDir) -> str:

@@ -130,7 +130,8 @@ def _facts(
         done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
         yield "steps", f"{done:,}" if start.steps is None else f"{done:,} of {start.steps:,}"
         yield "model", f"{start.model}, {start.parameters:,} parameters, {start.precision}"
-        yield "workers", f"{start.workers} x {start.device}, batch {start.batch_size} over all"
+        workers = _workers(events, start.workers)
+        yield "workers", f"{workers} x {start.device}, batch {start.batch_size} over all"
     for start in _of_kind(events, run_events.SweepStarted)[-1:]:
         ended = sum(trial.state != "running" for trial in trials)
         yield "trials", f"{ended} ended of {start.trials} ({start.search} over {listed(start.over, 200)})"
@@ -160,6 +161,16 @@ def _facts(
         yield "memory", f"{show_bytes(ends[-1].memory_bytes)} at most on the worker that kept the record"
     for check in _of_kind(events, run_events.Audited)[-1:]:
         yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
+
+
+def _workers(events: Iterable[Recorded], count: int) -> int:
+    """The last number of workers of a run that began with `count`."""
+    for each in events:
+        if isinstance(each.event, run_events.RunStarted):
+            count = each.event.workers
+        elif isinstance(each.event, run_events.WorkersChanged):
+            count = len(each.event.members)
+    return count
 
 
 def _stages(recorded: RunRecorded, plan: Plan | None) -> tuple[StageRow, ...]:

@@ -200,15 +200,24 @@ function moved(view, end, by) {
 }
 
 function startTimeline(box) {
-  const d = readTimeline(JSON.parse(document.getElementById("timeline-data").textContent));
   const canvas = box.querySelector("canvas"), tip = box.querySelector(".tip"), c2d = canvas.getContext("2d");
-  const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
-  const layout = { top: 24, bar, lane, row: bar + lane + (lane ? 8 : 6) };
-  const height = layout.height = layout.top + d.names.length * layout.row + 4;
   const scheme = window.matchMedia("(prefers-color-scheme: dark)");
-  let view = { from: 0, to: d.end }, pending = false, colours = null, width = 1;
+  let d = null, view = null, layout = null, pending = false, colours = null, width = 1;
 
+  // Reads the data of the page, again if it has changed; what is looked at stays, a view of the end follows it.
+  function load() {
+    const before = d;
+    d = readTimeline(JSON.parse(document.getElementById("timeline-data").textContent));
+    const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
+    layout = { top: 24, bar, lane, row: bar + lane + (lane ? 8 : 6) };
+    layout.height = layout.top + d.names.length * layout.row + 4;
+    canvas.style.height = layout.height + "px";
+    if (!before || (view.from <= 0 && view.to >= before.end)) view = { from: 0, to: d.end };
+    else view = moved(view, d.end, view.to >= before.end * (1 - 1e-9) ? d.end - view.to : 0);
+    redraw();
+  }
   function draw() {
+    const height = layout.height;
     pending = false;
     const ratio = window.devicePixelRatio || 1;
     width = Math.max(50, canvas.clientWidth);
@@ -274,8 +283,8 @@ function startTimeline(box) {
     canvas.addEventListener(name, (event) => fingers.delete(event.pointerId));
   scheme.addEventListener("change", () => { colours = null; redraw(); });
   window.addEventListener("resize", redraw);
-  canvas.style.height = height + "px";
-  draw();
+  box.load = load;
+  load();
 }
 
 if (typeof document !== "undefined") {

@@ -6,7 +6,7 @@ import base64
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -28,42 +28,56 @@ MOST_TRIALS = 500
 
 def make_page(data: RunData) -> str:
     """The page of a run."""
-    sections = [
-        _summary(data),
-        _timeline(data),
-        _stages(data),
-        _replicas(data),
-        _occurrences("Adaptations", data.changes, data.origin),
-        _occurrences("Faults", data.faults, data.origin),
-        _trials(data),
-    ]
-    style, script = (resources.files("plait.report.outputs").joinpath(name).read_text() for name in _FILES)
-    title = html.escape(data.name)
-    return (
-        f'{MARK}<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>\n'
-        f"<body>{''.join(sections)}<script>{script}</script></body></html>\n"
+    note = ""
+    if data.state in GOING_ON:
+        note = "The run is going on; this is how far it was when the page was made."
+    return document(
+        data.name, {"head": head_of(data.name, data.state, data.cause, note), **sections_of(data)}
     )
+
+
+def document(title: str, sections: Mapping[str, str], style: str = "", script: str = "") -> str:
+    """One file of the sections, with the page's style and script and more of both."""
+    of_page = [resources.files("plait.report.outputs").joinpath(name).read_text() for name in _FILES]
+    parts = "".join(f'<section id="part-{name}">{text}</section>' for name, text in sections.items())
+    return (
+        f'{MARK}<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{of_page[0]}{style}'
+        f"</style></head>\n<body>{parts}<script>{of_page[1]}{script}</script></body></html>\n"
+    )
+
+
+def sections_of(data: RunData) -> dict[str, str]:
+    """The sections of the page below its head, by name."""
+    return {
+        "summary": _summary(data),
+        "timeline": _timeline(data),
+        "stages": _stages(data),
+        "replicas": _replicas(data),
+        "changes": _occurrences("Adaptations", data.changes, data.origin),
+        "faults": _occurrences("Faults", data.faults, data.origin),
+        "trials": _trials(data),
+    }
 
 
 _FILES = ("page.css", "page.js")
 
 
+def head_of(name: str, state: str, cause: str | None, *notes: str) -> str:
+    """The title, the state and why it failed, and `notes` about it."""
+    bad = " bad" if state in ("failed", "died", "diverged") else ""
+    pill = f'<span class="state{bad}">{html.escape(state)}</span>'
+    why = f'<p class="bad">It ended with: {html.escape(cause)}</p>' if cause else ""
+    lines = "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes if note)
+    return f"<h1>{html.escape(name)} {pill}</h1>{why}{lines}"
+
+
 def _summary(data: RunData) -> str:
-    bad = " bad" if data.state in ("failed", "died", "diverged") else ""
-    state = f'<span class="state{bad}">{html.escape(data.state)}</span>'
     facts = "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(text)}</dd>" for key, text in data.facts)
-    cause = f'<p class="bad">It ended with: {html.escape(data.cause)}</p>' if data.cause else ""
-    running = ""
-    if data.state in GOING_ON:
-        running = '<p class="note">The run is going on; this is how far it was when the page was made.</p>'
     charts = "".join(chart(name, {name: points}) for name, points in data.curves.items())
     if data.work:
         charts += chart("seconds of work in a step", data.work)
-    return (
-        f"<h1>{html.escape(data.name)} {state}</h1>{cause}{running}<dl>{facts}</dl>"
-        f'<div class="charts">{charts}</div>'
-    )
+    return f'<dl>{facts}</dl><div class="charts">{charts}</div>'
 
 
 def _timeline(data: RunData) -> str:
@@ -84,8 +98,8 @@ def _timeline(data: RunData) -> str:
     )
     content = json.dumps(_timeline_data(data, line), separators=(",", ":")).replace("</", "<\\/")
     return (
-        f'<h2>Timeline</h2><div id="timeline"><p>{buttons}</p><canvas tabindex="0" role="img" '
-        f'aria-label="operations of the workers over time"></canvas><p class="tip">&nbsp;</p></div>'
+        f'<h2>Timeline</h2><div id="timeline"><p>{buttons}</p><canvas data-keep tabindex="0" role="img" '
+        f'aria-label="operations of the workers over time"></canvas><p class="tip" data-keep>&nbsp;</p></div>'
         f"{_key(has_ops)}<p class=note>{_explanation(data, line)}</p>{_idle_table(line)}"
         f'<script type="application/json" id="timeline-data">{content}</script>'
         f"<noscript><p>The timeline needs JavaScript; the rest of the page does not.</p></noscript>"
