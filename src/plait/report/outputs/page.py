@@ -195,7 +195,7 @@ def _idle_table(line: Timeline) -> str:
         [f"worker {worker}", show_seconds(float(busy)), *(show_seconds(float(each)) for each in idle)]
         for worker, busy, idle in zip(line.workers, line.busy_s, line.idle_s)
     ]
-    return "<h3>Where the time went</h3>" + _table(["", "computing", *CAUSES], rows, words=1)
+    return "<h3>Where the time went</h3>" + table(["", "computing", *CAUSES], rows, words=1)
 
 
 def _stages(data: RunData) -> str:
@@ -224,7 +224,7 @@ def _stages(data: RunData) -> str:
     if data.plan is not None:
         text = f"{len(data.plan.stages)} stages, schedule {data.plan.schedule.value}, {data.plan.why}"
         plan = f"<p>{html.escape(text)}</p>"
-    return f"<h2>Stages</h2>{plan}{_table(head, rows)}<p class=note>{note}</p>"
+    return f"<h2>Stages</h2>{plan}{table(head, rows)}<p class=note>{note}</p>"
 
 
 def _replicas(data: RunData) -> str:
@@ -244,14 +244,14 @@ def _replicas(data: RunData) -> str:
         for row in data.replicas
     ]
     curve = chart("distance of the weights to the mean", data.distances)
-    return f'<h2>Replicas</h2>{_table(head, rows)}<div class="charts">{curve}</div>'
+    return f'<h2>Replicas</h2>{table(head, rows)}<div class="charts">{curve}</div>'
 
 
 def _occurrences(title: str, each: Sequence[Occurrence], origin: float) -> str:
     if not each:
         return f"<h2>{title}</h2><p>none</p>"
     rows = [[_after(o.t - origin), _or_dash(o.step, str), o.what, o.why] for o in each]
-    return f"<h2>{title}</h2>" + _table(["after", "step", "what", "why"], rows, words=(2, 3))
+    return f"<h2>{title}</h2>" + table(["after", "step", "what", "why"], rows, words=(2, 3))
 
 
 def _after(seconds: float) -> str:
@@ -281,7 +281,7 @@ def _trials(data: RunData) -> str:
     charts = "".join(trial_charts(data.trials))
     return (
         f"<h2>Trials</h2><p>Best first, by {html.escape(data.metric)}.</p>"
-        f'<div class="charts">{charts}</div>{parallel_coordinates(data.trials)}{_table(head, rows)}{more}'
+        f'<div class="charts">{charts}</div>{parallel_coordinates(data.trials)}{table(head, rows)}{more}'
     )
 
 
@@ -289,7 +289,7 @@ def _or_dash(value: Any, show: Any) -> str:
     return "-" if value is None or (isinstance(value, float) and math.isnan(value)) else show(value)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | tuple[int, ...] = ()) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int | tuple[int, ...] = ()) -> str:
     """A table that scrolls sideways on a narrow screen; columns of `words` are aligned left."""
     columns = words if isinstance(words, tuple) else tuple(range(words))
 
