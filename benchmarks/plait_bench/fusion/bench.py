@@ -28,7 +28,7 @@ from plait_bench.fusion.cases import (
 )
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, run_parts, say, spread
+from plait_bench.harness import Bench, BenchClaim, Found, Row, bars, number, picture, run_parts, say, spread
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
 PARTS = {
@@ -242,10 +242,19 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it."""
+    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it.
+
+    With one number of trials, a bar for each model and mode.
+    """
     timed = [row for row in bench.rows if "speedup" in row]
     models = list(dict.fromkeys(row["model"] for row in timed))
     if not models:
+        return
+    widths = {row["trials"] for row in timed if not str(row["mode"]).startswith("serial")}
+    if len(widths) == 1:
+        with picture(path, (2 + 1.6 * len(models), 4)) as (axis,):
+            bars(axis, timed, lambda row: str(row["model"]), "mode", "speedup", ("lowest", "highest"))
+            axis.set(ylabel=f"speed-up over serial, {widths.pop()} trials")
         return
     across = min(4, len(models))
     down = -(-len(models) // across)

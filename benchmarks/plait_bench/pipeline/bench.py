@@ -160,10 +160,11 @@ def write_plot(bench: Bench, path: Path) -> None:
     if not drawn:
         say("no picture: of its parts, pipeline draws speed and idle")
         return
+    sides = list(dict.fromkeys(str(row["side"]) for row in bench.rows if "side" in row))
     with picture(path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
         for axis, (column, ends, label) in zip(axes, drawn):
             own = [row for row in bench.rows if column in row]
-            bars(axis, own, lambda row: str(row["case"]), "side", column, ends)
+            bars(axis, own, lambda row: str(row["case"]), "side", column, ends, sides)
             axis.set_ylabel(label)
 
 

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plait.core.units import count_of, show_seconds
+from plait.core.units import count_of, show_bytes, show_seconds
 from plait.report.outputs.page import document, table
 
 STYLE = (
     "img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; } "
     "details { margin: .6em 0; } summary { cursor: pointer; } "
     "pre { overflow-x: auto; background: var(--soft); padding: .6em; } "
-    ".good { color: var(--backward); }"
+    ".good { color: var(--backward); } a { color: var(--c0); } td, th { overflow-wrap: normal; } "
+    "td:not(.words), td.good, td.bad { white-space: nowrap; }"
 )
 MOST_ROWS = 400
 
@@ -81,16 +82,21 @@ def _setting(runs: Sequence[ExperimentRun]) -> str:
     """The machine and the versions of the first experiment that has them: one machine has run all."""
     for run in runs:
         if run.content is not None:
-            machine = {k: v for k, v in run.content["machine"].items() if k != "load"}
-            facts = {**machine, **run.content["versions"], "date": run.content["date"]}
-            return (
-                f"<dl>{''.join(_fact(key, value) for key, value in facts.items() if value is not None)}</dl>"
-            )
+            machine = {key: value for key, value in run.content["machine"].items() if key != "load"}
+            if (memory := machine.pop("memory_bytes", None)) is not None:
+                machine["memory"] = show_bytes(memory)
+            facts = {
+                "machine": _listed(machine),
+                "versions": _listed(run.content["versions"]),
+                "date": run.content["date"],
+            }
+            lines = [f"<dt>{key}</dt><dd>{html.escape(text)}</dd>" for key, text in facts.items()]
+            return f"<dl>{''.join(lines)}</dl>"
     return ""
 
 
-def _fact(key: str, value: object) -> str:
-    return f"<dt>{html.escape(key)}</dt><dd>{html.escape(str(value))}</dd>"
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
 
 
 def _section(run: ExperimentRun) -> str:
@@ -98,6 +104,8 @@ def _section(run: ExperimentRun) -> str:
     if run.failure:
         parts.append('<p class="bad">It failed:</p>')
         parts.append(f"<pre>{html.escape(run.failure)}</pre>")
+    if run.state == "waiting":
+        parts.append('<p class="note">Not run yet.</p>')
     if run.content is None:
         return "".join(parts)
     load = run.content["machine"].get("load")
