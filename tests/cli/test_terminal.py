@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import signal
+import subprocess
 import sys
 import termios
 import threading
@@ -18,6 +21,7 @@ from plait.cli.sweep import SweepDisplay
 from plait.core.run_events import Changed, Operations, Pace, Signals, WorkersChanged
 from plait.launcher.display import WorkerState
 from plait.report.terminal import RunDisplay, describe_workers
+from support.elastic_loop import await_event
 
 WORKERS = (WorkerState(0, "localhost", 4_000_000), WorkerState(1, "localhost", 4_000_001))
 PROGRESS: dict[str, Any] = {
@@ -172,3 +176,33 @@ def test_progress_has_the_idle_share_and_the_last_change_of_a_run():
     lost = WorkersChanged(5, 2, (0,), (), (), (1,), 0.5, "supervisor", "worker 1 was lost")
     text = "step 5: 1 worker (version 2) (supervisor: worker 1 was lost; paused 500 ms)"
     assert progress_of(lost) == {"change": text, "stages": []}
+
+
+# How the display ends is shown above for each way; here it is the display of a real run.
+@pytest.mark.extended
+@pytest.mark.parametrize("ending", ["Ctrl-C", "kill"])
+def test_a_real_run_that_is_stopped_or_loses_a_worker_leaves_the_terminal_as_it_was(
+    tmp_path: Path, forked_commands: None, ending: str
+):
+    terminal = Terminal()
+    job = Path(__file__).parents[2] / "examples" / "digits.yaml"
+    command = [sys.executable, "-m", "plait", "train", str(job), "--set", "epochs=10000"]
+    process = subprocess.Popen(
+        [*command, "--run", "run"],
+        stdin=terminal.end,
+        stdout=terminal.end,
+        stderr=terminal.end,
+        cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm"},
+        start_new_session=True,
+    )
+    await_event(lambda: b"samples/s" in terminal.written and b" a worker" in terminal.written, 240)
+    if ending == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        status = json.loads((tmp_path / "run" / "status.json").read_text())
+        os.kill(status["workers"][1]["pid"], signal.SIGKILL)
+    assert process.wait(120) == (130 if ending == "Ctrl-C" else 1)
+    written = terminal.close()
+    assert 0 <= written.rfind(HIDE) < written.rfind(SHOW)
+    assert (b"stopped; go on with:" if ending == "Ctrl-C" else b"ended by SIGKILL") in written
