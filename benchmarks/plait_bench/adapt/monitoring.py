@@ -39,7 +39,7 @@ from plait_bench.harness import Bench, Row, at_most, bars, in_world, number, pic
 KINDS = ("none", "noise-scale and variance")
 GOAL = 0.01
 # Samples of each worker in a step.
-SHARE, QUICK_SHARE = 16, 12
+SHARE, QUICK_SHARE = 16, 8
 IMAGES = {"shape": [3, 64, 64], "samples": 256, "classes": 10}
 TOKENS = {"shape": [64], "vocabulary": 1000, "samples": 256}
 MODELS = {
