@@ -1,7 +1,7 @@
 """The page of a run that may be going on: its sections, each with the version at which it last changed.
 
 Reading what was added costs little, making the sections of a long run much: that is done again only after so
-much time that it takes `MOST_SHARE` of the machine's cores, and at once when the state of the run has changed.
+long that it takes `MOST_SHARE` of the machine's cores, and at once when the state of the run has changed.
 """
 
 from __future__ import annotations
