@@ -37,11 +37,10 @@ def changes_of(recorded: RunRecorded) -> Iterable[Occurrence]:
             trial = "" if event.trial is None else f"trial {event.trial}: "
             values = ", ".join(f"{key} {shown(value)}" for key, value in change.items())
             kind = event.kind_of_change.removesuffix("Change")
-            yield Occurrence(t, event.step, f"{trial}{kind}: {values}", f"{event.by}: {event.why}")
+            yield Occurrence(t, event.step, f"{trial}{kind}: {values}", _asked(event))
         elif isinstance(event, run_events.WorkersChanged):
             what = f"{count_of(len(event.members), 'worker')} (version {event.version})"
-            pause = f"; paused {show_seconds(event.seconds)}"
-            yield Occurrence(t, event.step, what, f"{event.by}: {event.why}{pause}")
+            yield Occurrence(t, event.step, what, f"{_asked(event)}; paused {show_seconds(event.seconds)}")
         elif isinstance(event, run_events.LayersMoved):
             what = f"{count_of(len(event.names), 'tensor')} moved to other workers"
             yield Occurrence(t, event.step, what, listed(event.names, 200))
@@ -53,9 +52,14 @@ def changes_of(recorded: RunRecorded) -> Iterable[Occurrence]:
             yield Occurrence(t, event.step, what, values)
 
 
+def _asked(event: run_events.Changed | run_events.WorkersChanged) -> str:
+    return f"{event.by}: {event.why}" if event.why else f"asked for by the {event.by}"
+
+
 def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iterable[Occurrence]:
     """Lost workers, restarts, refused checkpoints, failed trials, differences, and how the run failed."""
     starts = 0
+    alike: dict[tuple[str, str], list[tuple[float, run_events.TrialEnded]]] = {}
     for each in events:
         event, t = each.event, each.t
         if isinstance(event, (run_events.RunStarted, run_events.SweepStarted)) and each.rank == 0:
@@ -69,10 +73,14 @@ def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iter
         elif isinstance(event, run_events.CheckpointRefused):
             yield Occurrence(t, None, f"checkpoint {event.path} refused", event.reason)
         elif isinstance(event, run_events.TrialEnded) and event.state in ("failed", "diverged"):
-            yield Occurrence(t, event.step, f"trial {event.trial} {event.state}", event.why)
+            alike.setdefault((event.state, event.why), []).append((t, event))
         elif isinstance(event, run_events.Audited) and event.differences:
             yield Occurrence(t, event.step, "differs from plain PyTorch", "; ".join(event.differences))
         elif isinstance(event, run_events.RunEnded) and event.reason == "diverged":
             yield Occurrence(t, event.step, "diverged", "the loss is no finite number")
+    for (ended, why), trials in alike.items():
+        numbers = f"trial{'s' * (len(trials) > 1)} {listed([trial.trial for _, trial in trials], 100)}"
+        t, first = trials[0]
+        yield Occurrence(t, first.step if len(trials) == 1 else None, f"{numbers} {ended}", why)
     if events and (cause is not None or state in ("died", "failed")):
         yield Occurrence(events[-1].t, None, f"the run {state}", cause or "no cause was recorded")
