@@ -48,6 +48,7 @@ function showPoint(svg, event) {
 function sortBy(cell) {
   const table = cell.closest("table"), [head, ...rows] = table.rows, column = cell.cellIndex;
   const sign = cell.dataset.down ? -1 : 1;
+  for (const other of head.cells) if (other !== cell) delete other.dataset.down;
   cell.dataset.down = cell.dataset.down ? "" : "1";
   const value = (row) => {
     const text = row.cells[column].textContent.replace(/,/g, "");
