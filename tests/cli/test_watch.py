@@ -178,6 +178,8 @@ def test_sections_that_take_long_to_make_are_made_rarely_but_at_once_when_the_st
     run.step(1)
     run.now = RunNow("running", progress={"step": 1, "steps": 20})
     assert set(run.refreshed()) == {"head"}
+    monkeypatch.setattr(live_run, "SILENT_S", -1.0)
+    assert "The curves and what is below them are of" in run.refreshed()["head"]
     run.now = RunNow("finished")
     assert "1 of 20" in run.refreshed()["summary"]
 

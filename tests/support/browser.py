@@ -94,6 +94,10 @@ class Browser:
         self.mouse("mousePressed", *self._middle(selector))
         self.mouse("mouseReleased", *self._middle(selector))
 
+    def hover(self, selector: str) -> None:
+        """Move the mouse to the middle of an element."""
+        self.mouse("mouseMoved", *self._middle(selector))
+
     def drag(self, selector: str, by: int, steps: int = 8) -> None:
         """Press the mouse in the middle of an element, move it sideways by `by` pixels, and release it."""
         x, y = self._middle(selector)
@@ -134,7 +138,7 @@ class Browser:
         return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
 
     def errors(self) -> list[str]:
-        """What the console says since the last call that is a warning or worse."""
+        """What the console says since the last call that is an error."""
         lines = self._request("POST", "se/log", {"type": "browser"})
         return [f"{line['level']}: {line['message']}" for line in lines]
 
@@ -175,7 +179,7 @@ def running_browser() -> Iterator[Browser]:
         try:
             root = f"http://127.0.0.1:{_port(process)}"
             options = {"binary": browser, "args": [*_FLAGS, f"--user-data-dir={profile}"]}
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "WARNING"}}
+            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "SEVERE"}}
             session = _request("POST", f"{root}/session", {"capabilities": {"alwaysMatch": wanted}})
             address = f"{root}/session/{session['sessionId']}"
             try:

@@ -51,6 +51,7 @@ def watch(folder: RunDir, plan: Callable[[], Plan | None], host: str, port: int,
 def run_now(folder: RunDir) -> RunNow:
     """The run as its status and its lock have it, and what it can be asked for."""
     from plait.report.live.live_run import RunNow
+    from plait.report.run_data import GOING_ON
 
     state, progress, workers = "never started", {}, 0
     try:
@@ -61,7 +62,8 @@ def run_now(folder: RunDir) -> RunNow:
     except ArtefactError:
         state = "its status file is damaged"
     has_failed = state in ("failed", "died")
-    is_stoppable = can_stop(folder)
+    # One that has written its end may hold its lock for a moment.
+    is_stoppable = state in GOING_ON and can_stop(folder)
     return RunNow(
         state,
         read_cause(folder) if has_failed else None,

@@ -37,6 +37,7 @@ def changes_of(recorded: RunRecorded) -> Iterable[Occurrence]:
 def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iterable[Occurrence]:
     """Lost workers, restarts, refused checkpoints, failed trials, differences, and how the run failed."""
     starts = 0
+    alike: dict[tuple[str, str], list[tuple[float, run_events.TrialEnded]]] = {}
     for each in events:
         event, t = each.event, each.t
         if isinstance(event, (run_events.RunStarted, run_events.SweepStarted)) and each.rank == 0:
@@ -50,10 +51,14 @@ def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iter
         elif isinstance(event, run_events.CheckpointRefused):
             yield Occurrence(t, None, f"checkpoint {event.path} refused", event.reason)
         elif isinstance(event, run_events.TrialEnded) and event.state in ("failed", "diverged"):
-            yield Occurrence(t, event.step, f"trial {event.trial} {event.state}", event.why)
+            alike.setdefault((event.state, event.why), []).append((t, event))
         elif isinstance(event, run_events.Audited) and event.differences:
             yield Occurrence(t, event.step, "differs from plain PyTorch", "; ".join(event.differences))
         elif isinstance(event, run_events.RunEnded) and event.reason == "diverged":
             yield Occurrence(t, event.step, "diverged", "the loss is no finite number")
+    for (ended, why), trials in alike.items():
+        numbers = f"trial{'s' * (len(trials) > 1)} {listed([trial.trial for _, trial in trials], 100)}"
+        t, first = trials[0]
+        yield Occurrence(t, first.step if len(trials) == 1 else None, f"{numbers} {ended}", why)
     if events and (cause is not None or state in ("died", "failed")):
         yield Occurrence(events[-1].t, None, f"the run {state}", cause or "no cause was recorded")

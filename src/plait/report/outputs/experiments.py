@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.core.units import count_of, show_bytes, show_seconds
-from plait.report.outputs.page import document, table
+from plait.report.outputs.markup import document, table
 
 STYLE = (
     "img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; } "
