@@ -156,7 +156,9 @@ def _rows(
                 **spread(wall, "step_s", "step_min_s", "step_max_s"),
                 "processor_s": statistics.median(busy),
                 "overhead": overhead_of(taken, kind, 0),
-                "processor_overhead": overhead_of(taken, kind, 1),
+                **spread(
+                    overheads_of(taken, kind, 1), "processor_overhead", "processor_min", "processor_max"
+                ),
                 "passes": 0.0 if kind == "none" else passes_s / statistics.median(wall),
                 "rounds": len(wall),
             }
@@ -165,31 +167,43 @@ def _rows(
 
 
 def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
-    """The median of what a step took more than the plain one of its round, over the plain median.
+    """The median of what a step took more than the plain one of its round, over the plain median."""
+    return statistics.median(overheads_of(taken, kind, which))
+
+
+def overheads_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> list[float]:
+    """What a step took more than the plain one of its round, over the plain median, in all rounds.
 
     Two rounds count as one: whichever kind came first in the one comes last in the other.
     """
     plain, own = ([each[which] for each in taken[name]] for name in ("none", kind))
     more = [a - b for a, b in zip(own, plain)]
     pairs = [(first + second) / 2 for first, second in zip(more[::2], more[1::2])]
-    return statistics.median(pairs or more) / statistics.median(plain)
+    return [each / statistics.median(plain) for each in pairs or more]
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """What monitoring adds to a step, by model and number of workers: wall and processor time, passes."""
+    """What monitoring adds to a step, by model and number of workers: its processor time and its passes."""
     columns = {
-        "overhead": "time",
-        "processor_overhead": "processor time",
-        "passes": "its passes by themselves",
+        "processor time": ("processor_overhead", "processor_min", "processor_max"),
+        "its passes by themselves": ("passes", "passes", "passes"),
     }
+    ends = ("percent", "least", "most")
     own: list[Row] = [
-        {**row, "side": side, "percent": 100 * number(row, column)}
+        {**row, "side": side, **{end: 100 * number(row, name) for end, name in zip(ends, names)}}
         for row in bench.rows
         if row["monitor"] != "none"
-        for column, side in columns.items()
+        for side, names in columns.items()
     ]
     with picture(path, (8, 4)) as (axis,):
-        bars(axis, own, lambda row: f"{row['model']}\n{row['workers']} workers", "side", "percent")
+        bars(
+            axis,
+            own,
+            lambda row: f"{row['model']}\n{row['workers']} workers",
+            "side",
+            "percent",
+            ("least", "most"),
+        )
         axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
         axis.set_ylabel("more than a plain step, %")
         axis.legend(fontsize=8)

@@ -15,8 +15,7 @@ STYLE = (
     "img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; } "
     "details { margin: .6em 0; } summary { cursor: pointer; } "
     "pre { overflow-x: auto; background: var(--soft); padding: .6em; } "
-    ".good { color: var(--backward); } a { color: var(--c0); } td, th { overflow-wrap: normal; } "
-    "td:not(.words), td.good, td.bad { white-space: nowrap; }"
+    ".good { color: var(--backward); } td.good, td.bad { white-space: nowrap; }"
 )
 MOST_ROWS = 400
 
