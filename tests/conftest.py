@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from support import server
+from support.browser import Browser, missing_for_browser, running_browser
 from support.commands import forked_commands, real_commands
 from support.hosts import Hosts, missing_for_hosts
 from support.processes import starts_processes
@@ -103,6 +104,15 @@ def _real_commands() -> Iterator[None]:
 def fused_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that measures its width finds that, whatever else the machine does while steps are timed."""
     monkeypatch.setattr("plait.sweeping.array_size.slower_by", lambda *_: 0.0)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A real Chromium, shared by all tests of a process: `browser.open(page.as_uri())`."""
+    if reason := missing_for_browser():
+        pytest.skip(reason)
+    with running_browser() as running:
+        yield running
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from plait.schema.placement import Placement
 from plait.schema.plans.graph import Graph
 from plait.schema.results import RunResult
 from plait.schema.settings import TrainSettings
+from support.browser import Browser
+from support.commands import forked_commands
 from support.graphs import chain
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -45,16 +49,24 @@ def plait(*arguments: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A folder with the run of a pipeline of two stages that was profiled and planned, and its result."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    with forked_commands(), contextlib.chdir(folder):
+        Path("job.yaml").write_text(json.dumps(JOB))
+        plait("profile", "job.yaml", "--batch", "16", "--no-links", "--repeats", "1")
+        options = ("--devices", "2", "--bandwidth", "1e9", "--straight", "--microbatches", "4")
+        plan = plait("plan", "digits.profile.json", *options)
+        assert len(plan["stages"]) == 2
+        yield folder, plait("train", "job.yaml", "--plan", plan["plan"])
+
+
 def test_profile_plan_train_and_evaluate_follow_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text(json.dumps(JOB))
-    plait("profile", "job.yaml", "--batch", "16", "--no-links", "--repeats", "1")
-    options = ("--devices", "2", "--bandwidth", "1e9", "--straight", "--microbatches", "4")
-    plan = plait("plan", "digits.profile.json", *options)
-    assert len(plan["stages"]) == 2
-    result = plait("train", "job.yaml", "--plan", plan["plan"])
+    folder, result = trained
+    monkeypatch.chdir(folder)
     assert (result["reason"], result["workers"], result["step"]) == ("finished", 2, 30)
     judged = plait("evaluate", result["run"])
     assert judged["metrics"]["accuracy"] == result["test"]["accuracy"] > 0.5
@@ -65,6 +77,47 @@ def test_profile_plan_train_and_evaluate_follow_each_other(
     assert "<dd>30 of 30</dd>" in page
     predicted = json.loads(page.partition('"predicted":')[2].partition("}")[0] + "}")
     assert len(predicted["row"]) >= 2 * 4 * 2
+
+
+# How many pixels of the timeline are not its background, and the contrast of the page's text.
+_DRAWN = """(() => { const c = document.querySelector("canvas"), p = c.getContext("2d");
+  const { data } = p.getImageData(0, 0, c.width, c.height);
+  let drawn = 0;
+  for (let i = 0; i < data.length; i += 4)
+    drawn += Math.max(data[i], data[i + 1], data[i + 2]) - Math.min(data[i], data[i + 1], data[i + 2]) > 40;
+  return drawn; })()"""
+_CONTRAST = """(() => { const style = getComputedStyle(document.body);
+  const light = (colour) => { const [r, g, b] = colour.match(/[0-9.]+/g).map((v) => (v / 255) ** 2.2);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05; };
+  const [a, b] = [light(style.color), light(style.backgroundColor)];
+  return Math.max(a, b) / Math.min(a, b); })()"""
+
+
+def test_a_browser_shows_the_report_of_a_pipeline_also_on_a_phone_and_in_the_dark(
+    trained: tuple[Path, dict[str, Any]], browser: Browser
+) -> None:
+    folder, result = trained
+    page = folder / "seen.html"
+    plait("report", str(folder / result["run"]), "-o", str(page))
+    for width, dark in ((1280, False), (390, True)):
+        browser.open(page.as_uri(), width=width, dark=dark)
+        assert "30 of 30" in browser.value("document.querySelector('dl').textContent")
+        assert browser.value("document.querySelectorAll('svg.chart polyline').length") >= 3
+        assert browser.value("document.documentElement.scrollWidth") == width
+        assert browser.value(_CONTRAST) > 7
+        whole = browser.value(_DRAWN)
+        assert whole > 500
+        browser.click("button[name=first]")
+        browser.wait(f"{_DRAWN} !== {whole}")
+        zoomed = browser.value(_DRAWN)
+        browser.wheel("canvas", -100, with_ctrl=True)
+        browser.wait(f"{_DRAWN} !== {zoomed}")
+        browser.hover("canvas")
+        browser.wait("/^worker [01] .stage [01].: /.test(document.querySelector('.tip').textContent)")
+        assert browser.errors() == []
+    browser.open(page.as_uri())
+    browser.hover("svg.chart")
+    browser.wait("/^step [0-9]+: [0-9.]+$/.test(document.querySelector('text.cursor').textContent)")
 
 
 @pytest.mark.parametrize(

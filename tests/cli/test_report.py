@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.core import run_events
 from plait.core.codec import encode
-from plait.core.errors import InputError
+from plait.core.errors import ArtefactError, InputError
 from plait.core.events import Event
 from plait.report import timeline
 from plait.report.curves import decimated
 from plait.report.idle import BACKWARD, BETWEEN, FORWARD, RECEIVING
-from plait.report.record import read_run
+from plait.report.record import RunReader, read_run
 from plait.report.timeline import make_timeline
 
 T0, STEPS = 1.7e9, 20
@@ -112,7 +112,9 @@ def test_a_long_run_keeps_single_operations_in_windows_and_all_of_them_in_the_ov
     assert line is not None
     assert (len(line.ops), line.total, len(line.windows)) == (48, 202, 12)
     seconds = line.overview.sum(axis=2) * line.end_s / line.overview.shape[2]
-    assert seconds == pytest.approx(np.array([[40, 40, 10, 0.5, 0], [40, 80, 10, 0.5, 0]]), rel=1e-6)
+    assert seconds == pytest.approx(
+        np.array([[40, 40, 10, 0.5, 0, 84], [40, 80, 10, 0.5, 0, 64.9]]), rel=1e-6
+    )
 
 
 def test_decimated_curves_keep_the_lowest_and_the_highest_values():
@@ -148,13 +150,14 @@ def test_the_page_has_all_of_a_run_within_it(run: Path):
 
 
 NODE = """
-const data = readTimeline(JSON.parse(process.argv[1]));
+const data = readTimeline(JSON.parse(require("fs").readFileSync(0, "utf8")));
 const view = zoomed({ from: 0, to: data.end }, data.end, 0.1, 50);
 const seen = [];
-const canvas = { clearRect() {}, beginPath() {}, moveTo() {}, lineTo() {}, stroke() {}, fillText() {},
+const canvas = { clearRect() {}, beginPath() {}, moveTo() {}, lineTo() {}, stroke() {}, fill() {},
+  fillText() {}, measureText: () => ({ width: 40 }),
   fillRect(x, y, w, h) { seen.push([x, y, w, h]); } };
 const colours = coloursOf(false, { getPropertyValue: () => "red" });
-const layout = { top: 0, bar: 20, lane: 0, row: 26, height: 60 };
+const layout = { top: 0, bar: 20, lane: 0, row: 26, height: 60, left: 70 };
 drawTimeline(canvas, data, { ...view, width: 1000 }, layout, colours);
 console.log(JSON.stringify({
   said: [[0, 0.5], [0, 3], [0, 4.15], [1, 10.5]].map(([row, t]) => describeAt(data, row, t)),
@@ -172,7 +175,7 @@ def test_the_script_of_the_page_draws_the_operations_and_says_why_a_worker_is_id
     (data,) = re.findall(r'id="timeline-data">(.*?)</script>', page, flags=re.DOTALL)
     script = page.rpartition("<script>")[2].partition("</script>")[0]
     done = subprocess.run(
-        [node, "-e", script + NODE, data], capture_output=True, text=True, timeout=60, check=True
+        [node, "-e", script + NODE], input=data, capture_output=True, text=True, timeout=60, check=True
     )
     answer = json.loads(done.stdout)
     assert answer["said"] == [
@@ -185,8 +188,8 @@ def test_the_script_of_the_page_draws_the_operations_and_says_why_a_worker_is_id
     ]
     assert answer["view"]["to"] - answer["view"]["from"] == pytest.approx(19.87, rel=0.01)
     assert answer["end"] == pytest.approx(198.7)
-    # Two backgrounds, and about two steps of ten operations with what was received.
-    assert 20 < answer["bars"] < 60
+    # Backgrounds, about two steps of ten operations, and the idle time before them.
+    assert 20 < answer["bars"] < 80
     assert answer["finite"]
 
 
@@ -300,3 +303,28 @@ def test_a_sweep_shows_the_curves_and_values_of_its_trials(tmp_path: Path, monke
     assert page.count("<tr>") == 1 + 12 + 2
     best = page.partition("<h2>Trials")[2].partition("<table>")[2].split("<tr>")[2]
     assert best.startswith("<td>0</td>")
+
+
+def test_a_run_that_goes_on_is_read_where_the_last_reading_ended(run: Path):
+    """Half lines wait, new workers are found, a damaged line is told once, another run begins anew."""
+    whole = read_run(run)
+    texts = {path: path.read_bytes() for path in sorted((run / "events").iterdir())}
+    for path in texts:
+        path.unlink()
+    reader = RunReader(run)
+    assert not reader.read_new()
+    for path, text in texts.items():
+        for cut in (len(text) // 3, len(text) // 2, len(text)):
+            path.write_bytes(text[:cut])
+            assert reader.read_new()
+            assert not reader.read_new()
+    assert reader.recorded().events == whole.events
+    assert np.array_equal(reader.recorded().ops.starts, whole.ops.starts)
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(ArtefactError, match="rank1.jsonl:21: found '{}', expected an event"):
+        reader.read_new()
+    assert not reader.read_new()
+    path.write_bytes(text[: len(text) // 2])
+    assert reader.read_new()
+    assert len(reader.recorded().ops) < len(whole.ops)

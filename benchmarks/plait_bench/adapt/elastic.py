@@ -22,7 +22,7 @@ from plait.launcher.display import WorkerState
 from plait.launcher.run_dir import RunDir
 from plait_bench.adapt import pipelines
 from plait_bench.adapt.driver import Act, KillWorker, apart, job, trained
-from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, picture, run_parts
+from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, picture, run_parts, say
 from plait_bench.sleeping import Sleeping
 
 SIZES = (2, 3, 4, 2, 1, 3)
@@ -141,6 +141,7 @@ def _trained(
     model = {**MODELS[name], "data": {"kind": "digits", "batch_size": BATCH}, "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         jittered = {"jitter": [1.0, STEP_S], **parallel}
+        say(f"elastic, {name}: {steps} steps from {parallel['workers']} workers on, {len(acts)} changes")
         asked = job(NAME, folder, jittered, checkpoint={"every_steps": 1_000_000}, **model, **more)
         return trained(asked, acts, QUIET_STEPS)[1]
 
@@ -204,14 +205,15 @@ def write_plot(bench: Bench, path: Path) -> None:
             colours = ["tab:red" if is_lost else "tab:blue" for is_lost in lost]
             axes[0].bar(range(len(stalls)), [number(row, "stall_s") for row in stalls], color=colours)
             axes[0].axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
-            labels = [f"{row['model']}\n{row['workers']} -> {row['then']}" for row in stalls]
-            axes[0].set_xticks(range(len(stalls)), labels, fontsize=6)
+            models = [str(row["model"]).replace("-", "\n") for row in stalls]
+            labels = [f"{model}\n{row['workers']} -> {row['then']}" for model, row in zip(models, stalls)]
+            axes[0].set_xticks(range(len(stalls)), labels, fontsize=8)
             axes[0].set(ylabel="seconds without a step, beyond one step")
             title = "blue: resized; red: a worker killed\n(goal: dashed; of a pipeline 10 s)"
             axes[0].set_title(title, fontsize=8)
         if paces:
             axes[-1].bar(range(len(paces)), [number(row, "step_s") for row in paces], color="tab:green")
             labels = [textwrap.fill(str(row["case"]).partition(": ")[2], 12) for row in paces]
-            axes[-1].set_xticks(range(len(paces)), labels, fontsize=6)
+            axes[-1].set_xticks(range(len(paces)), labels, fontsize=8)
             axes[-1].set(ylabel="seconds a step")
             axes[-1].set_title("a pipeline with\na slow worker", fontsize=8)

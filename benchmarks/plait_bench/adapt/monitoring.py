@@ -33,13 +33,13 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.worker_group import group_of_world
-from plait_bench.harness import Bench, Row, at_most, in_world, number, picture, spread
+from plait_bench.harness import Bench, Row, at_most, bars, in_world, number, picture, spread
 
 # Both come from the same norms, so both together cost what each does.
 KINDS = ("none", "noise-scale and variance")
 GOAL = 0.01
 # Samples of each worker in a step.
-SHARE, QUICK_SHARE = 16, 12
+SHARE, QUICK_SHARE = 16, 8
 IMAGES = {"shape": [3, 64, 64], "samples": 256, "classes": 10}
 TOKENS = {"shape": [64], "vocabulary": 1000, "samples": 256}
 MODELS = {
@@ -156,7 +156,9 @@ def _rows(
                 **spread(wall, "step_s", "step_min_s", "step_max_s"),
                 "processor_s": statistics.median(busy),
                 "overhead": overhead_of(taken, kind, 0),
-                "processor_overhead": overhead_of(taken, kind, 1),
+                **spread(
+                    overheads_of(taken, kind, 1), "processor_overhead", "processor_min", "processor_max"
+                ),
                 "passes": 0.0 if kind == "none" else passes_s / statistics.median(wall),
                 "rounds": len(wall),
             }
@@ -165,26 +167,43 @@ def _rows(
 
 
 def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> float:
-    """The median of what a step took more than the plain one of its round, over the plain median.
+    """The median of what a step took more than the plain one of its round, over the plain median."""
+    return statistics.median(overheads_of(taken, kind, which))
+
+
+def overheads_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: int) -> list[float]:
+    """What a step took more than the plain one of its round, over the plain median, in all rounds.
 
     Two rounds count as one: whichever kind came first in the one comes last in the other.
     """
     plain, own = ([each[which] for each in taken[name]] for name in ("none", kind))
     more = [a - b for a, b in zip(own, plain)]
     pairs = [(first + second) / 2 for first, second in zip(more[::2], more[1::2])]
-    return statistics.median(pairs or more) / statistics.median(plain)
+    return [each / statistics.median(plain) for each in pairs or more]
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Overheads by model and number of workers, a bar for each monitor."""
-    cases = list(dict.fromkeys((row["model"], row["workers"]) for row in bench.rows))
+    """What monitoring adds to a step, by model and number of workers: its processor time and its passes."""
+    columns = {
+        "processor time": ("processor_overhead", "processor_min", "processor_max"),
+        "its passes by themselves": ("passes", "passes", "passes"),
+    }
+    ends = ("percent", "least", "most")
+    own: list[Row] = [
+        {**row, "side": side, **{end: 100 * number(row, name) for end, name in zip(ends, names)}}
+        for row in bench.rows
+        if row["monitor"] != "none"
+        for side, names in columns.items()
+    ]
     with picture(path, (8, 4)) as (axis,):
-        for i, kind in enumerate(KINDS[1:]):
-            own = {(r["model"], r["workers"]): r for r in bench.rows if r["monitor"] == kind}
-            heights = [100 * number(own[case], "processor_overhead") for case in cases]
-            axis.bar([c + 0.4 * i for c in range(len(cases))], heights, width=0.4, label=kind)
+        bars(
+            axis,
+            own,
+            lambda row: f"{row['model']}\n{row['workers']} workers",
+            "side",
+            "percent",
+            ("least", "most"),
+        )
         axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
-        labels = [f"{model}\n{workers} workers" for model, workers in cases]
-        axis.set_xticks(range(len(cases)), labels, fontsize=8)
-        axis.set_ylabel("overhead, % of a step")
+        axis.set_ylabel("more than a plain step, %")
         axis.legend(fontsize=8)

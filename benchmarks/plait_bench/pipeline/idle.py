@@ -38,9 +38,12 @@ STREAM = 5
 SCHEDULES = tuple(schedule for schedule in Schedule if schedule is not Schedule.NONE)
 
 
-def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> Found:
-    """The idle share of every schedule on `workers` workers, the median of `repeats`."""
-    worlds = [in_world(workers, measure_schedules, {"repeats": repeats}) for workers in depths]
+def run(
+    depths: Sequence[int] = (2, 4, 8), repeats: int = 3, schedules: Sequence[Schedule] = SCHEDULES
+) -> Found:
+    """The idle share of each schedule on each number of workers, the median of `repeats`."""
+    asked = {"repeats": repeats, "schedules": [schedule.value for schedule in schedules]}
+    worlds = [in_world(workers, measure_schedules, asked) for workers in depths]
     rows: list[Row] = [row for world in worlds for row in world[0]]
     # In the steady state of asynchronous schedules the exact share is zero.
     words = "points of idle share over the exact makespan"
@@ -48,11 +51,11 @@ def run(depths: Sequence[int] = (2, 4, 8), repeats: int = 3) -> Found:
     return rows, claims
 
 
-def measure_schedules(worker: Worker, repeats: int) -> list[Row]:
+def measure_schedules(worker: Worker, repeats: int, schedules: list[str]) -> list[Row]:
     """Be one of the workers that measure the idle share of each schedule with sleeping layers."""
     torch.manual_seed(0)
     sleep_s = _sleep_s()
-    return [_row(worker, schedule, repeats, sleep_s) for schedule in SCHEDULES]
+    return [_row(worker, schedule, repeats, sleep_s) for schedule in map(Schedule, schedules)]
 
 
 def _sleep_s(times: int = 20) -> float:

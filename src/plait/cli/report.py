@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +42,11 @@ def report(
     force: Annotated[
         bool, typer.Option("--force", help="Also replace files that are no report of Plait's.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page and keep it up to date, until Ctrl-C.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Where --watch listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port of --watch; 0: any free one.")] = 0,
     run_dir: RunsFolder = Path("runs"),
     json_: JsonFlag = False,
 ) -> None:
@@ -50,6 +55,9 @@ def report(
     Example: plait report runs/digits-001
     """
     with os_errors_as_messages():
+        if watch:
+            _watch(run, run_dir, (output, trace, csv, png), host, port, json_)
+            return
         folder = find_run(run, run_dir)
         if png is not None:
             check_extra("matplotlib", f"--png {png}")
@@ -61,6 +69,21 @@ def report(
     for path in written:
         size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
         print(f"wrote {path}{size}")
+
+
+def _watch(
+    run: str, run_dir: Path, outputs: Sequence[Path | None], host: str, port: int, as_json: bool
+) -> None:
+    from plait.cli.watch import watch
+
+    if any(path is not None for path in outputs):
+        raise InputError(
+            "--watch: found -o, --trace, --csv or --png, expected none of them: it writes no files"
+        )
+    if any(Path(run).glob("*/run.json")) and not (Path(run) / "run.json").exists():
+        raise InputError(f"--watch: found {run!r}, a folder of runs, expected one run; name one of them")
+    folder = find_run(run, run_dir)
+    watch(folder, lambda: _plan(folder), host, port, as_json)
 
 
 def _write(

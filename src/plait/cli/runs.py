@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.status_file import read_cause, read_status
+from plait.cli.status_file import list_runs, read_cause, read_status
 from plait.cli.train import JsonFlag
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
@@ -31,11 +32,24 @@ RunsFolder = Annotated[Path, typer.Option(help="Where runs are looked up by name
 LONGEST_S = 1e6
 
 
-def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag = False) -> None:
-    """Show which workers are alive, the step, samples/s and time left of a run.
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="A run's folder, its name, or a job's name; without it, all runs are listed.",
+            show_default=False,
+        ),
+    ] = None,
+    run_dir: RunsFolder = Path("runs"),
+    json_: JsonFlag = False,
+) -> None:
+    """Show which workers are alive, the step, samples/s and time left of a run; or list all runs.
 
     Example: plait status runs/digits-001
     """
+    if run is None:
+        _list_runs(run_dir, json_)
+        return
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
         content = read_status(folder)
@@ -59,6 +73,25 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
     print(printable("\n".join(lines)))
 
 
+def _list_runs(run_dir: Path, json_: bool) -> None:
+    """Print every run below the folder, newest first, and name those that cannot be read."""
+    with os_errors_as_messages():
+        rows = list_runs(run_dir) if run_dir.is_dir() else []
+    if json_:
+        print(json.dumps({"run_dir": str(run_dir), "runs": rows}))
+        return
+    if not rows:
+        missing = "has no runs" if run_dir.is_dir() else "does not exist"
+        print(f"no runs: {run_dir}/ {missing} (plait train makes one; --run-dir names another folder)")
+        return
+    from plait.report.terminal import print_table, runs_table
+
+    print_table(runs_table(rows, time.time()))
+    for row in rows:
+        if "error" in row:
+            print(printable(f"cannot read {row['name']}: {row['error']}"))
+
+
 def stop(
     run: RunArgument,
     run_dir: RunsFolder = Path("runs"),
@@ -73,7 +106,7 @@ def stop(
         raise InputError(f"--timeout: found {timeout:g}, expected seconds, {LONGEST_S:,.0f} at most")
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
-        _ask_to_stop(folder)
+        ask_to_stop(folder)
         end = time.monotonic() + timeout
         while folder.holder() is not None:
             if time.monotonic() > end:
@@ -86,9 +119,14 @@ def stop(
         print(json.dumps({"run": str(folder.path), **content}))
     else:
         print(printable(f"{folder.path}: {content['state']} at step {content['progress'].get('step', 0)}"))
-        kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
-        if folder.record.exists():  # otherwise it ran a script, which resumes by itself
-            print(f"next: {kind.resume_command(folder.path, folder.job)}")
+        if command := resume_command(folder):
+            print(f"next: {command}")
+
+
+def resume_command(folder: RunDir) -> str:
+    """The command that goes on with the run; empty for a script, which resumes by itself."""
+    kind = RunKind.SWEEP if folder.sweep.exists() else RunKind.TRAIN
+    return kind.resume_command(folder.path, folder.job) if folder.record.exists() else ""
 
 
 def resize(
@@ -144,8 +182,26 @@ def resize(
     print(f"workers {', '.join(map(str, state['members']))}; next: plait status {folder.path}")
 
 
-def _ask_to_stop(folder: RunDir) -> None:
+def ask_to_stop(folder: RunDir) -> None:
     """Send SIGTERM to the supervisor of a run, which must run on this host."""
+    pid = _supervisor(folder)
+    with os_errors_as_messages():
+        folder.stop_request.touch()
+    with contextlib.suppress(ProcessLookupError):  # it ended just now
+        os.kill(pid, signal.SIGTERM)
+
+
+def can_stop(folder: RunDir) -> bool:
+    """Whether the run goes on and `ask_to_stop` reaches it from here."""
+    try:
+        _supervisor(folder)
+    except InputError:
+        return False
+    return True
+
+
+def _supervisor(folder: RunDir) -> int:
+    """The pid of the run's supervisor; InputError if there is none that this process may stop."""
     holder = folder.holder()
     if holder is None:
         raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
@@ -154,16 +210,15 @@ def _ask_to_stop(folder: RunDir) -> None:
         raise InputError(f"{folder.path}: running, but its lock does not name the process; end it by hand")
     if host != socket.gethostname():
         raise InputError(f"{folder.path}: it is run from {host}; stop it there")
-    with os_errors_as_messages():
-        folder.stop_request.touch()
     try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:  # it ended just now
+        os.kill(pid, 0)
+    except ProcessLookupError:
         pass
     except PermissionError:
         raise InputError(
             f"{folder.path}: its process {pid} belongs to another user; have them stop it, or do it as them"
         ) from None
+    return pid
 
 
 def _state(folder: RunDir) -> str:

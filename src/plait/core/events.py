@@ -144,12 +144,38 @@ class EventLine:
         return Recorded(self.t, self.rank, decode(Event.kinds[self.kind], self.fields, self.where))
 
 
+class GrowingRecord:
+    """A record that may still be written to: `new_lines` has the whole lines since its last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = self._number = 0
+        self._inode: int | None = None
+
+    def was_replaced(self) -> bool:
+        """Whether the file is another one now, or shorter than what was read."""
+        try:
+            now = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return now.st_ino != (self._inode or now.st_ino) or now.st_size < self._offset
+
+    def new_lines(self) -> Iterator[EventLine]:
+        """The lines that have not been read yet; a damaged one is not read again."""
+        with self._path.open("rb") as file:
+            self._inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                self._number += 1
+                yield _parse(line, f"{self._path}:{self._number}")
+
+
 def read_lines(path: Path) -> Iterator[EventLine]:
     """The lines of a record, of whatever kind, oldest first; an incomplete last line is skipped."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                yield _parse(line, f"{path}:{number}")
+    return GrowingRecord(path).new_lines()
 
 
 def _parse(line: bytes, where: str) -> EventLine:

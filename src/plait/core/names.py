@@ -32,8 +32,10 @@ EXTRAS = {
     "optuna": "optuna",
     "peft": "peft",
     "ray": "ray",
+    "starlette": "watch",
     "tensorboard": "tensorboard",
     "transformers": "transformers",
+    "uvicorn": "watch",
     "wandb": "wandb",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from plait.report.record import Floats, Ints, OpArrays
 from plait.schema.plans.plan import Layout
@@ -16,8 +17,9 @@ CAUSES = (
     "waiting for the backward of the stage behind",
     "receiving",
     "before an update or the second half of a backward",
+    "waiting for other workers, and averaging or summing",
 )
-BETWEEN, FORWARD, BACKWARD, RECEIVING, OTHER = range(len(CAUSES))
+BETWEEN, FORWARD, BACKWARD, RECEIVING, OTHER, PEERS = range(len(CAUSES))
 
 
 def idle_gaps(ops: OpArrays) -> Floats:
@@ -42,6 +44,7 @@ def explain(ops: OpArrays, layouts: Sequence[Layout]) -> tuple[Ints, Floats]:
     causes = np.full(len(ops), OTHER)
     causes[forward & (ops.stages == 0)] = BETWEEN
     causes[np.isin(ops.letters, [ord(letter) for letter in "ECSP"])] = BETWEEN
+    causes[_after_a_share(ops)] = PEERS
     receiving = (forward & (ops.stages > 0)) | (backward & (ops.stages < last))
     causes[forward & (ops.stages > 0)] = FORWARD
     causes[backward & (ops.stages < last)] = BACKWARD
@@ -59,13 +62,27 @@ def explain(ops: OpArrays, layouts: Sequence[Layout]) -> tuple[Ints, Floats]:
     return causes, received
 
 
+def _after_a_share(ops: OpArrays) -> npt.NDArray[np.bool_]:
+    """Whether what the worker did last before was an interval of which it computed a share."""
+    after: npt.NDArray[np.bool_] = np.zeros(len(ops), bool)
+    for worker in np.unique(ops.workers):
+        (index,) = np.nonzero(ops.workers == worker)
+        ends = ops.ends[index]
+        is_last = ends >= np.maximum.accumulate(ends)
+        last = np.maximum.accumulate(np.where(is_last, np.arange(len(index)), 0))
+        after[index[1:]] = ops.letters[index[last[:-1]]] == ord("P")
+    return after
+
+
 def _latest(keys: Ints, times: Floats, asked: Ints, until: Floats) -> Floats:
     """For each key asked for, the latest of `times` with that key that is not after `until`; else NaN."""
     if not len(keys) or not len(asked):
         return np.full(len(asked), np.nan)
-    names, numbers = np.unique(np.concatenate([keys, asked]), return_inverse=True)
+    numbers = np.concatenate([keys, asked])
     span = int(max(times.max(), until.max()) * 1e6) + 2
-    if len(names) * span > 1 << 62:  # a run of years
+    if (int(numbers.max()) + 1) * span > 1 << 62:
+        _, numbers = np.unique(numbers, return_inverse=True)
+    if (int(numbers.max()) + 1) * span > 1 << 62:  # a run of years
         return np.full(len(asked), np.nan)
     # Times may be off by a microsecond of rounding.
     known = numbers[: len(keys)] * span + np.maximum(0, (times * 1e6)).astype(np.int64)

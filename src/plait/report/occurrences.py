@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from plait.adapt.progress_values import describe_change
 from plait.core import run_events
 from plait.core.events import Recorded
-from plait.core.shown import listed, shown
-from plait.core.units import count_of, show_seconds
+from plait.core.shown import listed
+from plait.core.units import show_seconds
 from plait.report.record import RunRecorded
 
 
@@ -29,33 +30,14 @@ def changes_of(recorded: RunRecorded) -> Iterable[Occurrence]:
             reason = str(line.fields.get("reason", ""))
             yield Occurrence(line.t, None, f"topology {line.fields.get('topology')} chosen", reason)
     for each in recorded.events:
-        event, t = each.event, each.t
-        if isinstance(event, run_events.Changed):
-            change = dict(event.change)
-            if event.kind_of_change == "PlanChange":
-                change = {"stages": [len(stage["layers"]) for stage in change["plan"]["stages"]]}
-            trial = "" if event.trial is None else f"trial {event.trial}: "
-            values = ", ".join(f"{key} {shown(value)}" for key, value in change.items())
-            kind = event.kind_of_change.removesuffix("Change")
-            yield Occurrence(t, event.step, f"{trial}{kind}: {values}", f"{event.by}: {event.why}")
-        elif isinstance(event, run_events.WorkersChanged):
-            what = f"{count_of(len(event.members), 'worker')} (version {event.version})"
-            pause = f"; paused {show_seconds(event.seconds)}"
-            yield Occurrence(t, event.step, what, f"{event.by}: {event.why}{pause}")
-        elif isinstance(event, run_events.LayersMoved):
-            what = f"{count_of(len(event.names), 'tensor')} moved to other workers"
-            yield Occurrence(t, event.step, what, listed(event.names, 200))
-        elif isinstance(event, run_events.SyncChosen):
-            yield Occurrence(t, None, f"sync {event.sync} chosen", event.reason)
-        elif isinstance(event, run_events.TrialCopied):
-            values = ", ".join(f"{key} {shown(value)}" for key, value in event.values.items())
-            what = f"trial {event.trial} took the weights of trial {event.source}"
-            yield Occurrence(t, event.step, what, values)
+        if (change := describe_change(each.event)) is not None:
+            yield Occurrence(each.t, *change)
 
 
 def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iterable[Occurrence]:
     """Lost workers, restarts, refused checkpoints, failed trials, differences, and how the run failed."""
     starts = 0
+    alike: dict[tuple[str, str], list[tuple[float, run_events.TrialEnded]]] = {}
     for each in events:
         event, t = each.event, each.t
         if isinstance(event, (run_events.RunStarted, run_events.SweepStarted)) and each.rank == 0:
@@ -69,10 +51,14 @@ def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iter
         elif isinstance(event, run_events.CheckpointRefused):
             yield Occurrence(t, None, f"checkpoint {event.path} refused", event.reason)
         elif isinstance(event, run_events.TrialEnded) and event.state in ("failed", "diverged"):
-            yield Occurrence(t, event.step, f"trial {event.trial} {event.state}", event.why)
+            alike.setdefault((event.state, event.why), []).append((t, event))
         elif isinstance(event, run_events.Audited) and event.differences:
             yield Occurrence(t, event.step, "differs from plain PyTorch", "; ".join(event.differences))
         elif isinstance(event, run_events.RunEnded) and event.reason == "diverged":
             yield Occurrence(t, event.step, "diverged", "the loss is no finite number")
+    for (ended, why), trials in alike.items():
+        numbers = f"trial{'s' * (len(trials) > 1)} {listed([trial.trial for _, trial in trials], 100)}"
+        t, first = trials[0]
+        yield Occurrence(t, first.step if len(trials) == 1 else None, f"{numbers} {ended}", why)
     if events and (cause is not None or state in ("died", "failed")):
         yield Occurrence(events[-1].t, None, f"the run {state}", cause or "no cause was recorded")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.core.errors import ArtefactError
-from plait.core.events import Event, EventLine, Recorded, read_lines
+from plait.core.events import Event, EventLine, GrowingRecord, Recorded
 from plait.core.run_events import Operations
 
 Floats = npt.NDArray[np.float64]
@@ -52,21 +52,53 @@ class RunRecorded:
 
 def read_run(folder: Path) -> RunRecorded:
     """The events in the run folder `folder`; empty if there are none."""
-    recorded: list[Recorded] = []
-    operations: dict[int, _OpLists] = {}
-    others: list[EventLine] = []
-    kinds, of_pipeline = Event.kinds, Operations.kind()
-    for path in sorted(folder.glob("events/rank*.jsonl")):
-        for line in read_lines(path):
-            if line.kind == of_pipeline:
-                operations.setdefault(line.rank, _OpLists()).add(line)
-            elif line.kind in kinds:
-                recorded.append(line.decoded())
-            else:
-                others.append(line)
-    recorded.sort(key=lambda each: each.t)
-    ops = join_operations(lists.arrays(worker, str(folder)) for worker, lists in operations.items())
-    return RunRecorded(tuple(recorded), ops, tuple(others))
+    reader = RunReader(folder)
+    reader.read_new()
+    return reader.recorded()
+
+
+class RunReader:
+    """Reads the events of a run that may be going on: each call of `read_new` reads only what was added."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._start()
+
+    def _start(self) -> None:
+        self._files: dict[Path, GrowingRecord] = {}
+        self._events: list[Recorded] = []
+        self._operations: dict[int, _OpLists] = {}
+        self._others: list[EventLine] = []
+        self.last_t = 0.0
+
+    def read_new(self) -> bool:
+        """Read the events since the last call; whether there were any.
+
+        A record that was replaced, by another run of the same name, is read from its beginning.
+        """
+        is_new = any(record.was_replaced() for record in self._files.values())
+        if is_new:
+            self._start()
+        for path in sorted(self._folder.glob("events/rank*.jsonl")):
+            for line in self._files.setdefault(path, GrowingRecord(path)).new_lines():
+                is_new = True
+                self._add(line)
+        return is_new
+
+    def _add(self, line: EventLine) -> None:
+        self.last_t = max(self.last_t, line.t)
+        if line.kind == _OPERATIONS:
+            self._operations.setdefault(line.rank, _OpLists()).add(line)
+        elif line.kind in Event.kinds:
+            self._events.append(line.decoded())
+        else:
+            self._others.append(line)
+
+    def recorded(self) -> RunRecorded:
+        """All events read so far."""
+        self._events.sort(key=lambda each: each.t)
+        parts = [lists.arrays(worker, str(self._folder)) for worker, lists in self._operations.items()]
+        return RunRecorded(tuple(self._events), join_operations(parts), tuple(self._others))
 
 
 class _OpLists:
@@ -94,6 +126,7 @@ class _OpLists:
             raise _damaged(f"{where}: worker {worker}") from None
 
 
+_OPERATIONS = Operations.kind()
 _LISTS = {"stages": "q", "microbatches": "q", "starts": "d", "ends": "d"}
 
 

@@ -13,7 +13,7 @@ from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.events import Recorded
 from plait.core.shown import listed
-from plait.core.units import show_bytes, show_seconds
+from plait.core.units import show_bytes, show_rate, show_seconds
 from plait.report.curves import Points, curves_of, work_of
 from plait.report.occurrences import Occurrence, changes_of, faults_of
 from plait.report.record import OpArrays, RunRecorded
@@ -130,7 +130,9 @@ def _facts(
         done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
         yield "steps", f"{done:,}" if start.steps is None else f"{done:,} of {start.steps:,}"
         yield "model", f"{start.model}, {start.parameters:,} parameters, {start.precision}"
-        yield "workers", f"{start.workers} x {start.device}, batch {start.batch_size} over all"
+        workers = _workers(events, start.workers)
+        before = f" ({start.workers} at first)" if start.workers != workers else ""
+        yield "workers", f"{workers} x {start.device}{before}, batch {start.batch_size} over all"
     for start in _of_kind(events, run_events.SweepStarted)[-1:]:
         ended = sum(trial.state != "running" for trial in trials)
         yield "trials", f"{ended} ended of {start.trials} ({start.search} over {listed(start.over, 200)})"
@@ -139,9 +141,9 @@ def _facts(
     seconds = sum(step.seconds for step in steps)
     if seconds > 0:
         rate = sum(step.samples for step in steps) / seconds
-        yield "throughput", f"{rate:,.3g} samples/s over {show_seconds(seconds)} of training"
+        yield "throughput", f"{show_rate(rate)} samples/s over {show_seconds(seconds)} of training"
     for sweep_end in _of_kind(events, run_events.SweepEnded)[-1:]:
-        yield "throughput", f"{sweep_end.trial_steps_per_s:,.3g} trial steps/s"
+        yield "throughput", f"{show_rate(sweep_end.trial_steps_per_s)} trial steps/s"
         yield "total time", show_seconds(sweep_end.seconds)
     if ends:
         yield "total time", show_seconds(sum(end.seconds for end in ends))
@@ -160,6 +162,16 @@ def _facts(
         yield "memory", f"{show_bytes(ends[-1].memory_bytes)} at most on the worker that kept the record"
     for check in _of_kind(events, run_events.Audited)[-1:]:
         yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
+
+
+def _workers(events: Iterable[Recorded], count: int) -> int:
+    """The last number of workers of a run that began with `count`."""
+    for each in events:
+        if isinstance(each.event, run_events.RunStarted):
+            count = each.event.workers
+        elif isinstance(each.event, run_events.WorkersChanged):
+            count = len(each.event.members)
+    return count
 
 
 def _stages(recorded: RunRecorded, plan: Plan | None) -> tuple[StageRow, ...]:

@@ -7,12 +7,20 @@ kind of work in equal buckets of time; single operations are kept for windows sp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plait.core.codec import encode
-from plait.core.run_events import CheckpointSaved, Evaluated, Pace, Step
+from plait.core.run_events import (
+    CheckpointSaved,
+    Evaluated,
+    Pace,
+    RunStarted,
+    Signals,
+    Step,
+    WorkersChanged,
+)
 from plait.pipeline.op_timings import OpTiming, operations_event
 from plait.planner import predict
 from plait.report.idle import BETWEEN, explain, idle_gaps, idle_seconds
@@ -23,11 +31,11 @@ from plait.schema.plans.plan import Plan
 MOST_OPERATIONS = 60_000
 WINDOWS = 12
 MOST_BUCKETS = 1 << 18
-MOST_BUCKETS_OF_WORKER = 1 << 13
+FEWEST_BUCKETS, MOST_BUCKETS_OF_WORKER = 1 << 10, 1 << 13
 MOST_ANCHORS = 20_000
 # Work that has no microbatch: E evaluation, C checkpoint, S steps of which only the whole is recorded, and
-# P an interval in which a worker that averages computed for a share of the time.
-OVERVIEW = ("F", "BIW", "U", "EC", "SP")
+# P an interval in which a worker that averages computed for a share of the time; w is waiting for others.
+OVERVIEW = ("F", "BIW", "U", "EC", "SP", "w")
 LABELS = {
     "F": "forward",
     "B": "backward",
@@ -97,7 +105,7 @@ def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
         causes[chosen],
         received[chosen],
         windows,
-        _overview(ops, workers, end_s),
+        _overview(join_operations([ops, _waits(ops, gaps, causes)]), workers, end_s),
         idle_seconds(ops, workers, gaps, causes, received),
         np.array([_busy(ops, worker) for worker in workers]),
         len(ops),
@@ -106,34 +114,65 @@ def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
     )
 
 
+def _waits(ops: OpArrays, gaps: Floats, causes: Ints) -> OpArrays:
+    """The idle time before operations that other workers are the reason of."""
+    waits = (gaps > 0) & (causes != BETWEEN)
+    chosen, seconds = ops.take(waits), gaps[waits]
+    letters = np.full(len(chosen), ord("w"))
+    return replace(chosen, letters=letters, starts=chosen.starts - seconds, ends=chosen.starts)
+
+
 def _shifted(ops: OpArrays, seconds: float) -> OpArrays:
-    return OpArrays(
-        ops.workers, ops.letters, ops.stages, ops.microbatches, ops.starts + seconds, ops.ends + seconds
-    )
+    return replace(ops, starts=ops.starts + seconds, ends=ops.ends + seconds)
 
 
 def _intervals(recorded: RunRecorded, with_steps: bool) -> OpArrays:
     """Evaluations, checkpoints and, if no operations were recorded, the intervals of steps.
 
-    All stages of a pipeline take part in an evaluation and a checkpoint, which the first worker records.
+    All workers take part in them; the first one records them. Workers that average record intervals of their
+    own. Of a step whose work was measured (`signals`) each worker has the share that it computed.
     """
     stages = [int(each) for each in np.unique(recorded.ops.workers)]
     rows: list[tuple[int, int, int, int, float, float]] = []
     has_pace = any(isinstance(each.event, Pace) for each in recorded.events)
+    shares = _shares(recorded)
+    members: Sequence[int] = stages
     for each in recorded.events:
-        event, rank, t = each.event, each.rank, each.t
-        if isinstance(event, Evaluated):
-            rows += [(each, ord("E"), 0, event.step, t - event.seconds, t) for each in stages or [rank]]
-        elif isinstance(event, CheckpointSaved):
-            rows += [(each, ord("C"), 0, event.step, t - event.seconds, t) for each in stages or [rank]]
+        event, t = each.event, each.t
+        if isinstance(event, RunStarted):
+            members = stages or range(event.workers)
+        elif isinstance(event, WorkersChanged):
+            members = stages or event.members
+        elif isinstance(event, (Evaluated, CheckpointSaved)):
+            letter = ord("E" if isinstance(event, Evaluated) else "C")
+            rows += [
+                (worker, letter, 0, event.step, t - event.seconds, t) for worker in members or [each.rank]
+            ]
         elif isinstance(event, Step) and with_steps and not has_pace:
-            rows.append((rank, ord("S"), 0, event.step, t - event.seconds, t))
+            of_step = shares.get(event.step, ())
+            if len(of_step) != len(members):
+                rows += [(worker, ord("S"), 0, event.step, t - event.seconds, t) for worker in members]
+                continue
+            for worker, share in zip(members, of_step):
+                end = t - event.seconds * (1 - share)
+                rows.append((worker, ord("P"), 0, event.step, t - event.seconds, end))
         elif isinstance(event, Pace) and with_steps:
             computing = event.seconds * (1 - event.wait_share)
-            rows.append((rank, ord("P"), 0, event.step, t - event.seconds, t - event.seconds + computing))
+            rows.append(
+                (each.rank, ord("P"), 0, event.step, t - event.seconds, t - event.seconds + computing)
+            )
     table = np.array(rows, np.float64).reshape(-1, 6)
     whole = table[:, :4].astype(np.int64)
     return OpArrays(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], table[:, 4], table[:, 5])
+
+
+def _shares(recorded: RunRecorded) -> dict[int, list[float]]:
+    """By step, the share of it that each worker computed, where monitors measured it."""
+    return {
+        each.event.step: [min(1.0, work / each.event.step_s) for work in each.event.work_s]
+        for each in recorded.events
+        if isinstance(each.event, Signals) and each.event.step_s
+    }
 
 
 def _busy(ops: OpArrays, worker: int) -> float:
@@ -155,7 +194,8 @@ def _chosen(starts: Floats) -> tuple[Ints, tuple[tuple[float, float], ...]]:
 
 def _overview(ops: OpArrays, workers: Sequence[int], end_s: float) -> Floats:
     """The share of each bucket of time that each worker spent in each kind of work."""
-    buckets = max(1, min(MOST_BUCKETS_OF_WORKER, MOST_BUCKETS // len(workers)))
+    enough = max(FEWEST_BUCKETS, 2 * len(ops) // len(workers))
+    buckets = max(1, min(enough, MOST_BUCKETS_OF_WORKER, MOST_BUCKETS // len(workers)))
     width = max(end_s, 1e-9) / buckets
     group_of = np.full(256, -1)
     for number, letters in enumerate(OVERVIEW):

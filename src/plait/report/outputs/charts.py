@@ -11,15 +11,21 @@ from plait.report.curves import Points, decimated, points_of
 from plait.report.trials import TrialRow
 from plait.schema.results import show_value
 
-WIDTH, HEIGHT = 480, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
+WIDTH, HEIGHT = 340, 200
+LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 24
+# Curves of fewer points show each of them.
+MOST_DOTS = 12
 # Classes c0 to c7 of the page's style are colours; further curves are grey.
 COLOURS = 8
 MOST_POINTS = 40_000
 
 
-def chart(title: str, curves: Mapping[str, Points]) -> str:
-    """A figure of curves by step; losses that span two powers of ten have a logarithmic axis."""
+def chart(title: str, curves: Mapping[str, Points], with_legend: bool = True, top: float = math.inf) -> str:
+    """A figure of curves by step; losses that span two powers of ten have a logarithmic axis.
+
+    Values above `top` are drawn there.
+    """
+    curves = {name: [(step, min(value, top)) for step, value in points] for name, points in curves.items()}
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
         return ""
@@ -31,7 +37,7 @@ def chart(title: str, curves: Mapping[str, Points]) -> str:
     most = max(20, min(1200, MOST_POINTS // len(curves)))
     # The first curves are drawn last, above the others.
     lines = [
-        _curve(name, number, decimated(points, most), x, y, len(curves) > 1)
+        _curve(name, number, decimated(points, most), x, y)
         for number, (name, points) in reversed(list(enumerate(curves.items())))
     ]
     grid = [
@@ -43,34 +49,50 @@ def chart(title: str, curves: Mapping[str, Points]) -> str:
         f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>'
         for tick in x.ticks()
     ]
-    names = list(curves)[:COLOURS] if len(curves) > 1 else []
-    legend = "".join(f'<span class="c{i}">{html.escape(name)}</span>' for i, name in enumerate(names))
-    more = f"<span>and {len(curves) - COLOURS} more in grey</span>" if len(curves) > COLOURS else ""
+    last = f"<span>{show_value(values[-1])}</span>" if len(curves) == 1 else ""
+    # What charts.js turns a place in the picture into a step and a value by.
+    scale = " ".join(map(str, (*x.scale, *y.scale, int(is_log))))
     return (
-        f"<figure><figcaption>{html.escape(title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)} by step">'
-        f"{''.join(grid)}{''.join(below)}{''.join(lines)}</svg><p class=legend>{legend}{more}</p></figure>"
+        f"<figure><figcaption>{html.escape(title)}{last}</figcaption>"
+        f'<svg class="chart" data-scale="{scale}" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{html.escape(title)} by step">{"".join(grid)}{"".join(below)}'
+        f'<text x="4" y="{HEIGHT - 8}">step</text>{"".join(lines)}</svg>'
+        f"{legend(list(curves)) if with_legend else ''}</figure>"
     )
 
 
-def _curve(name: str, number: int, points: Points, x: _Axis, y: _Axis, named: bool) -> str:
-    text = f"<title>{html.escape(name)}</title>" if named else ""
-    colour = f"c{number}" if number < COLOURS else "rest"
-    if len(points) == 1:
-        ((step, value),) = points
-        return f'<circle class="{colour}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3">{text}</circle>'
-    path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-    return f'<polyline class="{colour}" points="{path}">{text}</polyline>'
+def legend(names: Sequence[str]) -> str:
+    """The colours of several curves."""
+    if len(names) < 2:
+        return ""
+    keys = "".join(f'<span class="c{i}">{html.escape(name)}</span>' for i, name in enumerate(names[:COLOURS]))
+    more = f"<span>and {len(names) - COLOURS} more in grey</span>" if len(names) > COLOURS else ""
+    return f"<p class=legend>{keys}{more}</p>"
 
 
-def trial_charts(trials: Sequence[TrialRow]) -> list[str]:
+def _curve(name: str, number: int, points: Points, x: _Axis, y: _Axis) -> str:
+    colour, label = f"c{number}" if number < COLOURS else "rest", html.escape(name)
+    places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in points]
+    path = " ".join(f"{left},{height}" for left, height in places)
+    dots = places if (len(places) <= MOST_DOTS and colour != "rest") or len(places) == 1 else []
+    return f'<polyline class="{colour}" data-name="{label}" points="{path}"></polyline>' + "".join(
+        f'<circle class="{colour}" cx="{left}" cy="{height}" r="2"/>' for left, height in dots
+    )
+
+
+def trial_charts(trials: Sequence[TrialRow]) -> str:
     """The training loss and each metric of all trials, the best ones in colour."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.tests))
-    charts = [chart("training loss", {_label(trial): points_of(trial.losses) for trial in trials})]
-    for name in names:
-        curves = {_label(trial): points_of(trial.tests.get(name, {})) for trial in trials}
-        charts.append(chart(f"test {name}", curves))
-    return charts
+    series = {"training loss": [points_of(trial.losses) for trial in trials]}
+    series |= {f"test {name}": [points_of(trial.tests.get(name, {})) for trial in trials] for name in names}
+    labels = [_label(trial) for trial in trials]
+    charts = []
+    for title, curves in series.items():
+        # A trial that diverged must not make all others one flat line.
+        best = [value for points in curves[:COLOURS] for _, value in points]
+        top = 3 * max(best) if best and max(best) > 0 else math.inf
+        charts.append(chart(title, dict(zip(labels, curves)), with_legend=False, top=top))
+    return f'<div class="charts">{"".join(charts)}</div>{legend(labels)}'
 
 
 def _label(trial: TrialRow) -> str:
@@ -86,17 +108,17 @@ def parallel_coordinates(trials: Sequence[TrialRow]) -> str:
     columns += [(f"test {name}", [trial.metrics.get(name) for trial in trials]) for name in metrics]
     if len(trials) < 2 or len(columns) < 2:
         return ""
-    width = max(WIDTH, 130 * len(columns))
+    width = max(WIDTH, 160 * len(columns))
     axes = [_column_axis(values) for _, values in columns]
     at = [60 + (width - 120) * i / (len(columns) - 1) for i in range(len(columns))]
-    parts = []
+    parts, texts = [], []
     for (name, _), axis, left in zip(columns, axes, at):
         parts.append(
             f'<line class="axis" x1="{left:.0f}" x2="{left:.0f}" y1="{TOP + 20}" y2="{HEIGHT - 8}"/>'
         )
         short = html.escape(name.rpartition(".")[2])
-        parts.append(f'<text x="{left:.0f}" y="{TOP + 6}" text-anchor="middle">{short}</text>')
-        parts += [
+        texts.append(f'<text x="{left:.0f}" y="{TOP + 6}" text-anchor="middle">{short}</text>')
+        texts += [
             f'<text x="{left + 5:.0f}" y="{height + 4:.1f}">{html.escape(text)}</text>'
             for text, height in axis.labels()
         ]
@@ -109,8 +131,8 @@ def parallel_coordinates(trials: Sequence[TrialRow]) -> str:
     label = "values and metrics of the trials"
     return (
         f"<figure class=wide><figcaption>{label}: the {min(COLOURS, len(trials))} best in colour</figcaption>"
-        f'<div class=scroll><svg style="min-width:{width}px" viewBox="0 0 {width} {HEIGHT}" role="img" '
-        f'aria-label="{label}">{"".join(parts)}</svg></div></figure>'
+        f'<div class=scroll><svg style="min-width:{width}px;max-width:{1.25 * width}px" role="img" '
+        f'viewBox="0 0 {width} {HEIGHT}" aria-label="{label}">{"".join(parts + texts)}</svg></div></figure>'
     )
 
 
@@ -120,9 +142,14 @@ class _Axis:
     def __init__(self, low: float, high: float, start: float, end: float, is_log: bool) -> None:
         self._is_log = is_log
         if low == high:
-            low, high = low - (abs(low) or 1) * 0.5, high + (abs(high) or 1) * 0.5
+            low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
         self._low, self._high = self._scaled(low), self._scaled(high)
         self._start, self._end = start, end
+
+    @property
+    def scale(self) -> tuple[float, float, float, float]:
+        """The first and last place, and the (scaled) values there."""
+        return self._start, self._end, self._low, self._high
 
     def _scaled(self, value: float) -> float:
         return math.log10(value) if self._is_log else value

@@ -2,6 +2,7 @@
 "use strict";
 
 function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text).buffer;
   const characters = atob(text), bytes = new Uint8Array(characters.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
   return bytes.buffer;
@@ -24,7 +25,10 @@ function readTimeline(data) {
     rows[ops.row[i]].push(i);
     longest[ops.row[i]] = Math.max(longest[ops.row[i]], ops.seconds[i]);
   }
-  return { ...data, ops, rows, longest, overview: new Uint8Array(bytesOf(data.overview)),
+  // From when to when each worker took part.
+  const spans = rows.map((order) => order.length
+    ? [ops.start[order[0]], Math.max(...order.slice(-8).map((i) => ops.start[i] + ops.seconds[i]))] : [0, 0]);
+  return { ...data, ops, rows, longest, spans, overview: new Uint8Array(bytesOf(data.overview)),
     anchors: new Float64Array(bytesOf(data.anchors)) };
 }
 
@@ -99,30 +103,45 @@ function colourOf(letter, microbatch, colours) {
   return `hsl(${hue} 55% ${letter === "F" ? colours.light : letter === "W" ? colours.light + 12 : colours.dark}%)`;
 }
 
+// Idle time before operation `i`: waiting for other workers shaded, receiving as a low bar, the reason where it fits.
+function drawIdle(c, d, i, from, to, before, top, height, colours) {
+  const received = Math.max(from, to - before), cause = d.ops.cause[i];
+  if (cause !== d.between) {
+    c.fillStyle = colours.wait;
+    c.fillRect(from, top, to - from, height);
+  }
+  if (to - received > 1) {
+    c.fillStyle = colours.receive;
+    c.fillRect(received, top + height * 0.6, to - received, height * 0.4);
+  }
+  if (height > 12) drawText(c, d.causes[cause], from + 4, received, top + height / 2 + 4, colours.text);
+}
+
+function drawText(c, text, from, to, y, colour) {
+  if (to - from < 20 || c.measureText(text).width > to - from - 4) return;
+  c.fillStyle = colour;
+  c.fillText(text, from, y);
+}
+
 function drawBars(c, d, row, view, window, top, height, colours) {
   const { ops } = d, order = d.rows[row], scale = view.width / (view.to - view.from);
   const from = Math.max(view.from, window[0]), to = Math.min(view.to, window[1]);
-  let lastPixel = -1;
-  for (let k = firstFrom(order, ops.start, from - d.longest[row]); k < order.length; k++) {
+  let k = firstFrom(order, ops.start, from - d.longest[row]);
+  let lastPixel = -1, busyTo = k > 0 ? (ops.start[order[k - 1]] + ops.seconds[order[k - 1]] - view.from) * scale : Infinity;
+  for (; k < order.length; k++) {
+    if (busyTo === Infinity) busyTo = (ops.start[order[k]] - view.from) * scale;
     const i = order[k], letter = String.fromCharCode(ops.kind[i]);
     if (ops.start[i] - ops.received[i] > to) break;
     const x = (ops.start[i] - view.from) * scale, wide = ops.seconds[i] * scale;
-    if (x + wide < 0) continue;
+    if (x + wide < 0) { busyTo = Math.max(busyTo, x + wide); continue; }
     if (wide < 1 && Math.floor(x) === lastPixel) continue;
     lastPixel = Math.floor(x);
-    const before = ops.received[i] * scale;
-    if (before > 1) {
-      c.fillStyle = colours.receive;
-      const idleFrom = k > 0 ? (ops.start[order[k - 1]] + ops.seconds[order[k - 1]] - view.from) * scale : 0;
-      const left = Math.max(x - before, idleFrom);
-      if (left < x) c.fillRect(left, top + height * 0.6, x - left, height * 0.4);
-    }
+    if (x - busyTo > 1) drawIdle(c, d, i, Math.max(0, busyTo), x, ops.received[i] * scale, top, height, colours);
+    busyTo = Math.max(busyTo, x + wide);
     c.fillStyle = colourOf(letter, ops.microbatch[i], colours);
     c.fillRect(x, top, Math.max(1, wide - (wide > 3 ? 0.5 : 0)), height);
-    if (wide > 26 && "FBIWU".includes(letter) && height > 12) {
-      c.fillStyle = colours.onBar;
-      c.fillText(letter + ops.microbatch[i], Math.max(2, x + 3), top + height / 2 + 4);
-    }
+    if (wide > 34 && "FBIWU".includes(letter) && height > 12)
+      drawText(c, letter + ops.microbatch[i], Math.max(2, x + 3), x + wide, top + height / 2 + 4, colours.onBar);
   }
 }
 
@@ -130,7 +149,6 @@ function drawPredicted(c, d, row, view, top, height, colours) {
   const p = d.predicted, scale = view.width / (view.to - view.from);
   if (p.row.length === 0) return;
   const longest = Math.max(...p.end);
-  if (longest * scale < 6) return;
   for (const anchor of d.anchors) {
     if (anchor > view.to) break;
     if (anchor + longest < view.from) continue;
@@ -146,22 +164,25 @@ function drawPredicted(c, d, row, view, top, height, colours) {
 function coloursOf(dark, style) {
   const named = (name) => style.getPropertyValue(name).trim();
   return {
-    hues: [212, 145, 32, 280, 350, 180, 60, 245], light: dark ? 62 : 58, dark: dark ? 44 : 40,
-    groups: [named("--forward"), named("--backward"), named("--update"), named("--other"), named("--steps")],
-    receive: named("--receive"), onBar: "#fff", text: named("--text"), idle: named("--idle"), line: named("--line"),
+    hues: [212, 145, 280, 350, 180, 75, 245, 315], light: dark ? 58 : 56, dark: dark ? 40 : 36,
+    groups: [named("--forward"), named("--backward"), named("--update"), named("--other"), named("--steps"), named("--wait")],
+    receive: named("--receive"), wait: named("--wait"), idle: named("--idle"), onBar: "#fff", text: named("--text"),
+    line: named("--line"), back: named("--back"), change: named("--accent"), fault: named("--bad"),
   };
 }
 
 function drawTimeline(c, d, view, layout, colours) {
-  c.clearRect(0, 0, view.width, layout.height);
+  c.clearRect(-layout.left, 0, view.width + layout.left, layout.height);
   c.font = "11px system-ui, sans-serif";
   const scale = view.width / (view.to - view.from);
+  const hasLane = layout.lane && Math.max(...d.predicted.end) * scale >= 6;
   for (let row = 0; row < d.names.length; row++) {
     const top = layout.top + row * layout.row;
+    const left = Math.max(0, (d.spans[row][0] - view.from) * scale);
     c.fillStyle = colours.idle;
-    c.fillRect(0, top, view.width, layout.bar);
+    c.fillRect(left, top, Math.max(0, Math.min(view.width, (d.spans[row][1] - view.from) * scale) - left), layout.bar);
     const seen = d.rows[row], first = firstFrom(seen, d.ops.start, view.from);
-    const many = firstFrom(seen, d.ops.start, view.to) - first > 4 * view.width;
+    const many = firstFrom(seen, d.ops.start, view.to) - first > view.width / 3;
     let x = 0;
     for (const [a, b] of many ? [] : d.windows) {
       const left = (a - view.from) * scale, right = (b - view.from) * scale;
@@ -171,9 +192,39 @@ function drawTimeline(c, d, view, layout, colours) {
       x = Math.max(x, right);
     }
     drawOverview(c, d, row, view, x, view.width, top, layout.bar, colours);
-    if (layout.lane) drawPredicted(c, d, row, view, top + layout.bar + 2, layout.lane, colours);
+    if (hasLane) drawPredicted(c, d, row, view, top + layout.bar + 2, layout.lane, colours);
   }
   drawAxis(c, view, colours);
+  drawMarks(c, d, view, layout, colours);
+  drawNames(c, d, layout, hasLane, colours);
+}
+
+// Adaptations and faults: a line through all workers, with a head on the axis.
+function drawMarks(c, d, view, layout, colours) {
+  for (const [t, , isFault] of d.marks) {
+    const x = (t - view.from) / (view.to - view.from) * view.width;
+    if (x < 0 || x > view.width) continue;
+    c.fillStyle = isFault ? colours.fault : colours.change;
+    c.fillRect(x, layout.top - 2, 1, layout.height - layout.top);
+    c.beginPath(); c.moveTo(x - 4, layout.top - 8); c.lineTo(x + 5, layout.top - 8); c.lineTo(x + 0.5, layout.top - 1); c.fill();
+  }
+}
+
+function drawNames(c, d, layout, hasLane, colours) {
+  c.fillStyle = colours.back;
+  c.fillRect(-layout.left, 0, layout.left, layout.height);
+  c.fillStyle = colours.text;
+  d.names.forEach((name, row) => {
+    const top = layout.top + row * layout.row, shown = layout.left > 60 ? name.replace(/ \(/, ", ").replace(")", "") : name.split(" ")[1];
+    c.fillText(shown, -layout.left, top + layout.bar / 2 + 4);
+    if (layout.lane && layout.left > 60) c.fillText(hasLane ? "predicted" : "predicted: zoom in", -layout.left + 10, top + layout.bar + layout.lane);
+  });
+}
+
+function markAt(d, view, x) {
+  const place = (t) => Math.abs((t - view.from) / (view.to - view.from) * view.width - x);
+  const near = d.marks.filter(([t]) => place(t) < 6).sort((a, b) => place(a[0]) - place(b[0]));
+  return near.length ? near.map(([t, text]) => `${showSeconds(t)}: ${text}`).slice(0, 3).join("; ") : "\u00a0";
 }
 
 function drawAxis(c, view, colours) {
@@ -199,25 +250,36 @@ function moved(view, end, by) {
   return { from, to: from + span };
 }
 
-function startTimeline(box) {
-  const d = readTimeline(JSON.parse(document.getElementById("timeline-data").textContent));
+function startTimeline(box, text) {
   const canvas = box.querySelector("canvas"), tip = box.querySelector(".tip"), c2d = canvas.getContext("2d");
-  const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
-  const layout = { top: 24, bar, lane, row: bar + lane + (lane ? 8 : 6) };
-  const height = layout.height = layout.top + d.names.length * layout.row + 4;
   const scheme = window.matchMedia("(prefers-color-scheme: dark)");
-  let view = { from: 0, to: d.end }, pending = false, colours = null, width = 1;
+  let d = null, view = null, layout = null, pending = false, colours = null, width = 1;
 
+  // Takes the data, again when there is more; what is looked at stays, a view of the end follows it.
+  function load(text) {
+    const before = d;
+    d = readTimeline(JSON.parse(text));
+    const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
+    layout = { top: 26, bar, lane, row: bar + lane + (lane ? 8 : 6), left: 0 };
+    layout.height = layout.top + d.names.length * layout.row + 4;
+    canvas.style.height = layout.height + "px";
+    if (!before || (view.from <= 0 && view.to >= before.end)) view = { from: 0, to: d.end };
+    else view = moved(view, d.end, view.to >= before.end * (1 - 1e-9) ? d.end - view.to : 0);
+    redraw();
+  }
   function draw() {
+    const height = layout.height;
     pending = false;
     const ratio = window.devicePixelRatio || 1;
-    width = Math.max(50, canvas.clientWidth);
-    if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-      canvas.width = Math.round(width * ratio);
+    const whole = Math.max(80, canvas.clientWidth);
+    layout.left = whole < 600 ? 16 + 7 * String(d.names.length).length : d.names.some((name) => name.length > 10) ? 116 : 70;
+    width = whole - layout.left;
+    if (canvas.width !== Math.round(whole * ratio) || canvas.height !== Math.round(height * ratio)) {
+      canvas.width = Math.round(whole * ratio);
       canvas.height = Math.round(height * ratio);
     }
     colours = colours || coloursOf(scheme.matches, getComputedStyle(document.documentElement));
-    c2d.setTransform(ratio, 0, 0, ratio, 0, 0);
+    c2d.setTransform(ratio, 0, 0, ratio, layout.left * ratio, 0);
     view.width = width;
     drawTimeline(c2d, d, view, layout, colours);
   }
@@ -225,10 +287,10 @@ function startTimeline(box) {
     if (!pending) { pending = true; requestAnimationFrame(draw); }
   }
   function show(next) { view = next; redraw(); }
-  const timeAt = (x) => view.from + x / width * (view.to - view.from);
+  const timeAt = (x) => view.from + (x - layout.left) / width * (view.to - view.from);
   function tell(x, y) {
     const row = Math.floor((y - layout.top) / layout.row);
-    tip.textContent = row >= 0 && row < d.names.length ? describeAt(d, row, timeAt(x)) : "\u00a0";
+    tip.textContent = row < 0 ? markAt(d, view, x - layout.left) : row < d.names.length ? describeAt(d, row, timeAt(x)) : "\u00a0";
   }
   function first() {
     const a = d.anchors[0] || 0, b = d.anchors.length > 1 ? d.anchors[1] : d.end;
@@ -274,11 +336,12 @@ function startTimeline(box) {
     canvas.addEventListener(name, (event) => fingers.delete(event.pointerId));
   scheme.addEventListener("change", () => { colours = null; redraw(); });
   window.addEventListener("resize", redraw);
-  canvas.style.height = height + "px";
-  draw();
+  box.load = load;
+  box.view = () => view;
+  load(text);
 }
 
 if (typeof document !== "undefined") {
   const box = document.getElementById("timeline");
-  if (box) startTimeline(box);
+  if (box) startTimeline(box, document.getElementById("timeline-data").textContent);
 }
