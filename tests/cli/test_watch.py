@@ -299,7 +299,8 @@ def test_the_buttons_ask_the_job_as_the_commands_do(run: WatchedRun):
             )
             assert client.act("resize", {"workers": 9})[1]["error"].startswith("workers: found 9, expected 1")
             assert client.act("resize", {})[1]["error"] == "workers: found None, expected a whole number"
-            assert client.act("resize", {"workers": "4" * 5000})[0] == 400
+            many = client.act("resize", {"workers": "4" * 5000})
+            assert many == (400, {"error": "found a request of more than 4096 bytes"})
     with served(run.live, actions_of(folder)) as client:
         status, answer = client.act("stop", {})
         assert (status, answer["error"]) == (400, f"{folder.path}: not running (died); nothing to stop")
@@ -312,6 +313,25 @@ def test_a_run_that_never_started_and_one_whose_status_is_damaged_are_shown(tmp_
     assert run_now(folder).state == "never started"
     folder.status.write_text("{")
     assert run_now(folder).state == "its status file is damaged"
+    assert run_now(RunDir(tmp_path / "none")).state == "its folder is gone"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback", "address"),
+    [
+        ("127.0.0.1", True, "127.0.0.1"),
+        ("localhost", True, "localhost"),
+        ("127.0.0.2", True, "127.0.0.2"),
+        ("::1", True, "[::1]"),
+        ("0.0.0.0", False, socket.gethostname()),
+    ],
+)
+def test_only_loopback_is_loopback(host: str, is_loopback: bool, address: str):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("there is no IPv6 here")
+    listener, access = listen(host, 0)
+    with listener:
+        assert (access.is_loopback, access.address) == (is_loopback, address)
 
 
 def refusal(*words: str) -> str:

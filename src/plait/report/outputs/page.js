@@ -337,7 +337,7 @@ function startTimeline(box, text) {
   scheme.addEventListener("change", () => { colours = null; redraw(); });
   window.addEventListener("resize", redraw);
   box.load = load;
-  box.view = () => view;
+  box.view = () => ({ from: view.from, to: view.to });
   load(text);
 }
 
