@@ -46,7 +46,8 @@ def chart(title: str, curves: Mapping[str, Points], with_legend: bool = True, to
         for tick in y.ticks()
     ]
     below = [
-        f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>'
+        f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" '
+        f'text-anchor="{"end" if x(tick) > WIDTH - RIGHT - 16 else "middle"}">{_number(tick)}</text>'
         for tick in x.ticks()
     ]
     last = f"<span>{show_value(values[-1])}</span>" if len(curves) == 1 else ""
