@@ -14,14 +14,18 @@ import zipfile
 from collections.abc import Callable, Set
 from email.parser import Parser
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
 import plait
 from plait.callbacks.callback import check_callbacks
+from plait.cli.watch import watch
 from plait.core.errors import InputError
 from plait.core.names import EXTRAS
 from plait.launcher.launchers.choose import make_launcher
+from plait.launcher.run_dir import RunDir
 from plait.planner.schedules.simulator import Simulation
 from plait.planner.schedules.timeline import draw
 from plait.report.sweep import write_sweep
@@ -148,6 +152,14 @@ def check_asha() -> None:
     check_search(SweepSettings(make_job(JOB).settings(), over, SearchSettings("asha", trials=4)))
 
 
+def check_watch() -> None:
+    """As if the other package were installed."""
+    with patch.dict(sys.modules):
+        for name in ("starlette", "uvicorn"):
+            sys.modules.setdefault(name, ModuleType(name))
+        watch(RunDir(Path("none")), lambda: None, "127.0.0.1", 0, False)
+
+
 USES: dict[str, Callable[[], object]] = {
     "PIL": lambda: image_folder("train", Path("none")),
     "matplotlib": lambda: draw(Simulation((), 1, {}), Path("x.png"), ""),
@@ -155,8 +167,10 @@ USES: dict[str, Callable[[], object]] = {
     "optuna": check_asha,
     "peft": lambda: check_lora(LoraSettings()),
     "ray": lambda: make_launcher("ray", HostAccess(), ()).take_hosts(1, 1),
+    "starlette": check_watch,
     "tensorboard": check_board,
     "transformers": lambda: from_config("GPT2LMHeadModel"),
+    "uvicorn": check_watch,
     "wandb": lambda: check_callbacks([CallSettings("plait.callbacks:WandB")]),
 }
 

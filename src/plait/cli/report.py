@@ -78,7 +78,7 @@ def _watch(
 
     if any(path is not None for path in outputs):
         raise InputError(
-            "--watch: found -o, --trace, --csv or --png too; it writes no files, so leave one out"
+            "--watch: found -o, --trace, --csv or --png, expected none of them: it writes no files"
         )
     if any(Path(run).glob("*/run.json")) and not (Path(run) / "run.json").exists():
         raise InputError(f"--watch: found {run!r}, a folder of runs, expected one run; name one of them")

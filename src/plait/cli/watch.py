@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from plait.cli.runs import ask_to_stop, can_stop, resume_command
 from plait.cli.status_file import read_cause, read_status
@@ -47,12 +44,8 @@ def watch(folder: RunDir, plan: Callable[[], Plan | None], host: str, port: int,
     else:
         print(printable(f"{folder.path}: {url}"))
         print("Ctrl-C ends the page, not the run", flush=True)
-    try:
-        with listener:
-            serve(live, listener, access, actions_of(folder))
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        raise typer.Exit(130) from None
+    with listener:
+        serve(live, listener, access, actions_of(folder))
 
 
 def run_now(folder: RunDir) -> RunNow:

@@ -78,9 +78,11 @@ def _latest(keys: Ints, times: Floats, asked: Ints, until: Floats) -> Floats:
     """For each key asked for, the latest of `times` with that key that is not after `until`; else NaN."""
     if not len(keys) or not len(asked):
         return np.full(len(asked), np.nan)
-    names, numbers = np.unique(np.concatenate([keys, asked]), return_inverse=True)
+    numbers = np.concatenate([keys, asked])
     span = int(max(times.max(), until.max()) * 1e6) + 2
-    if len(names) * span > 1 << 62:  # a run of years
+    if (int(numbers.max()) + 1) * span > 1 << 62:
+        _, numbers = np.unique(numbers, return_inverse=True)
+    if (int(numbers.max()) + 1) * span > 1 << 62:  # a run of years
         return np.full(len(asked), np.nan)
     # Times may be off by a microsecond of rounding.
     known = numbers[: len(keys)] * span + np.maximum(0, (times * 1e6)).astype(np.int64)

@@ -1,12 +1,13 @@
 """The page of a run that may be going on: its sections, each with the version at which it last changed.
 
-Reading what was added costs little, making the sections of a long run much: it is done again only after so
-much time that it takes `MOST_SHARE` of one core at most, and at once when the state of the run has changed.
+Reading what was added costs little, making the sections of a long run much: that is done again only after so
+long that it takes `MOST_SHARE` of the machine's cores, and at once when the state of the run has changed.
 """
 
 from __future__ import annotations
 
 import html
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from plait.report.run_data import GOING_ON, make_data
 from plait.report.terminal import describe
 from plait.schema.plans.plan import Plan
 
-MOST_SHARE = 0.02
-# A run that has recorded nothing for longer says so.
+MOST_SHARE = 0.005
+# A run that has recorded nothing for longer says so, and a page whose sections are older.
 SILENT_S = 10.0
 
 
@@ -40,7 +41,7 @@ class RunNow:
 
 
 class LiveRun:
-    """The sections of the page of the run in `folder`; `now` and `plan` read the files beside its events."""
+    """The sections of the page of the run in `folder`; `now` and `plan` read its other files."""
 
     def __init__(
         self, name: str, folder: Path, now: Callable[[], RunNow], plan: Callable[[], Plan | None]
@@ -52,7 +53,7 @@ class LiveRun:
         self._version = 0
         self._state = ""
         self._is_stale = True
-        self._next_s = 0.0
+        self._made_s = self._next_s = 0.0
         self._problem = ""
 
     def since(self, version: int) -> tuple[int, dict[str, str]]:
@@ -78,7 +79,9 @@ class LiveRun:
                     self.name, self._reader.recorded(), self._plan(), now.state, now.cause, now.progress
                 )
                 self._put(sections_of(data))
-                self._next_s = time.monotonic() + (time.thread_time() - began_s) / MOST_SHARE
+                self._made_s = time.monotonic()
+                cores = os.cpu_count() or 1
+                self._next_s = self._made_s + (time.thread_time() - began_s) / (MOST_SHARE * cores)
         except Exception as failure:  # damaged events may fail anywhere; the page goes on with what it has
             self._problem = f"not all of it can be shown: {in_words(failure)}"
         self._put({"head": self._head(now), "controls": controls_of(self.name, now)})
@@ -91,6 +94,9 @@ class LiveRun:
             notes.append("No events yet; a script that plait run starts records none.")
         elif is_going_on and silent_s > SILENT_S:
             notes.append(f"Nothing was recorded for {show_seconds(round(silent_s))}.")
+        made_s = time.monotonic() - self._made_s
+        if self._is_stale and made_s > SILENT_S:
+            notes.append(f"The curves and what is below them are of {show_seconds(round(made_s))} ago.")
         if not is_going_on and now.next_command:
             notes.append(f"next: {now.next_command}")
         return head_of(self.name, now.state, now.cause, *notes, self._problem)

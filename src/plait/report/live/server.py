@@ -26,19 +26,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from plait.core.errors import InputError, PlaitError
 from plait.core.shown import shown
 from plait.report.live.live_run import LiveRun
 from plait.report.outputs.page import document
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 # How often the run is read while a page is open, and each client looks for new sections.
 REFRESH_S = 1.0
@@ -116,6 +116,8 @@ def serve(live: LiveRun, listener: socket.socket, access: Access, actions: Actio
 
 def make_server(live: LiveRun, access: Access, actions: Actions) -> uvicorn.Server:
     """A server of the page that ends once its `should_exit` is set."""
+    import uvicorn
+
     site = _Site(live, access, actions)
     config = uvicorn.Config(
         site.app(),
@@ -144,6 +146,9 @@ class _Site:
         self._refreshed_s = -REFRESH_S
 
     def app(self) -> Starlette:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
         actions = [Route(f"/{name}", self._act, methods=["POST"], name=name) for name in self._actions]
         routes = [Route("/", self._page), Route("/events", self._events), *actions]
         return Starlette(routes=routes, lifespan=self._running)
@@ -167,6 +172,8 @@ class _Site:
                 self._refreshed_s = time.monotonic()
 
     async def _page(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse, PlainTextResponse
+
         token = request.query_params.get("token", "")
         if refusal := self._access.refusal(request, token, is_action=False):
             return PlainTextResponse(refusal, 403)
@@ -183,6 +190,8 @@ class _Site:
         return HTMLResponse(text, headers={"Content-Security-Policy": _policy(text), **_HEADERS})
 
     async def _events(self, request: Request) -> Response:
+        from starlette.responses import PlainTextResponse, StreamingResponse
+
         token = request.query_params.get("token", "")
         if refusal := self._access.refusal(request, token, is_action=False):
             return PlainTextResponse(refusal, 403)
@@ -214,6 +223,8 @@ class _Site:
             self._clients -= 1
 
     async def _act(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
         if refusal := self._access.refusal(request, request.headers.get("x-plait-token", ""), is_action=True):
             return JSONResponse({"error": refusal}, 403)
         try:

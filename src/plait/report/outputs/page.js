@@ -356,6 +356,7 @@ function startTimeline(box) {
   scheme.addEventListener("change", () => { colours = null; redraw(); });
   window.addEventListener("resize", redraw);
   box.load = load;
+  box.view = () => view;
   load();
 }
 
