@@ -130,7 +130,7 @@ def _facts(
         done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
         yield "steps", f"{done:,}" if start.steps is None else f"{done:,} of {start.steps:,}"
         yield "model", f"{start.model}, {start.parameters:,} parameters, {start.precision}"
-        workers = _workers(events, start.workers)
+        workers = last_workers(events, start.workers)
         before = f" ({start.workers} at first)" if start.workers != workers else ""
         yield "workers", f"{workers} x {start.device}{before}, batch {start.batch_size} over all"
     for start in _of_kind(events, run_events.SweepStarted)[-1:]:
@@ -164,7 +164,7 @@ def _facts(
         yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
 
 
-def _workers(events: Iterable[Recorded], count: int) -> int:
+def last_workers(events: Iterable[Recorded], count: int) -> int:
     """The last number of workers of a run that began with `count`."""
     for each in events:
         if isinstance(each.event, run_events.RunStarted):
