@@ -279,6 +279,22 @@ def test_a_run_that_died_shows_how_far_it_was_and_why(run: Path):
     assert "time left" not in page
 
 
+def test_what_another_version_wrote_is_left_out_and_the_rest_is_shown(run: Path):
+    (run / "settings.json").write_text(json.dumps({"pipeline": {"plan": {"slices": 3}}, "colour": "red"}))
+    with (run / "events" / "rank0.jsonl").open("a") as file:
+        file.write(json.dumps({"t": T0 + 201, "rank": 0, "kind": "step", "steps": [1, 2]}) + "\n")
+    plait("report", str(run))
+    page = Path("two-stages.report.html").read_text()
+    for words in (
+        "20 of 20",
+        "worker 1 (stage 1)",
+        "<dt>plan</dt><dd>not shown: ",
+        "perhaps another version of Plait wrote it",
+        "<dt>not shown</dt><dd>1 event, perhaps of another version of Plait; the first: ",
+    ):
+        assert words in page, words
+
+
 def test_a_folder_of_runs_is_listed_and_those_that_are_chosen_are_compared(
     run: Path, browser: Browser, tmp_path: Path
 ):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -21,10 +22,7 @@ from plait.core.files import write_output
 from plait.core.names import check_extra
 from plait.core.units import show_bytes
 from plait.launcher.run_dir import RunDir, find_run
-from plait.schema.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from plait.schema.plans.plan import Plan
+from plait.schema.plans.plan import Plan
 
 # A page of a folder has its newest runs.
 MOST_RUNS = 200
@@ -151,7 +149,7 @@ def _watch(
     if any(Path(run).glob("*/run.json")) and not (Path(run) / "run.json").exists():
         raise InputError(f"--watch: found {run!r}, a folder of runs, expected one run; name one of them")
     folder = find_run(run, run_dir)
-    watch(folder, lambda: _plan(folder), host, port, as_json)
+    watch(folder, lambda: _plan(folder)[0], host, port, as_json)
 
 
 def _write(
@@ -179,7 +177,10 @@ def _write(
         raise InputError(f"{folder.path}: it has no events ({state}){ended}; {hint}")
     name = folder.path.absolute().name
     cause = read_cause(folder) if state in ("failed", "died") else None
-    data = make_data(name, recorded, _plan(folder), state, cause, progress)
+    plan, unknown = _plan(folder)
+    data = make_data(name, recorded, plan, state, cause, progress)
+    if unknown:
+        data = replace(data, facts=(*data.facts, ("plan", unknown)))
     texts = {page: pages.make_page(data)}
     if trace is not None:
         texts[trace] = traces.make_trace(data, recorded.ops)
@@ -220,10 +221,15 @@ def _status(folder: RunDir) -> tuple[str, Mapping[str, Any]]:
     return content["state"], content["progress"]
 
 
-def _plan(folder: RunDir) -> Plan | None:
-    """The plan that a run in stages was started with."""
+def _plan(folder: RunDir) -> tuple[Plan | None, str]:
+    """The plan that a run in stages was started with, and why it is not known where it cannot be read."""
     if not folder.settings.exists():
-        return None
-    content = read_json(folder.settings, "settings")
-    pipeline = decode(TrainSettings, content, str(folder.settings)).as_run().pipeline
-    return pipeline.plan if pipeline is not None else None
+        return None, ""
+    try:
+        stages = read_json(folder.settings, "settings").get("pipeline")
+        if not stages or stages.get("as_data_parallel"):
+            return None, ""
+        return decode(Plan, stages["plan"], f"{folder.settings}: pipeline.plan"), ""
+    except (ArtefactError, AttributeError, KeyError) as error:
+        reason = str(error) if isinstance(error, ArtefactError) else f"{folder.settings}: no pipeline.plan"
+        return None, f"not shown: {reason}; perhaps another version of Plait wrote it"

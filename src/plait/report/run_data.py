@@ -13,7 +13,7 @@ from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.events import Recorded
 from plait.core.shown import listed
-from plait.core.units import show_bytes, show_rate, show_seconds
+from plait.core.units import count_of, show_bytes, show_rate, show_seconds
 from plait.report.curves import Points, curves_of, work_of
 from plait.report.occurrences import Occurrence, changes_of, faults_of
 from plait.report.record import OpArrays, RunRecorded
@@ -87,7 +87,7 @@ def make_data(
         name,
         state,
         cause,
-        tuple(_facts(events, timeline, plan, curves, replicas, trials, left)),
+        (*_facts(events, timeline, plan, curves, replicas, trials, left), *_left_out(recorded)),
         curves,
         work_of(events),
         timeline,
@@ -162,6 +162,13 @@ def _facts(
         yield "memory", f"{show_bytes(ends[-1].memory_bytes)} at most on the worker that kept the record"
     for check in _of_kind(events, run_events.Audited)[-1:]:
         yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
+
+
+def _left_out(recorded: RunRecorded) -> Iterable[tuple[str, str]]:
+    """That some events are not shown, and why."""
+    if recorded.unknown:
+        left = count_of(len(recorded.unknown), "event")
+        yield "not shown", f"{left}, perhaps of another version of Plait; the first: {recorded.unknown[0]}"
 
 
 def last_workers(events: Iterable[Recorded], count: int) -> int:
