@@ -11,22 +11,27 @@ import io
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.core.events import Recorded, read
 from plait.core.files import write_output, write_picture
 from plait.core.names import resolve
-from plait.launcher.display import Silent
+from plait.core.shown import shortened
+from plait.launcher.display import Display
 from plait.launcher.messages import Launch
 from plait.launcher.run_dir import RunDir
 from plait.launcher.supervisor import Supervisor
@@ -38,6 +43,23 @@ if TYPE_CHECKING:
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
+
+# Lines of progress begin with this, also those of workers, among the rest of what they print.
+SAYS = "plait bench: "
+
+
+def say(text: str) -> None:
+    """Show how far an experiment has come, on standard error; of workers, the first one calls it."""
+    print(f"{SAYS}{text}", file=sys.stderr, flush=True)
+
+
+class WorkersProgress(Display):
+    """Shows what workers `say`, and nothing else that they print."""
+
+    def printed(self, line: str) -> None:
+        _, says, text = line.partition(SAYS)
+        if says:
+            say(text)
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,16 @@ def this_machine() -> dict[str, Cell]:
         "architecture": platform.machine(),
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": _gpu(),
+        "load": round(os.getloadavg()[0], 1),
     }
+
+
+def _gpu() -> str | None:
+    """The name of the GPU, where an experiment has loaded torch and there is one."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None
 
 
 def these_versions() -> dict[str, str]:
@@ -90,12 +121,17 @@ def these_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Bench:
-    """A finished experiment: `rows` are flat records, one for each measured case."""
+    """A finished experiment: `rows` are flat records, one for each measured case.
+
+    `seed` is that of all random numbers, or the first of several, which the rows name.
+    """
 
     name: str
     command: str
     rows: Sequence[Row]
     claims: Sequence[BenchClaim]
+    seed: int = 0
+    date: str = field(default_factory=lambda: datetime.now(UTC).date().isoformat())
     machine: dict[str, Cell] = field(default_factory=this_machine)
     versions: dict[str, str] = field(default_factory=these_versions)
 
@@ -106,14 +142,16 @@ class Bench:
     def as_json(self) -> Mapping[str, Any]:
         """What `plait bench NAME --json` prints."""
         data = encode(self)
-        return {key: data[key] for key in ("name", "machine", "versions", "command", "rows", "claims")}
+        keys = ("name", "machine", "versions", "command", "seed", "date", "rows", "claims")
+        return {key: data[key] for key in keys}
 
     def render(self) -> str:
         """The rows as a table, then each claim with its verdict."""
         setting = "; ".join(
-            ", ".join(f"{name} {value}" for name, value in of.items()) for of in (self.machine, self.versions)
+            ", ".join(f"{name} {value}" for name, value in of.items() if value is not None)
+            for of in (self.machine, self.versions, {"seed": self.seed})
         )
-        lines = [f"{self.name}: {self.command}", setting, "", table(self.rows), ""]
+        lines = [f"{self.name}: {self.command}", f"{setting}; {self.date}", "", table(self.rows), ""]
         return "\n".join([*lines, *(claim.render() for claim in self.claims)])
 
     def write_csv(self, path: Path) -> None:
@@ -134,7 +172,8 @@ def run_parts(
     """The parts asked for, one after the other, as one experiment; `column` has which part a row is of."""
     rows: list[Row] = []
     claims: list[BenchClaim] = []
-    for part in parts:
+    for index, part in enumerate(parts, 1):
+        say(f"{name}, {part} ({index} of {len(parts)})")
         found, claimed = known[part]()
         rows += [{column: part, **row} if column else row for row in found]
         claims += claimed
@@ -222,8 +261,13 @@ def in_world(
     order = {"function": named, "asked": dict(asked), "joined": joined}
     with tempfile.TemporaryDirectory() as logs:
         launch = Launch(placement, f"{__name__}:be_worker", order, Path(logs), preload=preload)
-        found = Supervisor(launch, Silent()).run()
+        say(f"{placement.workers} workers: {function.__name__} {_short(asked)}".rstrip())
+        found = Supervisor(launch, WorkersProgress()).run()
     return {rank: result["found"] for rank, result in found.items()}
+
+
+def _short(asked: Mapping[str, Any]) -> str:
+    return shortened(", ".join(f"{name} {value}" for name, value in asked.items()))
 
 
 def be_worker(worker: Worker, order: dict[str, Any]) -> dict[str, Any]:
@@ -262,3 +306,34 @@ def picture(
     figure.tight_layout()
     write_picture(path, figure, dpi=dpi)
     plt.close(figure)
+
+
+def bars(
+    axis: Any,
+    rows: Sequence[Row],
+    group: Callable[[Row], str],
+    side: str,
+    value: str,
+    spread: tuple[str, str] = ("", ""),
+    colours: Sequence[str] = (),
+) -> None:
+    """A bar of column `value` for each row: those of one `group` stand together, a colour for each side.
+
+    `spread` are the columns of the least and the most, which a line on each bar shows. `colours` are all
+    sides of a picture with several axes: a side has one colour in all of them.
+    """
+    groups = list(dict.fromkeys(group(row) for row in rows))
+    names = list(dict.fromkeys(str(row[side]) for row in rows))
+    for index, name in enumerate(names):
+        own = {group(row): row for row in rows if str(row[side]) == name}
+        at = [groups.index(each) + 0.8 * (index - (len(names) - 1) / 2) / len(names) for each in own]
+        heights = [number(row, value) for row in own.values()]
+        colour = f"C{(list(colours) or names).index(name) % 10}"
+        axis.bar(at, heights, width=0.8 / len(names), label=name, color=colour)
+        if spread[0]:
+            ends = [(number(row, spread[0]), number(row, spread[1])) for row in own.values()]
+            axis.vlines(at, [low for low, _ in ends], [high for _, high in ends], color="0.2", linewidth=1)
+    words = [each.replace(" ", "\n") if len(groups) > 8 else each for each in groups]
+    axis.set_xticks(range(len(groups)), words, fontsize=8)
+    if len(names) > 1:
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plait.graph import Edge, Graph, Node, pipedream
 from plait.planner import Cluster, Plan, machines, make_plan
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, number, spread
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, bars, number, picture, say, spread
 
 PROFILES = Path(__file__).parent / "profiles"
 CLUSTERS = {
@@ -43,12 +43,17 @@ PUBLISHED: dict[str, tuple[Published, Published, Published]] = {
 }
 
 
-def run(repeats: int = 3, command: str = "plait bench planner") -> Bench:
-    """Plan every profile for every cluster, `repeats` times each, and a chain of 1,000 layers."""
+def run(quick: bool = False, repeats: int = 3, command: str = "plait bench planner") -> Bench:
+    """Plan every profile for every cluster, `repeats` times each, and a chain of 1,000 layers.
+
+    `quick` takes two repeats.
+    """
+    repeats = 2 if quick else repeats
     rows: list[Row] = []
     # The first plan of a process pays for loading numerical code; that is import time.
     make_plan(_long_chain(8), machines(2, 1e9))
-    for name in PUBLISHED:
+    for index, name in enumerate(PUBLISHED, 1):
+        say(f"planner, {name} ({index} of {len(PUBLISHED)})")
         rows += plan_profile(name, repeats)
     rows.append(_measure("chain of 1,000", _long_chain(1000), "64", machines(64, 1e9), None, 1))
     return Bench("planner", command, rows, _claims(rows))
@@ -120,6 +125,25 @@ def peak_bytes() -> float:
     """The most memory that this process ever had."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """CPU seconds by profile and cluster, ours with their spread and PipeDream's."""
+    with picture(path, (11, 8), down=len(CLUSTERS)) as axes:
+        for axis, cluster in zip(axes, CLUSTERS):
+            own = [row for row in bench.rows if row["devices"] == cluster]
+            sides = [{**row, "side": "Plait"} for row in own]
+            sides += [
+                {
+                    **row,
+                    "side": "PipeDream (published)",
+                    **spread([seconds], "cpu_s", "cpu_min_s", "cpu_max_s"),
+                }
+                for row in own
+                if (seconds := number(row, "pipedream_cpu_s"))
+            ]
+            bars(axis, sides, lambda row: str(row["profile"]), "side", "cpu_s", ("cpu_min_s", "cpu_max_s"))
+            axis.set(title=f"{cluster} devices", ylabel="CPU seconds", yscale="log")
 
 
 def _long_chain(layers: int) -> Graph:

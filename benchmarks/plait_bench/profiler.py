@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from plait.profiler.trace import trace
 from plait.workloads.resnet import resnet50
 from plait.workloads.transformer import transformer
 from plait.workloads.vgg import vgg16
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_turns, number
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, bars, in_turns, number, picture, say
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,20 @@ CASES = (
 
 
 def run(
-    device: str = "cpu", batch: int = 4, repeats: int = 7, command: str = "plait bench profiler"
+    device: str = "cpu",
+    batch: int = 4,
+    repeats: int = 7,
+    command: str = "plait bench profiler",
+    quick: bool = False,
 ) -> Bench:
-    """Profile each model, whole steps measured in between, and time it against itself as one stage."""
-    rows = [_measure(case, torch.device(device), batch, repeats) for case in CASES]
+    """Profile each model, whole steps measured in between, and time it against itself as one stage.
+
+    `quick` takes the transformer alone.
+    """
+    rows = []
+    for case in CASES[-1:] if quick else CASES:
+        say(f"profiler, {case.name}")
+        rows.append(_measure(case, torch.device(device), batch, repeats))
     return Bench("profiler", command, rows, _claims(rows))
 
 
@@ -121,3 +132,19 @@ def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
     exact = [row["parameters_exact"] is True for row in rows]
     claims.append(BenchClaim("models with exact parameter bytes", sum(exact), f"all {len(rows)}", all(exact)))
     return claims
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Seconds of a whole step, of its layers one by one, and of the model as one stage."""
+    columns = {"whole step": ("step_s", "step_spread_s"), "one stage": ("stage_s", "stage_spread_s")}
+    sides: list[Row] = []
+    for row in bench.rows:
+        layers_s = number(row, "forward_s") + number(row, "backward_s")
+        sides.append({**row, "side": "sum of layers", "s": layers_s, "low": layers_s, "high": layers_s})
+        for side, names in columns.items():
+            seconds, range_s = (number(row, name) for name in names)
+            ends = {"low": seconds - range_s / 2, "high": seconds + range_s / 2}
+            sides.append({**row, "side": side, "s": seconds, **ends})
+    with picture(path, (8, 4)) as (axis,):
+        bars(axis, sides, lambda row: str(row["model"]), "side", "s", ("low", "high"))
+        axis.set(ylabel="seconds (line: interquartile range)", title="forward and backward of a batch")

@@ -197,3 +197,44 @@ def test_a_run_of_another_user_is_evaluated_only_where_they_are_trusted(
         plait("evaluate", str(run.path))
     with pytest.raises(InputError, match=r"settings.json: field 'name' is missing"):
         plait("evaluate", str(run.path), "--trust")
+
+
+def test_without_a_run_all_runs_are_listed_newest_first_and_unreadable_ones_are_named(tmp_path: Path):
+    progress = {"step": 9, "steps": 40, "trials": 8, "ended": 2, "loss": 0.5, "test_accuracy": 0.931}
+    older = RunDir(tmp_path / "runs" / "digits-001")
+    newer = RunDir(tmp_path / "runs" / "[red]team" / "sweep-001")
+    damaged = RunDir(tmp_path / "runs" / "odd\x1b[2J-001")
+    for folder, text in (
+        (older, json.dumps({**GOOD, "state": "finished"})),
+        (newer, json.dumps({**GOOD, "updated": 1.8e9, "state": "stopped", "progress": progress})),
+        (damaged, "{"),
+    ):
+        folder.path.mkdir(parents=True)
+        folder.status.write_text(text)
+    os.utime(damaged.path, (1.6e9, 1.6e9))
+    # Not within a run, nor through a link.
+    (older.path / "trials" / "run").mkdir(parents=True)
+    (older.path / "trials" / "run" / "status.json").write_text("{")
+    (tmp_path / "runs" / "latest").symlink_to(older.path)
+
+    lines = plait("status", "--run-dir", str(tmp_path / "runs")).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == [
+        "[red]team/sweep-001",
+        "digits-001",
+        "odd\\x1b[2J-001",
+    ]
+    assert "9/40  2/8 trials ended  loss 0.5  test accuracy 93.1%  1" in " ".join(lines[1].split(" "))
+    assert lines[2].split()[1:5] == ["finished", "3/20", "loss", "0.5"]
+    assert lines[4].startswith("cannot read odd\\x1b[2J-001: ")
+    assert len(lines) == 5
+
+    listed = json.loads(plait("status", "--run-dir", str(tmp_path / "runs"), "--json"))["runs"]
+    assert [row["state"] for row in listed] == ["stopped", "finished", "unreadable"]
+    assert listed[1]["progress"]["step"] == 3
+    assert listed[1]["run"] == str(older.path)
+
+
+def test_without_a_run_an_empty_or_missing_folder_is_one_sentence(tmp_path: Path):
+    assert plait("status", "--run-dir", str(tmp_path)).startswith(f"no runs: {tmp_path}/ has no runs (")
+    assert "does not exist" in plait("status", "--run-dir", str(tmp_path / "none"))
+    assert json.loads(plait("status", "--run-dir", str(tmp_path / "none"), "--json"))["runs"] == []

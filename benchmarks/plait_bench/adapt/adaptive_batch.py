@@ -26,7 +26,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait_bench.adapt.same_workers import train_on_same_workers
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, picture
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, picture, say
 
 WORKERS = 2
 SMALL, LARGE = 16, 256
@@ -37,8 +37,8 @@ POLICY = PolicySettings("batch-size", {"most": LARGE, "every_steps": 30, "lr": "
 
 
 def run(quick: bool = False, command: str = "plait bench adaptive-batch") -> Bench:
-    """Three seeds; `quick` takes one, and fewer epochs."""
-    asked = {"epochs": 6 if quick else 20, "seeds": [0] if quick else [0, 1, 2], "quick": quick}
+    """Three seeds; `quick` takes two, fewer epochs and a smaller model."""
+    asked = {"epochs": 6 if quick else 20, "seeds": [0, 1] if quick else [0, 1, 2], "quick": quick}
     rows = in_world(WORKERS, train_all, asked, joined=False)[0]
     return Bench("adaptive-batch", command, rows, claims_of(rows))
 
@@ -68,6 +68,7 @@ def train_all(worker: Worker, epochs: int, seeds: list[int], quick: bool) -> lis
             name = f"{kind}-{seed}"
             train_on_same_workers(worker, name, _settings(kind, epochs, seed, quick), Path(folder) / name)
             if worker.rank == 0:
+                say(f"adaptive-batch, {kind} batches, seed {seed}")
                 rows.append(_row(kind, seed, RunDir(Path(folder) / name)))
     return rows
 

@@ -33,7 +33,7 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.worker_group import group_of_world
-from plait_bench.harness import Bench, Row, at_most, in_world, number, picture, spread
+from plait_bench.harness import Bench, Row, at_most, bars, in_world, number, picture, spread
 
 # Both come from the same norms, so both together cost what each does.
 KINDS = ("none", "noise-scale and variance")
@@ -176,15 +176,20 @@ def overhead_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: i
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Overheads by model and number of workers, a bar for each monitor."""
-    cases = list(dict.fromkeys((row["model"], row["workers"]) for row in bench.rows))
+    """What monitoring adds to a step, by model and number of workers: wall and processor time, passes."""
+    columns = {
+        "overhead": "time",
+        "processor_overhead": "processor time",
+        "passes": "its passes by themselves",
+    }
+    own: list[Row] = [
+        {**row, "side": side, "percent": 100 * number(row, column)}
+        for row in bench.rows
+        if row["monitor"] != "none"
+        for column, side in columns.items()
+    ]
     with picture(path, (8, 4)) as (axis,):
-        for i, kind in enumerate(KINDS[1:]):
-            own = {(r["model"], r["workers"]): r for r in bench.rows if r["monitor"] == kind}
-            heights = [100 * number(own[case], "processor_overhead") for case in cases]
-            axis.bar([c + 0.4 * i for c in range(len(cases))], heights, width=0.4, label=kind)
+        bars(axis, own, lambda row: f"{row['model']}\n{row['workers']} workers", "side", "percent")
         axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
-        labels = [f"{model}\n{workers} workers" for model, workers in cases]
-        axis.set_xticks(range(len(cases)), labels, fontsize=8)
-        axis.set_ylabel("overhead, % of a step")
+        axis.set_ylabel("more than a plain step, %")
         axis.legend(fontsize=8)

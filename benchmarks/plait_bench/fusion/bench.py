@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,20 +21,19 @@ from plait_bench.fusion.cases import (
     compiled_step,
     finish,
     fused_step,
+    one_thread,
     seconds_of,
     serial_step,
     vmap_step,
 )
-from plait_bench.fusion.convergence import convergence, write_curves
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, run_parts, spread
+from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, run_parts, say, spread
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
 PARTS = {
     "speed": "all models in the modes that one process has",
     "modes": "all modes, also several processes at once and under MPS, fused widths from 1 to 32",
-    "convergence": "learning curves of fused trials on the serial ones",
 }
 # Speed-ups over the plain loop that were set as goals before anything was measured.
 _CPU_GOALS = {"mlp": 4.0, "transformer": 2.5, "cnn": 1.5}
@@ -45,27 +43,31 @@ _WATCH_S = 0.3
 
 
 def run(
-    parts: Sequence[str] = ("speed", "convergence"),
+    parts: Sequence[str] = ("speed",),
     device: str = "auto",
     models: Sequence[str] = (),
     widths: Sequence[int] = (),
     modes: Sequence[str] = (),
     repeats: int = 5,
     command: str = "plait bench fusion",
+    quick: bool = False,
 ) -> Bench:
     """Time a step of all trials in each mode; a speed-up is serial time for as many trials over that.
 
     On a GPU the modes `serial-graph`, `serial-compile` and `fused-graph` replay a CUDA graph, and `mps` needs
-    a running nvidia-cuda-mps-control. A mode that fails for a model says so in its row.
+    a running nvidia-cuda-mps-control. A mode that fails for a model says so in its row. `quick` takes the
+    models that a goal is set for, and fewer repeats.
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(found if device == "auto" else device)
     _check(modes, MODES, "modes")
     _check(models, list(cases_on(place)), "models")
+    if quick:
+        models, repeats = models or list(_goals(place)), min(repeats, 3)
 
     def measured(everything: bool) -> Found:
         usual_modes, usual_widths = _usual(place, everything)
-        with _one_thread(place):
+        with one_thread(place):
             rows = _measure_all(
                 place, models, list(widths) or usual_widths, list(modes) or usual_modes, repeats
             )
@@ -74,23 +76,10 @@ def run(
     known = {
         "speed": lambda: measured(False),
         "modes": lambda: measured(True),
-        "convergence": lambda: convergence(device=place),
     }
     # All modes are more than those of one process.
     asked = [part for part in known if part in parts and not (part == "speed" and "modes" in parts)]
     return run_parts("fusion", command, asked, known)
-
-
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU all modes get one thread: a fused step could use more where single trials cannot."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]]:
@@ -112,7 +101,8 @@ def _measure_all(
     names = list(models) or list(cases)
     serial = {name: _best_serial_step(cases[name], place) for name in names}
     rows: list[Row] = []
-    for name in names:
+    for index, name in enumerate(names, 1):
+        say(f"fusion, {name} ({index} of {len(names)})")
         for mode in modes:
             for width in _widths(mode, widths):
                 rows.append(_row(name, cases[name], mode, width, place, repeats, serial[name]))
@@ -231,13 +221,17 @@ def _step_of(case: Case, mode: str, width: int, device: torch.device) -> Step:
     return lambda: step(*inputs)
 
 
+def _goals(device: torch.device) -> dict[str, float]:
+    return _GPU_GOALS if device.type == "cuda" else _CPU_GOALS
+
+
 def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
     best: dict[str, float] = {}
     for row in rows:
         if str(row["mode"]).startswith("fused") and "speedup" in row:
             name = str(row["model"])
             best[name] = max(best.get(name, -math.inf), number(row, "speedup"))
-    goals = _GPU_GOALS if device.type == "cuda" else _CPU_GOALS
+    goals = _goals(device)
     claims = []
     for name in dict.fromkeys(str(row["model"]) for row in rows):
         goal = goals.get(name, 1.0)
@@ -248,12 +242,7 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
 
 
 def write_plot(bench: Bench, path: Path) -> None:
-    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it; curves next to it.
-
-    The learning curves, where there are any, go to `NAME-curves.png`.
-    """
-    if any(row["mode"] == "curve" for row in bench.rows):
-        write_curves(bench.rows, path.with_name(f"{path.stem}-curves.png"))
+    """Speed-up over trials for each mode, a panel for each model, as HFTA shows it."""
     timed = [row for row in bench.rows if "speedup" in row]
     models = list(dict.fromkeys(row["model"] for row in timed))
     if not models:
@@ -272,6 +261,10 @@ def write_plot(bench: Bench, path: Path) -> None:
                     axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
                 else:
                     axis.plot(*zip(*points), marker="o", color=colour, label=mode)
+                    ends = [
+                        (number(row, "lowest"), number(row, "highest")) for row in own if row["mode"] == mode
+                    ]
+                    axis.vlines([trials for trials, _ in points], *zip(*ends), color=colour, linewidth=1)
             axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
             axis.set_xscale("log", base=2)
         known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}

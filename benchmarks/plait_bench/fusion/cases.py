@@ -179,6 +179,18 @@ def precision(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU all modes get one thread: a fused step could use more where single trials cannot."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def seconds_of(step: Step, device: torch.device, inner: int = 5) -> float:
     """Seconds a step takes, the mean of a few after one that warms up."""
     step()
@@ -217,9 +229,11 @@ class _Lone(Trials):
 class _Fused(Trials):
     """Trials as fused arrays, one of each model."""
 
-    def __init__(self, case: Case, device: torch.device, width: int) -> None:
+    def __init__(self, case: Case, device: torch.device, width: int, unfused: Sequence[str]) -> None:
         with device:  # where their first weights are drawn fastest
-            arrays = [fuse([make() for _ in range(width)], verify=False) for make in case.makes]
+            arrays = [
+                fuse([make() for _ in range(width)], unfused=unfused, verify=False) for make in case.makes
+            ]
         if device.type == "cuda":
             for fused in arrays:
                 fused.channels_last()
@@ -273,9 +287,9 @@ def compiled_step(case: Case, device: torch.device) -> StepParts:
     return _parts(case, _Lone(case, device, True, False), [part.to(device) for part in case.data()])
 
 
-def fused_step(case: Case, device: torch.device, width: int) -> StepParts:
-    """A step of the fused array."""
-    return _parts(case, _Fused(case, device, width), _stacked_data(case, device, width))
+def fused_step(case: Case, device: torch.device, width: int, unfused: Sequence[str] = ()) -> StepParts:
+    """A step of the fused array, whose modules named in `unfused` run trial by trial."""
+    return _parts(case, _Fused(case, device, width, unfused), _stacked_data(case, device, width))
 
 
 def vmap_step(case: Case, device: torch.device, width: int) -> Step:

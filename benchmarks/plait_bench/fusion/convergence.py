@@ -16,45 +16,67 @@ import torch.nn.functional as F
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
-from plait_bench.harness import BenchClaim, Found, Row, number, picture
+from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, say
 
 MODEL = "resnet18-tiny"
 # One step of each curve in this many becomes a row.
 SHOWN = 5
 _POINTS = ("step", "serial_loss", "fused_loss")
 RATES = (0.01, 0.05, 0.2)
-STEPS = 60
+STEPS, QUICK_STEPS = 60, 20
+SEEDS = (0, 1, 2)
 BATCH = 64
 # Rounding that sixty steps of momentum carry on; a wrong gradient shows in the first digits.
 TOLERANCE = 1e-4
 
 
+def run(quick: bool = False, command: str = "plait bench fusion-convergence") -> Bench:
+    """Three learning rates from each of three seeds; `quick` takes two seeds and fewer steps."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows, claims = convergence(RATES, QUICK_STEPS if quick else STEPS, device, (0, 1) if quick else SEEDS)
+    return Bench("fusion-convergence", command, rows, claims)
+
+
 def convergence(
-    rates: Sequence[float] = RATES, steps: int = STEPS, device: torch.device | None = None
+    rates: Sequence[float] = RATES,
+    steps: int = STEPS,
+    device: torch.device | None = None,
+    seeds: Sequence[int] = SEEDS,
 ) -> Found:
-    """The loss at each step of three learning rates, serial and fused, and whether the curves meet."""
+    """The loss at each step of each learning rate, serial and fused, and whether the curves meet."""
     place = device or torch.device("cpu")
-    torch.manual_seed(0)
-    batches = _batches(steps, place)
-    serial = [_serial(rate, batches, place) for rate in rates]
-    fused = _fused(rates, batches, place)
-    pairs = [list(zip(own, others)) for own, others in zip(serial, zip(*fused))]
-    rows: list[Row] = [
-        {"model": MODEL, "mode": "curve", "lr": rate, "step": step, "serial_loss": one, "fused_loss": other}
-        for rate, own in zip(rates, pairs)
-        for step, (one, other) in enumerate(own, 1)
-        if step == 1 or step % SHOWN == 0
-    ]
-    apart = max(abs(one - other) / max(one, 1e-2) for own in pairs for one, other in own)
+    rows: list[Row] = []
+    apart = 0.0
+    for seed in seeds:
+        say(f"fusion-convergence, seed {seed}: {len(rates)} learning rates, {steps} steps")
+        batches = _batches(steps, place, seed)
+        serial = [_serial(rate, batches, place, seed) for rate in rates]
+        fused = _fused(rates, batches, place, seed)
+        for rate, own, others in zip(rates, serial, zip(*fused)):
+            pairs = list(enumerate(zip(own, others), 1))
+            apart = max(apart, *(abs(one - other) / max(one, 1e-2) for _, (one, other) in pairs))
+            rows += [
+                {
+                    "model": MODEL,
+                    "lr": rate,
+                    "seed": seed,
+                    "step": step,
+                    "serial_loss": one,
+                    "fused_loss": other,
+                }
+                for step, (one, other) in pairs
+                if step == 1 or step % SHOWN == 0
+            ]
     words = (
-        f"{MODEL} on digits, {len(rates)} learning rates: largest distance of a fused loss from the serial"
+        f"{MODEL} on digits, {len(rates)} learning rates, {len(seeds)} seeds: "
+        f"largest distance of a fused loss from the serial"
     )
     return rows, [BenchClaim(words, apart, f"<= {TOLERANCE:g} of it", apart <= TOLERANCE)]
 
 
-def _batches(steps: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(steps: int, device: torch.device, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     train_set: Any = data.build("digits", "train")
-    order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(seed)).tolist()
     found = []
     for step in range(steps):
         begin = step * BATCH % (len(order) - BATCH)
@@ -63,15 +85,15 @@ def _batches(steps: int, device: torch.device) -> list[tuple[torch.Tensor, torch
     return found
 
 
-def _model(device: torch.device) -> torch.nn.Module:
-    torch.manual_seed(1)
+def _model(device: torch.device, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed + 1)
     return resnet18_tiny(10, 1).to(device, torch.float64)
 
 
 def _serial(
-    rate: float, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    rate: float, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device, seed: int
 ) -> list[float]:
-    model = _model(device)
+    model = _model(device, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     losses = []
     for x, y in batches:
@@ -84,9 +106,12 @@ def _serial(
 
 
 def _fused(
-    rates: Sequence[float], batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    rates: Sequence[float],
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    seed: int,
 ) -> list[list[float]]:
-    fused = fuse([_model(device) for _ in rates])
+    fused = fuse([_model(device, seed) for _ in rates])
     optimizer = FusedOptimizer(fused, "sgd", lr=list(rates), momentum=0.9)
     losses = []
     for x, y in batches:
@@ -98,14 +123,17 @@ def _fused(
     return losses
 
 
-def write_curves(rows: Sequence[Row], path: Path) -> None:
-    """The curves as a picture: serial ones as lines, fused ones as points on them."""
-    curves = [row for row in rows if row["mode"] == "curve"]
-    with picture(path, (6.0, 4.0)) as (axis,):
-        for place, rate in enumerate(dict.fromkeys(row["lr"] for row in curves)):
-            own = [row for row in curves if row["lr"] == rate]
-            steps, serial, fused = ([number(row, name) for row in own] for name in _POINTS)
-            axis.plot(steps, serial, color=f"C{place}", label=f"lr {rate}, serial")
-            axis.plot(steps, fused, "o", color=f"C{place}", label=f"lr {rate}, fused")
-        axis.set(xlabel="step", ylabel="training loss", yscale="log", title="ResNet-18 (tiny) on digits")
-        axis.legend(fontsize=8)
+def write_plot(bench: Bench, path: Path) -> None:
+    """Serial curves as lines, fused ones as points on them, a panel for each seed."""
+    seeds = list(dict.fromkeys(row["seed"] for row in bench.rows))
+    with picture(path, (4.5 * len(seeds), 4.0), across=len(seeds), sharey=True) as axes:
+        for axis, seed in zip(axes, seeds):
+            own = [row for row in bench.rows if row["seed"] == seed]
+            for place, rate in enumerate(dict.fromkeys(row["lr"] for row in own)):
+                curve = [row for row in own if row["lr"] == rate]
+                steps, serial, fused = ([number(row, name) for row in curve] for name in _POINTS)
+                axis.plot(steps, serial, color=f"C{place}", label=f"lr {rate}, serial")
+                axis.plot(steps, fused, "o", color=f"C{place}", label=f"lr {rate}, fused")
+            axis.set(xlabel="step", yscale="log", title=f"{MODEL} on digits, seed {seed}")
+        axes[0].set_ylabel("training loss")
+        axes[0].legend(fontsize=8)

@@ -6,8 +6,10 @@ All sides of a model run in one world, in turn, one thread a worker; ratios are 
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,10 +23,13 @@ from plait_bench.harness import (
     Found,
     Row,
     at_least,
+    bars,
     in_turns,
     in_world,
     number,
+    picture,
     run_parts,
+    say,
     seconds_of_all,
     spread,
 )
@@ -37,31 +42,46 @@ GOALS = {"mlp": 1.88, "transformer": 1.94}
 # Each of two workers trains by itself, at the same time: what the machine's cores do with torch's own layers.
 APART = "two workers apart"
 # The parts that take minutes, not more.
-QUICK = ("speed", "idle", "recording")
+DEFAULT = ("speed", "idle", "recording")
+QUICK_SIDES = ("one worker", APART, "DDP", "flush", "torch flush", "stash")
 
 
-def run(parts: Sequence[str] = QUICK, command: str = "plait bench pipeline") -> Bench:
-    """The `parts` asked for, one after the other."""
-    return run_parts("pipeline", command, parts, PARTS)
+def run(parts: Sequence[str] = DEFAULT, command: str = "plait bench pipeline", quick: bool = False) -> Bench:
+    """The `parts` asked for, one after the other; the quick course has one model and fewer sides."""
+    if not quick:
+        return run_parts("pipeline", command, parts, PARTS)
+    known = {
+        **PARTS,
+        "speed": lambda: speed(("mlp",), 2, 1, QUICK_SIDES),
+        "idle": lambda: idle.run((2,), 2),
+    }
+    return run_parts("pipeline", command, [part for part in parts if part in ("speed", "idle")], known)
 
 
 def speed(
-    models: tuple[str, ...] = ("mlp", "transformer", "wide"), repeats: int = 3, steps: int = 3
+    models: tuple[str, ...] = ("mlp", "transformer", "wide"),
+    repeats: int = 3,
+    steps: int = 3,
+    only: Sequence[str] = (),
 ) -> Found:
-    """Time every side of every model `repeats` times, `steps` steps each time.
+    """Time every side of every model, or `only` some, `repeats` times, `steps` steps each time.
 
     Asynchronous schedules go on for four times as many: they fill and drain once, not in every step.
     """
-    asked = {"repeats": repeats, "count": steps}
+    asked = {"repeats": repeats, "count": steps, "only": list(only)}
     worlds = [in_world(2, time_sides, {"model": model, **asked}) for model in models]
     rows = [row for world in worlds for row in world[0]]
     return rows, _claims(rows)
 
 
-def time_sides(worker: Worker, model: str, repeats: int, count: int) -> list[Row]:
-    """Be one of the two workers that time all sides of one model."""
+def time_sides(worker: Worker, model: str, repeats: int, count: int, only: list[str]) -> list[Row]:
+    """Be one of the two workers that time all sides of one model, or `only` some."""
     made = sides.MODELS[model]
-    runners = _runners(worker.rendezvous, made.build(), made.batch())
+    runners = {
+        name: make()
+        for name, make in _runners(worker.rendezvous, made.build(), made.batch()).items()
+        if not only or name in only
+    }
 
     def timed(name: str, steps: sides.Steps) -> Callable[[bool], float]:
         longer = count * (4 if name in ASYNCHRONOUS else 1)
@@ -76,21 +96,28 @@ def time_sides(worker: Worker, model: str, repeats: int, count: int) -> list[Row
     return [_speed_row(model, name, seconds) for name in runners]
 
 
-def _runners(rendezvous: Rendezvous, model: nn.Sequential, batch: Any) -> dict[str, sides.Steps]:
-    """All sides of one model, each with a copy of it."""
+def _runners(
+    rendezvous: Rendezvous, model: nn.Sequential, batch: Any
+) -> dict[str, Callable[[], sides.Steps]]:
+    """What makes each side of one model, with a copy of it."""
     rank = rendezvous.rank
-    found = {"one worker": sides.alone(rank, copy.deepcopy(model), batch, PIECES)}
-    found[APART] = sides.alone(0, copy.deepcopy(model), batch, PIECES)
-    found["DDP"] = sides.data_parallel(rank, copy.deepcopy(model), batch, PIECES)
-    for schedule in (*COMPARED, Schedule.STASH, Schedule.TWO_BUFFERED):
+
+    def ours(schedule: Schedule) -> sides.Steps:
         stages = 4 if schedule is Schedule.INTERLEAVED else 2
-        own = copy.deepcopy(model)
-        found[schedule.value] = sides.ours(rendezvous, own, batch, schedule, stages, PIECES)[0]
-    for schedule in COMPARED:
+        return sides.ours(rendezvous, copy.deepcopy(model), batch, schedule, stages, PIECES)[0]
+
+    def theirs(schedule: Schedule) -> sides.Steps:
         stages = 4 if schedule in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE) else 2
-        own = copy.deepcopy(model)
-        found[f"torch {schedule.value}"] = sides.theirs(rank, own, batch, schedule, stages, PIECES)
-    return found
+        return sides.theirs(rank, copy.deepcopy(model), batch, schedule, stages, PIECES)
+
+    all_ours = (*COMPARED, Schedule.STASH, Schedule.TWO_BUFFERED)
+    return {
+        "one worker": lambda: sides.alone(rank, copy.deepcopy(model), batch, PIECES),
+        APART: lambda: sides.alone(0, copy.deepcopy(model), batch, PIECES),
+        "DDP": lambda: sides.data_parallel(rank, copy.deepcopy(model), batch, PIECES),
+        **{schedule.value: functools.partial(ours, schedule) for schedule in all_ours},
+        **{f"torch {schedule.value}": functools.partial(theirs, schedule) for schedule in COMPARED},
+    }
 
 
 def _speed_row(model: str, side: str, seconds: dict[str, list[float]]) -> Row:
@@ -100,7 +127,7 @@ def _speed_row(model: str, side: str, seconds: dict[str, list[float]]) -> Row:
         "case": model,
         "side": side,
         **spread(own, "step_s", "step_min_s", "step_max_s"),
-        "speedup": batches * one / statistics.median(own),
+        **spread([batches * one / each for each in own], "speedup", "speedup_min", "speedup_max"),
         "repeats": len(own),
     }
 
@@ -110,16 +137,34 @@ def _claims(rows: list[Row]) -> list[BenchClaim]:
     speed = {(r["case"], r["side"]): number(r, "speedup") for r in rows if "speedup" in r}
     claims = []
     for model in dict.fromkeys(case for case, _ in speed):
-        for side in ASYNCHRONOUS if model in GOALS else ():
+        measured = [side for case, side in speed if case == model]
+        for side in (side for side in ASYNCHRONOUS if model in GOALS and side in measured):
             own = speed[model, side]
             claims.append(at_least(f"{model}: {side} over one worker", own, GOALS[str(model)]))
             claims.append(at_least(f"{model}: {side} over DDP", own / speed[model, "DDP"], 1.0))
             claims.append(at_least(f"{model}: {side} over {APART}", own / speed[model, APART], 0.94))
         goal = 1.1 if model == "wide" else 1.03
-        for schedule in COMPARED:
+        for schedule in (each for each in COMPARED if f"torch {each.value}" in measured):
             ratio = speed[model, schedule.value] / speed[model, f"torch {schedule.value}"]
             claims.append(at_least(f"{model}: {schedule.value} over torch's", ratio, goal))
     return claims
+
+
+def write_plot(bench: Bench, path: Path) -> None:
+    """Throughput over one worker, and idle shares, a bar for each side."""
+    panels = (
+        ("speedup", ("speedup_min", "speedup_max"), "throughput over one worker"),
+        ("idle_share", ("idle_min", "idle_max"), "idle share of a step"),
+    )
+    drawn = [panel for panel in panels if any(panel[0] in row for row in bench.rows)]
+    if not drawn:
+        say("no picture: of its parts, pipeline draws speed and idle")
+        return
+    with picture(path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
+        for axis, (column, ends, label) in zip(axes, drawn):
+            own = [row for row in bench.rows if column in row]
+            bars(axis, own, lambda row: str(row["case"]), "side", column, ends)
+            axis.set_ylabel(label)
 
 
 PARTS: Mapping[str, Callable[[], Found]] = {

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait_bench.harness import Bench, picture
-from plait_bench.sync.speed import STEP_S, partial_reduce_claims, speed_rows
+from plait_bench.harness import Bench, number, picture
+from plait_bench.sync.speed import (
+    QUICK_COURSE,
+    QUICK_SYNCS,
+    REPEATS,
+    SECONDS,
+    STEP_S,
+    partial_reduce_claims,
+    speed_rows,
+)
 
 WORKERS = (2, 4, 8)
 SYNCS = (
@@ -19,9 +27,11 @@ SYNCS = (
 )
 
 
-def run(command: str = "plait bench scalability") -> Bench:
-    """Measure every sync with each number of workers."""
-    rows = [row for count in WORKERS for row in speed_rows(["homogeneous"], SYNCS, count)]
+def run(quick: bool = False, command: str = "plait bench scalability") -> Bench:
+    """Measure every sync with each number of workers; `quick` takes fewer of both, for a shorter time."""
+    counts, syncs = (WORKERS[:2], QUICK_SYNCS) if quick else (WORKERS, SYNCS)
+    course = QUICK_COURSE if quick else (SECONDS, REPEATS)
+    rows = [row for count in counts for row in speed_rows(["homogeneous"], syncs, count, *course)]
     what = "partial reduce's fraction of ideal throughput"
     claims = partial_reduce_claims(rows, lambda row: f"{what}, {row['workers']} workers")
     return Bench("scalability", command, rows, claims)
@@ -31,8 +41,13 @@ def write_plot(bench: Bench, path: Path) -> None:
     """Steps a second over workers, a line for each sync, and the ideal."""
     with picture(path, (6, 4)) as (axis,):
         for sync in dict.fromkeys(row["sync"] for row in bench.rows):
-            points = [(row["workers"], row["steps_per_s"]) for row in bench.rows if row["sync"] == sync]
-            axis.plot(*zip(*sorted(points)), marker="o", label=str(sync))
-        axis.plot(WORKERS, [count / STEP_S for count in WORKERS], "k--", label="ideal")
+            own = [row for row in bench.rows if row["sync"] == sync]
+            names = ("workers", "steps_per_s", "steps_min", "steps_max")
+            workers, rates, least, most = ([number(row, name) for row in own] for name in names)
+            (line,) = axis.plot(workers, rates, marker="o", label=str(sync))
+            axis.vlines(workers, least, most, color=line.get_color())
+        counts = sorted({number(row, "workers") for row in bench.rows})
+        axis.plot(counts, [count / STEP_S for count in counts], "k--", label="ideal")
+        axis.set_xticks(counts)
         axis.set(xlabel="workers", ylabel="steps a second, all workers")
         axis.legend(fontsize=7)

@@ -6,6 +6,7 @@ sleeps that it really drew. Throughput is the sum of the workers' own rates.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +26,12 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducers import whole_world
 from plait.sync.averaging.peers import find_lost
 from plait.sync.make_averaging import AveragingWorkers, make_averaging
-from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number
+from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number, say, spread
 
 STEP_S = 0.1
-# How long each sync is measured in each case.
+# How long each sync is measured in each case, this many times.
 SECONDS = 3.0
+REPEATS = 3
 GOAL = 0.88
 
 
@@ -53,19 +55,29 @@ SYNCS: dict[str, tuple[str, dict[str, Any]]] = {
     "local-sgd H=8": ("local-sgd", {"every": 8}),
 }
 
+# The cases, the syncs, and the seconds and repeats of a quick course.
+QUICK_CASES = ("homogeneous", "one worker x4")
+QUICK_SYNCS = ("all-reduce, star", "partial-reduce", "ad-psgd", "hetpipe D=4")
+QUICK_COURSE = (1.0, 2)
 
-def run() -> Found:
-    """The fraction of ideal throughput of each sync, 8 workers, six cases of slow workers."""
-    rows = speed_rows()
+
+def run(quick: bool = False) -> Found:
+    """The fraction of ideal throughput of each sync, 8 workers, six cases of slow workers; `quick`: fewer."""
+    rows = speed_rows(QUICK_CASES, QUICK_SYNCS, 4, *QUICK_COURSE) if quick else speed_rows()
     what = "partial reduce's fraction of ideal throughput"
     return rows, partial_reduce_claims(rows, lambda row: f"{row['case']}: {what}, {row['workers']} workers")
 
 
 def speed_rows(
-    cases: Sequence[str] = tuple(CASES), syncs: Sequence[str] = tuple(SYNCS), workers: int = 8
+    cases: Sequence[str] = tuple(CASES),
+    syncs: Sequence[str] = tuple(SYNCS),
+    workers: int = 8,
+    seconds: float = SECONDS,
+    repeats: int = REPEATS,
 ) -> list[Row]:
-    """One row for each case and sync."""
-    rows: list[Row] = in_world(workers, measure_all, {"cases": list(cases), "syncs": list(syncs)})[0]
+    """One row for each case and sync: the median, the least and the most of the repeats."""
+    asked = {"cases": list(cases), "syncs": list(syncs), "seconds": seconds, "repeats": repeats}
+    rows: list[Row] = in_world(workers, measure_all, asked)[0]
     return rows
 
 
@@ -82,9 +94,31 @@ def partial_reduce_claims(rows: Sequence[Row], words: Callable[[Row], str]) -> l
     return [at_least(words(row), number(row, "fraction_of_ideal"), GOAL) for row in own]
 
 
-def measure_all(worker: Worker, cases: list[str], syncs: list[str]) -> list[Row]:
-    """Be one of the workers that measure every sync in every case."""
-    return [_measure(worker, case, sync) for case in cases for sync in syncs]
+def measure_all(
+    worker: Worker, cases: list[str], syncs: list[str], seconds: float, repeats: int
+) -> list[Row]:
+    """Be one of the workers that measure every sync in every case; within a case the syncs take turns."""
+    rows: list[Row] = []
+    for case in cases:
+        found: dict[str, list[Row]] = {sync: [] for sync in syncs}
+        for repeat, sync in itertools.product(range(repeats), syncs):
+            found[sync].append(_measure(worker, case, sync, seconds, repeat))
+        rows += [_of_repeats(each) for each in found.values()]
+        if worker.rank == 0:
+            say(f"{case}: {len(syncs)} syncs on {worker.world_size} workers, {repeats} times")
+    return rows
+
+
+def _of_repeats(rows: Sequence[Row]) -> Row:
+    fractions, rates = ([number(row, key) for row in rows] for key in ("fraction_of_ideal", "steps_per_s"))
+    return {
+        **rows[0],
+        **spread(fractions, "fraction_of_ideal", "fraction_min", "fraction_max"),
+        "lowest_worker": min(number(row, "lowest_worker") for row in rows),
+        "highest_worker": max(number(row, "highest_worker") for row in rows),
+        **spread(rates, "steps_per_s", "steps_min", "steps_max"),
+        "repeats": len(rows),
+    }
 
 
 @dataclass
@@ -96,7 +130,7 @@ class _SpeedWork:
     elapsed_s: float = 0.0
 
 
-def _measure(worker: Worker, case: str, sync: str) -> Row:
+def _measure(worker: Worker, case: str, sync: str, seconds: float, repeat: int) -> Row:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     kind, given = SYNCS[sync]
@@ -104,11 +138,11 @@ def _measure(worker: Worker, case: str, sync: str) -> Row:
     if kind == "all-reduce":
         together, finish = _with_all_reduce(worker, model, given.get("topology"))
     else:
-        together, finish = _with_averaging(worker, model, kind, given, f"bench/{case}/{sync}")
+        together, finish = _with_averaging(worker, model, kind, given, f"bench/{case}/{sync}/{repeat}")
     dist.barrier()
     equal = kind == "all-reduce" or kind in LOCKSTEP
-    count = max(10, round(SECONDS / _slowest_s(CASES[case], worker.world_size))) if equal else None
-    work = _work(step, together, count)
+    count = max(10, round(seconds / _slowest_s(CASES[case], worker.world_size))) if equal else None
+    work = _work(step, together, count, seconds)
     finish()
     found = all_gather_values((work.steps, work.slept_s, work.elapsed_s))
     rates = [steps / elapsed for steps, _, elapsed in found]
@@ -193,12 +227,13 @@ def _work(
     step: Callable[[], float],
     together: Callable[[Callable[[], float]], float],
     count: int | None,
+    seconds: float,
 ) -> _SpeedWork:
-    """Steps for SECONDS, or `count` of them, after a first one that is not counted."""
+    """Steps for `seconds`, or `count` of them, after a first one that is not counted."""
     together(step)
     work = _SpeedWork()
     started = time.monotonic()
-    while work.steps < count if count is not None else work.elapsed_s < SECONDS:
+    while work.steps < count if count is not None else work.elapsed_s < seconds:
         work.slept_s += together(step)
         work.steps += 1
         work.elapsed_s = time.monotonic() - started

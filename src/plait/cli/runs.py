@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.status_file import read_cause, read_status
+from plait.cli.status_file import list_runs, read_cause, read_status
 from plait.cli.train import JsonFlag
 from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.logs import show_logs
@@ -32,11 +32,24 @@ RunsFolder = Annotated[Path, typer.Option(help="Where runs are looked up by name
 LONGEST_S = 1e6
 
 
-def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag = False) -> None:
-    """Show which workers are alive, the step, samples/s and time left of a run.
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="A run's folder, its name, or a job's name; without it, all runs are listed.",
+            show_default=False,
+        ),
+    ] = None,
+    run_dir: RunsFolder = Path("runs"),
+    json_: JsonFlag = False,
+) -> None:
+    """Show which workers are alive, the step, samples/s and time left of a run; or list all runs.
 
     Example: plait status runs/digits-001
     """
+    if run is None:
+        _list_runs(run_dir, json_)
+        return
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
         content = read_status(folder)
@@ -58,6 +71,25 @@ def status(run: RunArgument, run_dir: RunsFolder = Path("runs"), json_: JsonFlag
         alive = "alive" if worker["alive"] else "ended"
         lines.append(f"worker {worker['rank']} on {worker['host']}: pid {worker['pid']}, {alive}")
     print(printable("\n".join(lines)))
+
+
+def _list_runs(run_dir: Path, json_: bool) -> None:
+    """Print every run below the folder, newest first, and name those that cannot be read."""
+    with os_errors_as_messages():
+        rows = list_runs(run_dir) if run_dir.is_dir() else []
+    if json_:
+        print(json.dumps({"run_dir": str(run_dir), "runs": rows}))
+        return
+    if not rows:
+        missing = "has no runs" if run_dir.is_dir() else "does not exist"
+        print(f"no runs: {run_dir}/ {missing} (plait train makes one; --run-dir names another folder)")
+        return
+    from plait.report.terminal import print_table, runs_table
+
+    print_table(runs_table(rows, time.time()))
+    for row in rows:
+        if "error" in row:
+            print(printable(f"cannot read {row['name']}: {row['error']}"))
 
 
 def stop(

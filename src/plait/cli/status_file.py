@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from plait.core.artefact import read_json
-from plait.core.errors import ArtefactError
+from plait.core.errors import ArtefactError, PlaitError
 from plait.core.shown import shortened, shown
 from plait.launcher.run_dir import RunDir
 from plait.schema.hosts import LOCAL
@@ -19,6 +21,8 @@ from plait.schema.hosts import LOCAL
 _WORKER_FAILED = re.compile(r"worker \d+ on \S+ failed: ")
 _AGENT_FAILED = re.compile(r"the agent on .* (ended|is still there|has shown no sign of life)")
 _MOST_BYTES = 1_000_000
+# Runs are looked for this many folders below the one that is listed.
+_MOST_DEPTH = 3
 
 
 def read_status(folder: RunDir) -> dict[str, Any]:
@@ -32,6 +36,36 @@ def read_status(folder: RunDir) -> dict[str, Any]:
         # The end of a worker on another host ends the run soon, so there the run's state is used.
         worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
     return content
+
+
+def list_runs(run_dir: Path) -> list[dict[str, Any]]:
+    """Every run below `run_dir` with its status, newest first; of one that cannot be read, the `error`."""
+    rows = [_row(folder, run_dir) for folder in _folders(run_dir, _MOST_DEPTH)]
+    return sorted(rows, key=lambda row: row["updated"], reverse=True)
+
+
+def _folders(path: Path, depth: int) -> Iterator[RunDir]:
+    """The runs below `path`; within a run none is looked for."""
+    for entry in sorted(path.iterdir()):
+        folder = RunDir(entry)
+        if entry.is_symlink() or not entry.is_dir():
+            continue
+        if any(os.path.lexists(file) for file in (folder.record, folder.status)):
+            yield folder
+        elif depth > 1 and os.access(entry, os.R_OK | os.X_OK):
+            yield from _folders(entry, depth - 1)
+
+
+def _row(folder: RunDir, run_dir: Path) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": str(folder.path.relative_to(run_dir)), "run": str(folder.path)}
+    try:
+        if not folder.status.exists():
+            return row | {"state": "never started", "updated": folder.path.stat().st_mtime}
+        content = read_status(folder)
+    except (PlaitError, OSError) as failure:
+        return row | {"state": "unreadable", "error": str(failure), "updated": folder.path.stat().st_mtime}
+    keys = ("state", "updated", "progress", "workers")
+    return row | {key: content[key] for key in keys}
 
 
 def _check(content: Mapping[str, Any], folder: RunDir) -> None:
@@ -54,6 +88,8 @@ def _check(content: Mapping[str, Any], folder: RunDir) -> None:
     # A stream of unknown length has no number of steps.
     unknown = "steps" in progress and progress["steps"] is None
     expect(not progress or unknown or _is_whole(progress.get("steps")), progress, "steps", "a whole number")
+    for key in ("trials", "ended"):
+        expect(_is_whole(progress.get(key, 0)), progress, key, "a whole number")
     for key in ("samples_per_s", "left_s"):
         expect(_is_number(progress.get(key, 0.0)), progress, key, "a number")
     for key in ("loss", *(key for key in progress if key.startswith("test_"))):

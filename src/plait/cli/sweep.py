@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.train import (
@@ -35,13 +33,10 @@ from plait.core.errors import InputError
 from plait.core.shown import show_numbers, shown
 from plait.core.units import count_of, show_rate, show_seconds
 from plait.launcher.run_dir import RunDir, RunKind
-from plait.report.terminal import ProgressDisplay, describe, print_table
+from plait.report.terminal import ProgressDisplay, describe, one_line, print_table
 from plait.schema.placement import ElasticRules, WorkerLimits
 from plait.schema.results import ArrayResult, SweepResult, TrialResult, show_metric, show_value
 from plait.schema.settings import SEARCHES, SearchSettings
-
-if TYPE_CHECKING:
-    from plait.launcher.display import WorkerState
 
 MAX_ROWS = 20
 
@@ -203,12 +198,6 @@ class SweepDisplay(ProgressDisplay):
         self._arrays: dict[int, tuple[bool, str]] = {}
         self._failed: set[str] = set()
 
-    def _make_live(self) -> Live:
-        return Live(console=self._console, transient=True, refresh_per_second=4)
-
-    def started(self, workers: tuple[WorkerState, ...]) -> None:
-        """Print nothing: the table has the workers."""
-
     def progressed(self, progress: Mapping[str, Any]) -> None:
         for array in [decode(ArrayResult, each) for each in progress.get("arrays", [])]:
             known = (array.fused, array.why)
@@ -219,11 +208,14 @@ class SweepDisplay(ProgressDisplay):
             if trial not in self._failed:
                 self._failed.add(trial)
                 self.printed(f"trial {trial} failed: {why}")
-        if isinstance(self._live, Live):
-            rows = [TrialResult.of_plain(row) for row in progress["rows"]]
-            self._live.update(Group(Text(describe_sweep(progress)), trials_table(rows)))
-        else:
-            self._print_rarely(describe_sweep(progress))
+        super().progressed(progress)
+
+    def _line(self) -> str:
+        return describe_sweep(self._progress)
+
+    def _view(self) -> RenderableType:
+        rows = [TrialResult.of_plain(row) for row in self._progress["rows"]]
+        return Group(*map(one_line, [self._line(), *self._facts()]), trials_table(rows))
 
 
 def describe_sweep(progress: Mapping[str, Any]) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from plait.adapt.progress_values import describe_change
 from plait.core import run_events
 from plait.core.events import Recorded
-from plait.core.shown import listed, shown
-from plait.core.units import count_of, show_seconds
+from plait.core.shown import listed
+from plait.core.units import show_seconds
 from plait.report.record import RunRecorded
 
 
@@ -29,31 +30,8 @@ def changes_of(recorded: RunRecorded) -> Iterable[Occurrence]:
             reason = str(line.fields.get("reason", ""))
             yield Occurrence(line.t, None, f"topology {line.fields.get('topology')} chosen", reason)
     for each in recorded.events:
-        event, t = each.event, each.t
-        if isinstance(event, run_events.Changed):
-            change = dict(event.change)
-            if event.kind_of_change == "PlanChange":
-                change = {"stages": [len(stage["layers"]) for stage in change["plan"]["stages"]]}
-            trial = "" if event.trial is None else f"trial {event.trial}: "
-            values = ", ".join(f"{key} {shown(value)}" for key, value in change.items())
-            kind = event.kind_of_change.removesuffix("Change")
-            yield Occurrence(t, event.step, f"{trial}{kind}: {values}", _asked(event))
-        elif isinstance(event, run_events.WorkersChanged):
-            what = f"{count_of(len(event.members), 'worker')} (version {event.version})"
-            yield Occurrence(t, event.step, what, f"{_asked(event)}; paused {show_seconds(event.seconds)}")
-        elif isinstance(event, run_events.LayersMoved):
-            what = f"{count_of(len(event.names), 'tensor')} moved to other workers"
-            yield Occurrence(t, event.step, what, listed(event.names, 200))
-        elif isinstance(event, run_events.SyncChosen):
-            yield Occurrence(t, None, f"sync {event.sync} chosen", event.reason)
-        elif isinstance(event, run_events.TrialCopied):
-            values = ", ".join(f"{key} {shown(value)}" for key, value in event.values.items())
-            what = f"trial {event.trial} took the weights of trial {event.source}"
-            yield Occurrence(t, event.step, what, values)
-
-
-def _asked(event: run_events.Changed | run_events.WorkersChanged) -> str:
-    return f"{event.by}: {event.why}" if event.why else f"asked for by the {event.by}"
+        if (change := describe_change(each.event)) is not None:
+            yield Occurrence(each.t, *change)
 
 
 def faults_of(events: Sequence[Recorded], state: str, cause: str | None) -> Iterable[Occurrence]:

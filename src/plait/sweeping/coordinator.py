@@ -105,7 +105,7 @@ class Coordinator:
             lambda trial: trial_folder(folder, trial).checkpoints,
             self._start_of,
         )
-        self._log = EventLog(folder.events(), rank=0, on_event=self._callbacks.handle)
+        self._log = EventLog(folder.events(), rank=0, on_event=self._on_event)
         # Descriptions of data sets, by workers.
         self._data: dict[tuple[str, int | None], DataDescription] = {}
         # Audited steps, and the largest difference found in them.
@@ -202,6 +202,10 @@ class Coordinator:
         if description is None:
             raise UnknownDataError(settings)
         return description
+
+    def _on_event(self, event: Event) -> None:
+        self._callbacks.handle(event)
+        self._progress.follow(event)
 
     def _keep(self, *events: Event) -> None:
         """Record events, flush them to disk, and tell the study."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from plait.adapt.progress_values import progress_of
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.events import Event
@@ -40,9 +41,14 @@ class SweepProgress:
         }
         self._started = clock()
         self._trial_steps = 0
+        self._of_events: dict[str, Any] = {}
         # When the first points of this process were counted, and the steps up to them: what came before was
         # getting ready, and says nothing of the time that is left.
         self._first: tuple[float, int] | None = None
+
+    def follow(self, event: Event) -> None:
+        """Report what was changed by the event, if it is a change."""
+        self._of_events |= progress_of(event)
 
     def count(self, trial: int, step: int, loss: float | None) -> None:
         """Count the steps of a trial up to `step`; `loss` is None if it is not known there."""
@@ -97,6 +103,7 @@ class SweepProgress:
             "rows": plain(self._shown()),
             "arrays": encode(self._arrays.table(LINES)),
             "failed": {str(t.number): t.why for t in scheduler.trials if t.state == "failed"},
+            **self._of_events,
         }
         each_s = self._left_per_step_s
         return report if each_s is None else {**report, "left_s": round((total - done) * each_s, 1)}

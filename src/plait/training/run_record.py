@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from plait.adapt.progress_values import progress_of, stages_of
 from plait.callbacks.callback import RunCallbacks, callbacks_of, make_callbacks
 from plait.callbacks.records import StartRecord
 from plait.core import run_events
@@ -99,7 +100,8 @@ class RunRecorder:
                 torch=torch.__version__,
             )
         )
-        self._progress = {"step": step, "steps": steps}
+        stages = settings.as_run().pipeline
+        self._progress |= {"step": step, "steps": steps, **({} if stages is None else stages_of(stages.plan))}
 
     def begin_steps(self) -> None:
         """Start the clock of the steps: the time before was preparation.
@@ -296,9 +298,10 @@ class RunRecorder:
         """Write an event into the record."""
         if self._log is not None:
             self._log.record(event)
+            self._progress |= progress_of(event)
 
     def _report(self, force: bool = False) -> None:
         now = self._clock()
         if self._active and (force or now - self._reported >= REPORT_S):
             self._reported = now
-            self._worker.report(self._progress)
+            self._worker.report(self._progress | {"memory_bytes": self._peak_memory()})

@@ -13,7 +13,7 @@ from plait.report.outputs.timeline_section import timeline_section
 from plait.report.run_data import GOING_ON, RunData
 from plait.schema.results import show_metric, show_value
 
-__all__ = ["MARK", "document", "head_of", "make_page", "sections_of"]
+__all__ = ["MARK", "document", "head_of", "make_page", "sections_of", "table"]
 
 MOST_TRIALS = 500
 

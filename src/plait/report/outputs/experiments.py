@@ -1,0 +1,144 @@
+"""The experiments of `plait bench --all` as one HTML file: their claims, pictures and tables."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.core.units import count_of, show_seconds
+from plait.report.outputs.page import document, table
+
+STYLE = (
+    "img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; } "
+    "details { margin: .6em 0; } summary { cursor: pointer; } "
+    "pre { overflow-x: auto; background: var(--soft); padding: .6em; } "
+    ".good { color: var(--backward); }"
+)
+MOST_ROWS = 400
+
+
+@dataclass(frozen=True)
+class ExperimentRun:
+    """An experiment that was run: its JSON and its picture, or how it failed; a `waiting` one comes later."""
+
+    name: str
+    seconds: float = 0.0
+    content: Mapping[str, Any] | None = None
+    png: bytes | None = None
+    failure: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.failure:
+            return "failed"
+        if self.content is None:
+            return "waiting"
+        broken = sum(not claim["holds"] for claim in self.content["claims"])
+        return (
+            f"{count_of(broken, 'claim')} of {len(self.content['claims'])} did not hold"
+            if broken
+            else "holds"
+        )
+
+
+def make_bench_page(command: str, runs: Sequence[ExperimentRun]) -> str:
+    """The page of experiments, in this order; those that failed say how."""
+    return document(
+        "Experiments", {"head": _head(command, runs), **{run.name: _section(run) for run in runs}}, STYLE
+    )
+
+
+def _head(command: str, runs: Sequence[ExperimentRun]) -> str:
+    failed, waiting = (sum(run.state == state for run in runs) for state in ("failed", "waiting"))
+    texts = [count_of(len(runs), "experiment")]
+    texts += [f"{failed} failed"] if failed else []
+    texts += [f"{waiting} to come"] if waiting else []
+    bad = " bad" if failed else ""
+    rows = "".join(
+        f'<tr><td class="words"><a href="#part-{run.name}">{html.escape(run.name)}</a></td>'
+        f'<td class="words{_mark(run)}">{html.escape(run.state)}</td>'
+        f"<td>{show_seconds(run.seconds) if run.seconds else '-'}</td></tr>"
+        for run in runs
+    )
+    return (
+        f'<h1>Experiments <span class="state{bad}">{", ".join(texts)}</span></h1>'
+        f'<p class="note">{html.escape(command)}: each experiment with its baselines in one run. '
+        f"A quick course is short, so its figures are rough; docs/results has the published ones.</p>"
+        f"{_setting(runs)}"
+        f'<div class="scroll"><table><tr><th class="words">experiment</th><th class="words">claims</th>'
+        f"<th>took</th></tr>{rows}</table></div>"
+    )
+
+
+def _mark(run: ExperimentRun) -> str:
+    return {"holds": " good", "waiting": ""}.get(run.state, " bad")
+
+
+def _setting(runs: Sequence[ExperimentRun]) -> str:
+    """The machine and the versions of the first experiment that has them: one machine has run all."""
+    for run in runs:
+        if run.content is not None:
+            machine = {k: v for k, v in run.content["machine"].items() if k != "load"}
+            facts = {**machine, **run.content["versions"], "date": run.content["date"]}
+            return (
+                f"<dl>{''.join(_fact(key, value) for key, value in facts.items() if value is not None)}</dl>"
+            )
+    return ""
+
+
+def _fact(key: str, value: object) -> str:
+    return f"<dt>{html.escape(key)}</dt><dd>{html.escape(str(value))}</dd>"
+
+
+def _section(run: ExperimentRun) -> str:
+    parts = [f"<h2>{html.escape(run.name)}</h2>"]
+    if run.failure:
+        parts.append('<p class="bad">It failed:</p>')
+        parts.append(f"<pre>{html.escape(run.failure)}</pre>")
+    if run.content is None:
+        return "".join(parts)
+    load = run.content["machine"].get("load")
+    of_run = f"{run.content['command']}, seed {run.content['seed']}, {show_seconds(run.seconds)}"
+    parts.append(f'<p class="note">{html.escape(of_run)}, load of the machine {load}</p>')
+    claims = "".join(
+        f'<tr><td class="words{" good" if claim["holds"] else " bad"}">'
+        f"{'holds' if claim['holds'] else 'does not hold'}</td>"
+        f'<td class="words">{html.escape(claim["claim"])}</td><td>{_show(claim["value"])}</td>'
+        f'<td class="words">{html.escape(claim["goal"])}</td></tr>'
+        for claim in run.content["claims"]
+    )
+    head = "".join(f'<th class="words">{name}</th>' for name in ("", "claim", "found", "goal"))
+    parts.append(f'<div class="scroll"><table><tr>{head}</tr>{claims}</table></div>')
+    if run.png is not None:
+        content = base64.b64encode(run.png).decode()
+        label = html.escape(f"the picture of {run.name}")
+        parts.append(f'<figure class=wide><img alt="{label}" src="data:image/png;base64,{content}"></figure>')
+    parts.append(_rows(run.content["rows"]))
+    return "".join(parts)
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """All measured rows, folded away."""
+    if not rows:
+        return ""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [[_show(row.get(column)) for column in columns] for row in rows[:MOST_ROWS]]
+    words = tuple(
+        number
+        for number, column in enumerate(columns)
+        if any(isinstance(row.get(column), str) for row in rows)
+    )
+    more = f"<p class=note>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
+    body = f"{table(columns, cells, words)}{more}"
+    return f"<details><summary>{count_of(len(rows), 'row')}</summary>{body}</details>"
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

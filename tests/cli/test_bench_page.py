@@ -1,0 +1,103 @@
+"""`plait bench --all`: every experiment in a process, one page of all, also where one fails."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli import app
+from plait.report.outputs.experiments import ExperimentRun, make_bench_page
+
+# `plait.cli.bench` is also the name of the verb.
+command = importlib.import_module("plait.cli.bench")
+CLAIM = {"claim": "fused <over> serial", "value": 2.5, "goal": "at least 2", "holds": True}
+CONTENT: dict[str, Any] = {
+    "name": "good",
+    "machine": {"system": "Linux", "cores": 2, "gpu": None, "load": 0.5},
+    "versions": {"torch": "2.13"},
+    "command": "plait bench good --quick",
+    "seed": 0,
+    "date": "2026-11-18",
+    "rows": [{"case": "a&b", "step_s": 0.123456, "exact": True, "none": None}],
+    "claims": [CLAIM],
+}
+# What stands for `python -m plait`: experiments that end well, with a claim that does not hold, badly, never.
+EXPERIMENTS = """
+import json, signal, sys
+name, content = sys.argv[2], json.loads({content!r})
+print("plait bench: some progress", file=sys.stderr, flush=True)
+if name == "hangs":
+    signal.pause()
+if name == "fails":
+    print("Traceback: \\x1b[2Jno memory", file=sys.stderr)
+    print(json.dumps({{"error": "no memory"}}))
+    sys.exit(1)
+open(sys.argv[sys.argv.index("--png") + 1], "wb").write(b"PNG of " + name.encode())
+content["claims"][0]["holds"] = name == "good"
+print(json.dumps(content))
+sys.exit(name != "good")
+"""
+
+
+@pytest.fixture
+def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plait").mkdir()
+    (tmp_path / "plait" / "__init__.py").touch()
+    (tmp_path / "plait" / "__main__.py").write_text(EXPERIMENTS.format(content=json.dumps(CONTENT)))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(command, "installed", lambda: dict.fromkeys(("fails", "good", "weak"), "x"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_all_experiments_are_one_page_also_if_one_fails(experiments: None):
+    done = CliRunner().invoke(app, ["bench", "--all", "--quick", "-o", "all.html", "--json"])
+    assert "1 experiment failed: fails; all.html says how" in str(done.exception)
+    printed = json.loads(done.stdout)
+    weak = "1 claim of 1 did not hold"
+    assert printed["states"] == {"fails": "failed", "good": "holds", "weak": weak}
+    assert printed["experiments"]["good"]["rows"] == CONTENT["rows"]
+    assert "plait bench: some progress" in done.stderr
+    page = Path("all.html").read_text()
+    assert "3 experiments, 1 failed" in page
+    assert "no memory\nexit status 1 after" in page
+    assert page.count("data:image/png;base64,") == 2
+
+
+def test_an_experiment_that_never_ends_is_ended(experiments: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "installed", lambda: {"hangs": "x"})
+    monkeypatch.setattr(command, "QUICK_LIMIT_S", 0.2)
+    done = CliRunner().invoke(app, ["bench", "--all", "--quick"])
+    assert "1 experiment failed: hangs; bench.html says how" in str(done.exception)
+    assert "exit status -15 after" in Path("bench.html").read_text()
+
+
+def test_a_page_names_what_it_was_measured_on_and_escapes_what_it_shows():
+    runs = [ExperimentRun("good", 3.0, CONTENT, b"png"), ExperimentRun("later")]
+    page = make_bench_page("plait bench --all --quick", runs)
+    assert "2 experiments, 1 to come" in page
+    assert "fused &lt;over&gt; serial</td><td>2.5</td>" in page
+    assert "a&amp;b</td><td>0.1235</td><td>yes</td><td>-</td>" in page
+    assert "<dt>torch</dt><dd>2.13</dd>" in page
+    assert "<dt>gpu</dt>" not in page
+    assert "plait bench good --quick, seed 0, 3 s, load of the machine 0.5" in page
+    assert "http" not in page.partition("</head>")[2].replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "NAME: missing; expected plait bench NAME, or plait bench --all"),
+        (["good", "-o", "x.html"], "-o: found without --all"),
+        (["good", "--all"], "--all: found with NAME"),
+        (["goood"], "NAME: found 'goood', expected an experiment; did you mean 'good'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(experiments: None, words: list[str], message: str):
+    assert message in str(CliRunner().invoke(app, ["bench", *words]).exception)
