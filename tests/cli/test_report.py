@@ -24,6 +24,7 @@ from plait.report.curves import decimated
 from plait.report.idle import BACKWARD, BETWEEN, FORWARD, RECEIVING
 from plait.report.record import RunReader, read_run
 from plait.report.timeline import make_timeline
+from support.browser import Browser
 
 T0, STEPS = 1.7e9, 20
 STATUS: dict[str, Any] = {
@@ -276,6 +277,61 @@ def test_a_run_that_died_shows_how_far_it_was_and_why(run: Path):
     assert '<span class="state bad">died</span>' in page
     assert "worker 1 on localhost failed: out of &lt;memory&gt;" in page
     assert "time left" not in page
+
+
+def test_what_another_version_wrote_is_left_out_and_the_rest_is_shown(run: Path):
+    (run / "settings.json").write_text(json.dumps({"pipeline": {"plan": {"slices": 3}}, "colour": "red"}))
+    with (run / "events" / "rank0.jsonl").open("a") as file:
+        file.write(json.dumps({"t": T0 + 201, "rank": 0, "kind": "step", "steps": [1, 2]}) + "\n")
+    plait("report", str(run))
+    page = Path("two-stages.report.html").read_text()
+    for words in (
+        "20 of 20",
+        "worker 1 (stage 1)",
+        "<dt>plan</dt><dd>not shown: ",
+        "perhaps another version of Plait wrote it",
+        "<dt>not shown</dt><dd>1 event, perhaps of another version of Plait; the first: ",
+    ):
+        assert words in page, words
+
+
+def test_a_folder_of_runs_is_listed_and_those_that_are_chosen_are_compared(
+    run: Path, browser: Browser, tmp_path: Path
+):
+    for name, rate in (("a", 0.1), ("b", 0.2), ("c", 0.1)):
+        shutil.copytree(run, tmp_path / "all" / name)
+        (tmp_path / "all" / name / "job.yaml").write_text(
+            f"name: {name}\noptimizer: {{lr: {rate}}}\nsteps: 20\n"
+        )
+    (tmp_path / "all" / "hurt").mkdir()
+    (tmp_path / "all" / "hurt" / "status.json").write_text("{<")
+    assert "wrote all.report.html" in plait("report", "all")
+    browser.open((tmp_path / "all.report.html").as_uri())
+    texts = "[...document.querySelectorAll({!r})].map((cell) => cell.textContent)"
+    first, *rows = browser.value(
+        "[...document.querySelectorAll('#runs tr')].map((r) => r.innerText.split('\\t'))"
+    )
+    assert first[2:] == ["state", "steps", "training loss", "test loss", "test accuracy", "time", "workers"]
+    assert sorted(row[1] for row in rows) == ["a", "b", "c"]
+    assert {tuple(row[2:]) for row in rows} == {
+        ("finished", "20 of 20", "0.1", "0.5", "75.0%", "3 min 20 s", "2")
+    }
+    assert browser.value(texts.format("#part-unreadable td"))[:2] == ["hurt", "unreadable"]
+    names = [row[1] for row in rows]
+    for name in "abc":
+        if (name in names[:2]) != (name in "ab"):
+            browser.click(f"input[aria-label='compare {name}']")
+    browser.wait("document.querySelectorAll('#compared polyline').length === 2 * 4")
+    assert sorted(browser.value(texts.format("#compared .legend span"))) == ["a", "b"]
+    assert sorted(browser.value(texts.format("#compared td"))) == ["0.1", "0.2", "optimizer.lr"]
+    assert browser.errors() == []
+    with pytest.raises(
+        InputError, match="a folder of runs, expected one run; name one of them, such as all/"
+    ):
+        plait("report", "all", "--trace", "t.json")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="and no run below empty/ to list"):
+        plait("report", "empty")
 
 
 def test_a_sweep_shows_the_curves_and_values_of_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

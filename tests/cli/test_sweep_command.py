@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -104,8 +105,12 @@ def _check_files(folder: Path) -> None:
     assert len(rows) == 4
     assert float(rows[0]["test accuracy"]) == max(float(row["test accuracy"]) for row in rows)
     page = (folder / "sweep.html").read_text()
-    assert page.count("<tr>") == 5
-    assert 'src="data:image/png;base64,iVBOR' in page
+    trials = page.partition('<div class="sortable">')[2].partition("</table>")[0].split("<tr>")[2:]
+    # In the order of the table; and a curve of each.
+    assert [int(re.search(r"<td>(\d+)</td>", row)[1]) for row in trials] == [
+        int(row["trial"]) for row in rows
+    ]  # type: ignore[index]
+    assert page.partition("training loss")[2].partition("</svg>")[0].count("<polyline") == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

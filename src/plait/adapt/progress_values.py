@@ -24,10 +24,10 @@ def describe_change(event: Event) -> tuple[int | None, str, str] | None:
                 change = {"stages": [len(stage["layers"]) for stage in change["plan"]["stages"]]}
             trial = "" if event.trial is None else f"trial {event.trial}: "
             kind = event.kind_of_change.removesuffix("Change")
-            return event.step, f"{trial}{kind}: {_values(change)}", f"{event.by}: {event.why}"
+            return event.step, f"{trial}{kind}: {_values(change)}", _asked(event)
         case run_events.WorkersChanged():
             what = f"{count_of(len(event.members), 'worker')} (version {event.version})"
-            return event.step, what, f"{event.by}: {event.why}; paused {show_seconds(event.seconds)}"
+            return event.step, what, f"{_asked(event)}; paused {show_seconds(event.seconds)}"
         case run_events.LayersMoved():
             what = f"{count_of(len(event.names), 'tensor')} moved to other workers"
             return event.step, what, listed(event.names, 200)
@@ -37,6 +37,10 @@ def describe_change(event: Event) -> tuple[int | None, str, str] | None:
             what = f"trial {event.trial} took the weights of trial {event.source}"
             return event.step, what, _values(event.values)
     return None
+
+
+def _asked(event: run_events.Changed | run_events.WorkersChanged) -> str:
+    return f"{event.by}: {event.why}" if event.why else f"asked for by the {event.by}"
 
 
 def _values(values: Mapping[str, Any]) -> str:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+import yaml
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.runs import RunArgument, RunsFolder
-from plait.cli.status_file import read_cause, read_status
+from plait.cli.status_file import list_runs, read_cause, read_status
 from plait.cli.train import JsonFlag
 from plait.core.artefact import read_json
 from plait.core.codec import decode
-from plait.core.errors import ArtefactError, InputError
+from plait.core.errors import ArtefactError, InputError, PlaitError
 from plait.core.files import write_output
 from plait.core.names import check_extra
 from plait.core.units import show_bytes
 from plait.launcher.run_dir import RunDir, find_run
-from plait.schema.settings import TrainSettings
+from plait.schema.plans.plan import Plan
 
-if TYPE_CHECKING:
-    from plait.schema.plans.plan import Plan
-
+# A page of a folder has its newest runs.
+MOST_RUNS = 200
 # A file of Plait's has its mark within the first bytes.
 _HEAD_BYTES = 400
 
@@ -52,23 +53,88 @@ def report(
 ) -> None:
     """Write a run as one HTML page: curves, timeline, stages, replicas, adaptations, faults, trials.
 
+    Of a folder of runs, the page lists them and compares those that are chosen in it.
+
     Example: plait report runs/digits-001
     """
     with os_errors_as_messages():
         if watch:
             _watch(run, run_dir, (output, trace, csv, png), host, port, json_)
             return
-        folder = find_run(run, run_dir)
+        rows = _runs_below(run)
+        if rows:
+            written = [_write_list(Path(run), rows, output, (trace, csv, png), force)]
+            _print_written({"folder": run, "runs": len(rows)}, written, json_)
+            return
+        try:
+            folder = find_run(run, run_dir)
+        except InputError as error:
+            if Path(run).is_dir():
+                raise InputError(f"{error}, and no run below {run}/ to list") from None
+            raise
         if png is not None:
             check_extra("matplotlib", f"--png {png}")
         page = output or Path(f"{folder.path.absolute().name}.report.html")
         written = _write(folder, page, trace, csv, png, force)
-    if json_:
-        print(json.dumps({"run": str(folder.path), "files": [str(path) for path in written]}))
+    _print_written({"run": str(folder.path)}, written, json_)
+
+
+def _print_written(content: Mapping[str, Any], written: Sequence[Path], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({**content, "files": [str(path) for path in written]}))
         return
     for path in written:
         size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
         print(f"wrote {path}{size}")
+
+
+def _runs_below(text: str) -> list[dict[str, Any]]:
+    """The runs in the folder that `text` names, newest first; none if it names no folder, or a run."""
+    path = Path(text)
+    run = RunDir(path)
+    is_run = any(file.exists() for file in (run.record, run.status, run.settings))
+    return [] if not text or is_run or not path.is_dir() else list_runs(path)
+
+
+def _write_list(
+    path: Path, rows: Sequence[Mapping[str, Any]], output: Path | None, others: Sequence[Any], force: bool
+) -> Path:
+    """Write the page of all runs below the folder `path`."""
+    from plait.report.comparison import ComparedRun, compared
+    from plait.report.outputs.runs_page import MARK, make_runs_page
+    from plait.report.record import read_run
+
+    if any(other is not None for other in others):
+        raise InputError(
+            f"--trace, --csv, --png: found {str(path)!r}, a folder of runs, expected one run; "
+            f"name one of them, such as {rows[0]['run']}"
+        )
+    page = output or Path(f"{path.absolute().name}.report.html")
+    if not force:
+        _check_replaceable(page, MARK)
+    runs = []
+    for row in rows[:MOST_RUNS]:
+        name, state = row["name"], row["state"]
+        try:
+            if "error" in row:
+                raise InputError(row["error"])
+            recorded = read_run(Path(row["run"]))
+            if not recorded.events:
+                raise InputError("it has no events")
+            runs.append(compared(name, state, recorded, _settings(RunDir(Path(row["run"])))))
+        except (PlaitError, OSError) as problem:
+            runs.append(ComparedRun(name, state, problem=str(problem)))
+    write_output(page, make_runs_page(path.absolute().name, runs, len(rows) - len(runs)))
+    return page
+
+
+def _settings(folder: RunDir) -> Mapping[str, Any]:
+    """The job of a run as its file has it; nothing if it cannot be read."""
+    try:
+        content = yaml.safe_load(folder.job.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _watch(
@@ -83,7 +149,7 @@ def _watch(
     if any(Path(run).glob("*/run.json")) and not (Path(run) / "run.json").exists():
         raise InputError(f"--watch: found {run!r}, a folder of runs, expected one run; name one of them")
     folder = find_run(run, run_dir)
-    watch(folder, lambda: _plan(folder), host, port, as_json)
+    watch(folder, lambda: _plan(folder)[0], host, port, as_json)
 
 
 def _write(
@@ -111,7 +177,10 @@ def _write(
         raise InputError(f"{folder.path}: it has no events ({state}){ended}; {hint}")
     name = folder.path.absolute().name
     cause = read_cause(folder) if state in ("failed", "died") else None
-    data = make_data(name, recorded, _plan(folder), state, cause, progress)
+    plan, unknown = _plan(folder)
+    data = make_data(name, recorded, plan, state, cause, progress)
+    if unknown:
+        data = replace(data, facts=(*data.facts, ("plan", unknown)))
     texts = {page: pages.make_page(data)}
     if trace is not None:
         texts[trace] = traces.make_trace(data, recorded.ops)
@@ -152,10 +221,15 @@ def _status(folder: RunDir) -> tuple[str, Mapping[str, Any]]:
     return content["state"], content["progress"]
 
 
-def _plan(folder: RunDir) -> Plan | None:
-    """The plan that a run in stages was started with."""
+def _plan(folder: RunDir) -> tuple[Plan | None, str]:
+    """The plan that a run in stages was started with, and why it is not known where it cannot be read."""
     if not folder.settings.exists():
-        return None
-    content = read_json(folder.settings, "settings")
-    pipeline = decode(TrainSettings, content, str(folder.settings)).as_run().pipeline
-    return pipeline.plan if pipeline is not None else None
+        return None, ""
+    try:
+        stages = read_json(folder.settings, "settings").get("pipeline")
+        if not stages or stages.get("as_data_parallel"):
+            return None, ""
+        return decode(Plan, stages["plan"], f"{folder.settings}: pipeline.plan"), ""
+    except (ArtefactError, AttributeError, KeyError) as error:
+        reason = str(error) if isinstance(error, ArtefactError) else f"{folder.settings}: no pipeline.plan"
+        return None, f"not shown: {reason}; perhaps another version of Plait wrote it"

@@ -43,11 +43,16 @@ class OpArrays:
 
 @dataclass(frozen=True)
 class RunRecorded:
-    """All events of a run by time: `ops` from `operations`, and `others`, whose kinds are not declared."""
+    """All events of a run by time: `ops` from `operations`, and `others`, whose kinds are not declared.
+
+    `unknown` says what is wrong with each event whose fields are not those of its kind: another version of
+    Plait may have written it.
+    """
 
     events: tuple[Recorded, ...]
     ops: OpArrays
     others: tuple[EventLine, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def read_run(folder: Path) -> RunRecorded:
@@ -69,6 +74,7 @@ class RunReader:
         self._events: list[Recorded] = []
         self._operations: dict[int, _OpLists] = {}
         self._others: list[EventLine] = []
+        self._unknown: list[str] = []
         self.last_t = 0.0
 
     def read_new(self) -> bool:
@@ -89,16 +95,21 @@ class RunReader:
         self.last_t = max(self.last_t, line.t)
         if line.kind == _OPERATIONS:
             self._operations.setdefault(line.rank, _OpLists()).add(line)
-        elif line.kind in Event.kinds:
-            self._events.append(line.decoded())
-        else:
+        elif line.kind not in Event.kinds:
             self._others.append(line)
+        else:
+            try:
+                self._events.append(line.decoded())
+            except ArtefactError as error:
+                self._unknown.append(str(error))
 
     def recorded(self) -> RunRecorded:
         """All events read so far."""
         self._events.sort(key=lambda each: each.t)
         parts = [lists.arrays(worker, str(self._folder)) for worker, lists in self._operations.items()]
-        return RunRecorded(tuple(self._events), join_operations(parts), tuple(self._others))
+        return RunRecorded(
+            tuple(self._events), join_operations(parts), tuple(self._others), tuple(self._unknown)
+        )
 
 
 class _OpLists:

@@ -13,7 +13,7 @@ from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.events import Recorded
 from plait.core.shown import listed
-from plait.core.units import show_bytes, show_rate, show_seconds
+from plait.core.units import count_of, show_bytes, show_rate, show_seconds
 from plait.report.curves import Points, curves_of, work_of
 from plait.report.occurrences import Occurrence, changes_of, faults_of
 from plait.report.record import OpArrays, RunRecorded
@@ -87,7 +87,7 @@ def make_data(
         name,
         state,
         cause,
-        tuple(_facts(events, timeline, plan, curves, replicas, trials, left)),
+        (*_facts(events, timeline, plan, curves, replicas, trials, left), *_left_out(recorded)),
         curves,
         work_of(events),
         timeline,
@@ -130,7 +130,7 @@ def _facts(
         done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
         yield "steps", f"{done:,}" if start.steps is None else f"{done:,} of {start.steps:,}"
         yield "model", f"{start.model}, {start.parameters:,} parameters, {start.precision}"
-        workers = _workers(events, start.workers)
+        workers = last_workers(events, start.workers)
         before = f" ({start.workers} at first)" if start.workers != workers else ""
         yield "workers", f"{workers} x {start.device}{before}, batch {start.batch_size} over all"
     for start in _of_kind(events, run_events.SweepStarted)[-1:]:
@@ -164,7 +164,14 @@ def _facts(
         yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
 
 
-def _workers(events: Iterable[Recorded], count: int) -> int:
+def _left_out(recorded: RunRecorded) -> Iterable[tuple[str, str]]:
+    """That some events are not shown, and why."""
+    if recorded.unknown:
+        left = count_of(len(recorded.unknown), "event")
+        yield "not shown", f"{left}, perhaps of another version of Plait; the first: {recorded.unknown[0]}"
+
+
+def last_workers(events: Iterable[Recorded], count: int) -> int:
     """The last number of workers of a run that began with `count`."""
     for each in events:
         if isinstance(each.event, run_events.RunStarted):

@@ -129,8 +129,8 @@ def _shifted(ops: OpArrays, seconds: float) -> OpArrays:
 def _intervals(recorded: RunRecorded, with_steps: bool) -> OpArrays:
     """Evaluations, checkpoints and, if no operations were recorded, the intervals of steps.
 
-    All workers take part in them; the first one records them. Workers that average record intervals of their
-    own. Of a step whose work was measured (`signals`) each worker has the share that it computed.
+    All workers take part in them; the first one records them. Each worker that averages
+    records its intervals. Of a step whose work was measured (`signals`) each has the share that it computed.
     """
     stages = [int(each) for each in np.unique(recorded.ops.workers)]
     rows: list[tuple[int, int, int, int, float, float]] = []

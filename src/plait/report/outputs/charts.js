@@ -45,6 +45,8 @@ function showPoint(svg, event) {
   text.setAttribute("y", 11);
 }
 
+const SECONDS = { h: 3600, min: 60, s: 1, ms: 1e-3, "µs": 1e-6 };
+
 function sortBy(cell) {
   const table = cell.closest("table"), [head, ...rows] = table.rows, column = cell.cellIndex;
   const sign = cell.dataset.down ? -1 : 1;
@@ -52,6 +54,8 @@ function sortBy(cell) {
   cell.dataset.down = cell.dataset.down ? "" : "1";
   const value = (row) => {
     const text = row.cells[column].textContent.replace(/,/g, "");
+    const times = [...text.matchAll(/([0-9.]+) (h|min|s|ms|µs)(?= |$)/g)];
+    if (times.length) return times.reduce((sum, [, many, unit]) => sum + many * SECONDS[unit], 0);
     return isNaN(parseFloat(text)) ? text : parseFloat(text);
   };
   const order = (a, b) => typeof a === typeof b ? (a > b) - (a < b) : typeof a === "number" ? -1 : 1;

@@ -46,7 +46,8 @@ def chart(title: str, curves: Mapping[str, Points], with_legend: bool = True, to
         for tick in y.ticks()
     ]
     below = [
-        f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>'
+        f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" '
+        f'text-anchor="{"end" if x(tick) > WIDTH - RIGHT - 16 else "middle"}">{_number(tick)}</text>'
         for tick in x.ticks()
     ]
     last = f"<span>{show_value(values[-1])}</span>" if len(curves) == 1 else ""
@@ -80,22 +81,26 @@ def _curve(name: str, number: int, points: Points, x: _Axis, y: _Axis) -> str:
     )
 
 
+def highest_shown(curves: Sequence[Points]) -> float:
+    """The end of an axis: one trial that diverged must not make all others, the best first, one flat line."""
+    best = [value for points in curves[:COLOURS] for _, value in points]
+    return 3 * max(best) if len(curves) > 1 and best and max(best) > 0 else math.inf
+
+
 def trial_charts(trials: Sequence[TrialRow]) -> str:
     """The training loss and each metric of all trials, the best ones in colour."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.tests))
     series = {"training loss": [points_of(trial.losses) for trial in trials]}
     series |= {f"test {name}": [points_of(trial.tests.get(name, {})) for trial in trials] for name in names}
-    labels = [_label(trial) for trial in trials]
+    labels = [trial_label(trial) for trial in trials]
     charts = []
     for title, curves in series.items():
-        # A trial that diverged must not make all others one flat line.
-        best = [value for points in curves[:COLOURS] for _, value in points]
-        top = 3 * max(best) if best and max(best) > 0 else math.inf
-        charts.append(chart(title, dict(zip(labels, curves)), with_legend=False, top=top))
+        charts.append(chart(title, dict(zip(labels, curves)), with_legend=False, top=highest_shown(curves)))
     return f'<div class="charts">{"".join(charts)}</div>{legend(labels)}'
 
 
-def _label(trial: TrialRow) -> str:
+def trial_label(trial: TrialRow) -> str:
+    """The number and the values of a trial, short."""
     values = ", ".join(f"{key.rpartition('.')[2]} {show_value(each)}" for key, each in trial.values.items())
     return f"{trial.number}: {values}"[:60]
 
@@ -126,7 +131,7 @@ def parallel_coordinates(trials: Sequence[TrialRow]) -> str:
         places = [axis.height(values[number]) for (_, values), axis in zip(columns, axes)]
         path = " ".join(f"{left:.0f},{y:.1f}" for left, y in zip(at, places) if y is not None)
         colour = f"c{number}" if number < COLOURS else "rest"
-        title = f"<title>{html.escape(_label(trial))}</title>"
+        title = f"<title>{html.escape(trial_label(trial))}</title>"
         parts.append(f'<polyline class="{colour}" points="{path}">{title}</polyline>')
     label = "values and metrics of the trials"
     return (

@@ -76,24 +76,36 @@ function describeAt(d, row, t) {
     `the next operation begins ${showSeconds(ops.start[i] - t)} later`;
 }
 
+// A colour as `#rrggbb` in the order of bytes of a picture's pixels.
+function pixelOf(colour) {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+  return (255 << 24 | b << 16 | g << 8 | r) >>> 0;
+}
+
+// From `x0` to `x1`, a column of pixels for each moment: as high as the share of each kind of work. Many rectangles
+// would take ten times as long as the pixels of a picture.
 function drawOverview(c, d, row, view, x0, x1, top, height, colours) {
   const n = d.buckets, perPixel = (view.to - view.from) / view.width;
-  for (let x = Math.max(0, Math.floor(x0)); x < Math.min(view.width, x1); x++) {
-    const t = view.from + x * perPixel;
+  const from = Math.max(0, Math.floor(x0)), wide = Math.ceil(Math.min(view.width, x1)) - from;
+  if (wide <= 0) return;
+  const picture = new ImageData(wide, height), pixels = new Uint32Array(picture.data.buffer);
+  const fills = colours.groups.map(pixelOf);
+  for (let column = 0; column < wide; column++) {
+    const t = view.from + (from + column) * perPixel;
     const first = Math.max(0, Math.min(n - 1, Math.floor(t / d.end * n)));
     const last = Math.max(first, Math.min(n - 1, Math.floor((t + perPixel) / d.end * n)));
-    let bottom = top + height;
-    for (let g = 0; g < d.groups.length; g++) {
+    let share = 0, y = height;
+    for (let g = 0; g < fills.length; g++) {
+      const base = (row * fills.length + g) * n;
       let sum = 0;
-      const base = (row * d.groups.length + g) * n;
       for (let b = first; b <= last; b++) sum += d.overview[base + b];
-      const tall = sum / (255 * (last - first + 1)) * height;
-      if (tall < 0.2) continue;
-      c.fillStyle = colours.groups[g];
-      c.fillRect(x, bottom - tall, 1, tall);
-      bottom -= tall;
+      share += sum / (255 * (last - first + 1));
+      for (const end = Math.max(0, height - Math.round(share * height)); y > end;) pixels[--y * wide + column] = fills[g];
     }
   }
+  const part = new OffscreenCanvas(wide, height);
+  part.getContext("2d").putImageData(picture, 0, 0);
+  c.drawImage(part, from, top);
 }
 
 function colourOf(letter, microbatch, colours) {
@@ -131,8 +143,11 @@ function drawBars(c, d, row, view, window, top, height, colours) {
   for (; k < order.length; k++) {
     if (busyTo === Infinity) busyTo = (ops.start[order[k]] - view.from) * scale;
     const i = order[k], letter = String.fromCharCode(ops.kind[i]);
-    if (ops.start[i] - ops.received[i] > to) break;
     const x = (ops.start[i] - view.from) * scale, wide = ops.seconds[i] * scale;
+    if (ops.start[i] > to) {
+      if (ops.start[i] <= window[1]) drawIdle(c, d, i, Math.max(0, busyTo), x, ops.received[i] * scale, top, height, colours);
+      break;
+    }
     if (x + wide < 0) { busyTo = Math.max(busyTo, x + wide); continue; }
     if (wide < 1 && Math.floor(x) === lastPixel) continue;
     lastPixel = Math.floor(x);
@@ -195,6 +210,9 @@ function drawTimeline(c, d, view, layout, colours) {
     if (hasLane) drawPredicted(c, d, row, view, top + layout.bar + 2, layout.lane, colours);
   }
   drawAxis(c, view, colours);
+  c.fillStyle = colours.text;
+  if (d.windows.length > 1) for (const [a, b] of d.windows)
+    c.fillRect((a - view.from) * scale, layout.top - 4, Math.max(2, (b - a) * scale), 2);
   drawMarks(c, d, view, layout, colours);
   drawNames(c, d, layout, hasLane, colours);
 }
@@ -230,12 +248,14 @@ function markAt(d, view, x) {
 function drawAxis(c, view, colours) {
   const span = view.to - view.from, unit = Math.pow(10, Math.floor(Math.log10(span / 4)));
   const step = [1, 2, 5, 10].map((each) => each * unit).find((each) => span / each <= 8);
+  const [name, many] = view.to < 1e-3 ? [" µs", 1e6] : view.to < 1 ? [" ms", 1e3] : [" s", 1];
+  const digits = Math.max(0, Math.ceil(-Math.log10(step * many) - 1e-9));
   c.fillStyle = colours.text;
   c.strokeStyle = colours.line;
   for (let k = Math.ceil(view.from / step); k * step < view.to; k++) {
     const x = (k * step - view.from) / span * view.width;
     c.beginPath(); c.moveTo(x, 14); c.lineTo(x, 20); c.stroke();
-    c.fillText(showSeconds(Number((k * step).toPrecision(12))), x + 3, 12);
+    c.fillText((k * step * many).toFixed(digits) + name, x + 3, 12);
   }
 }
 
@@ -337,7 +357,7 @@ function startTimeline(box, text) {
   scheme.addEventListener("change", () => { colours = null; redraw(); });
   window.addEventListener("resize", redraw);
   box.load = load;
-  box.view = () => view;
+  box.view = () => ({ from: view.from, to: view.to });
   load(text);
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from plait.core.files import write_picture
 from plait.report.curves import Points, decimated, points_of
+from plait.report.outputs.charts import COLOURS, highest_shown, trial_label
 from plait.report.run_data import RunData
 from plait.report.timeline import LABELS, Timeline
 
@@ -26,7 +27,7 @@ def draw_report(data: RunData, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = _panels(data)
-    rows = math.ceil(len(panels) / COLUMNS)
+    rows = max(1, math.ceil(len(panels) / COLUMNS))
     lines = 0 if data.timeline is None else 1
     size = (13, 2.8 * rows + (1.2 + 0.35 * len(data.timeline.workers) if data.timeline else 0.4))
     figure = Figure(figsize=size, dpi=110, layout="constrained")
@@ -36,21 +37,33 @@ def draw_report(data: RunData, path: Path) -> None:
         axes = figure.add_subplot(grid[number // COLUMNS, number % COLUMNS])
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
-        for points in curves:
-            axes.plot(*zip(*decimated(points)), linewidth=1, marker="." if len(points) < 3 else None)
+        # The first curves are drawn last, above the others.
+        for place, (label, points) in reversed(list(enumerate(curves))):
+            look: dict[str, Any] = (
+                {"color": f"C{place}", "label": label} if place < COLOURS else {"color": "0.8"}
+            )
+            axes.plot(*zip(*decimated(points)), linewidth=1, marker="." if len(points) < 3 else None, **look)
+        if "loss" in title and min(value for _, points in curves for _, value in points) > 0:
+            axes.set_yscale("log")
+        top = highest_shown([points for _, points in curves])
+        if axes.get_ylim()[1] > top:
+            axes.set_ylim(0.8 * min(value for _, points in curves for _, value in points), top)
+        if number == 0 and len(curves) > 1:
+            handles, labels = axes.get_legend_handles_labels()
+            figure.legend(handles[::-1], labels[::-1], fontsize=7, loc="outside right upper")
     if data.timeline is not None:
         _draw_bars(figure.add_subplot(grid[rows, :]), data.timeline)
     write_picture(path, figure, metadata={"Software": MARK})
 
 
-def _panels(data: RunData) -> dict[str, list[Points]]:
-    """Curves by title; those of all trials of a sweep together."""
-    panels = {name: [points] for name, points in data.curves.items()}
+def _panels(data: RunData) -> dict[str, list[tuple[str, Points]]]:
+    """Curves with their labels, by title; those of all trials of a sweep together."""
+    panels = {name: [(name, points)] for name, points in data.curves.items()}
     for trial in data.trials:
         of_trial = {"training loss": trial.losses, **{f"test {n}": test for n, test in trial.tests.items()}}
         for name, values in of_trial.items():
             if points := points_of(values):
-                panels.setdefault(name, []).append(points)
+                panels.setdefault(name, []).append((trial_label(trial), points))
     return panels
 
 

@@ -86,7 +86,8 @@ def _explanation(data: RunData, line: Timeline) -> str:
     if len(line.windows) > 1:
         parts.append(
             f"Of {line.total:,} operations {len(line.ops):,} are here one by one, in {len(line.windows)} "
-            f"intervals spread over the run. plait report {html.escape(data.name)} --trace FILE has all."
+            f"intervals spread over the run, which the axis underlines. "
+            f"plait report {html.escape(data.name)} --trace FILE has all."
         )
     return " ".join(parts)
 
