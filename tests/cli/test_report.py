@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -238,6 +239,30 @@ def test_two_outputs_in_one_file_are_refused(run: Path):
     assert not Path("one.html").exists()
 
 
+@pytest.mark.parametrize("option", ["-o", "--trace", "--png"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_written(option: str, run: Path):
+    Path("there").mkdir()
+    with pytest.raises(InputError, match=rf"{option}: found 'there', a folder, expected a file"):
+        plait("report", str(run), option, "there", "--csv", "tables")
+    assert not Path("tables").exists()
+    assert not Path("two-stages.report.html").exists()
+
+
+def test_a_reader_that_has_read_enough_is_no_error_and_nothing_is_added_to_a_stream(run: Path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert plait("report", str(run), "-o", f"/dev/fd/{writing}") == ""
+    os.close(writing)
+    assert plait("report", str(run), "-o", "/dev/null") == ""
+
+
+def test_tables_of_another_version_are_replaced(run: Path):
+    Path("tables").mkdir()
+    Path("tables/idle.csv").write_text("worker,computing,resting\n0,1.0,2.0\n")
+    plait("report", str(run), "--csv", "tables")
+    assert "resting" not in Path("tables/idle.csv").read_text()
+
+
 def broken(run: Path) -> None:
     with (run / "events" / "rank1.jsonl").open("a") as file:
         file.write(
@@ -245,10 +270,16 @@ def broken(run: Path) -> None:
         )
 
 
+def no_folder(run: Path) -> None:
+    shutil.rmtree(run / "events")
+    (run / "events").touch()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda run: (run / "status.json").unlink(), "expected a run's folder or name"),
+        (no_folder, r"two-stages/events: Not a directory; name another place"),
         (lambda run: shutil.rmtree(run / "events"), r"no events \(finished\); .* a script does not"),
         (
             broken,

@@ -84,8 +84,8 @@ def _print_written(content: Mapping[str, Any], written: Sequence[Path], as_json:
         print(json.dumps({**content, "files": [str(path) for path in written]}))
         return
     for path in written:
-        size = f" ({show_bytes(path.stat().st_size)})" if path.is_file() else ""
-        print(f"wrote {path}{size}")
+        if path.is_file():  # and no stream, such as /dev/stdout
+            print(f"wrote {path} ({show_bytes(path.stat().st_size)})")
 
 
 def _runs_below(text: str) -> list[dict[str, Any]]:
@@ -165,6 +165,11 @@ def _write(
     named = [path.resolve() for path in (page, trace, png) if path is not None and not path.is_char_device()]
     if len(set(named)) < len(named):
         raise InputError("-o, --trace, --png: found one file for two of them, expected a file for each")
+    for option, file in (("-o", page), ("--trace", trace), ("--png", png)):
+        if file is not None and file.is_dir():
+            raise InputError(f"{option}: found {str(file)!r}, a folder, expected a file")
+    if csv is not None and csv.exists() and not csv.is_dir():
+        raise InputError(f"--csv: found {str(csv)!r}, a file, expected a folder")
     if not force:
         for path, mark in ((page, pages.MARK), (trace, traces.MARK), (png, picture.MARK)):
             _check_replaceable(path, mark)
@@ -188,7 +193,8 @@ def _write(
         rows = {csv / name: text for name, text in tables.make_tables(data, recorded.ops).items()}
         for path, text in rows.items():
             if not force:
-                _check_replaceable(path, text.partition("\n")[0])
+                # Its first columns; the others depend on the version of Plait and on the run.
+                _check_replaceable(path, ",".join(text.partition("\n")[0].split(",")[:2]))
         csv.mkdir(parents=True, exist_ok=True)
         texts |= rows
     for path, text in texts.items():

@@ -101,6 +101,8 @@ def writing(path: Path) -> Iterator[None]:
     """Turn an OSError within the block into a DiskError that names `path`."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # the reader of a pipe has read enough
     except OSError as failure:
         raise DiskError(path, failure) from failure
 

@@ -85,7 +85,7 @@ class RunReader:
         is_new = any(record.was_replaced() for record in self._files.values())
         if is_new:
             self._start()
-        for path in sorted(self._folder.glob("events/rank*.jsonl")):
+        for path in _records(self._folder):
             for line in self._files.setdefault(path, GrowingRecord(path)).new_lines():
                 is_new = True
                 self._add(line)
@@ -110,6 +110,14 @@ class RunReader:
         return RunRecorded(
             tuple(self._events), join_operations(parts), tuple(self._others), tuple(self._unknown)
         )
+
+
+def _records(folder: Path) -> list[Path]:
+    """The records of the workers; none without a folder for them, but OSError if it cannot be read."""
+    try:
+        return sorted(path for path in (folder / "events").iterdir() if path.match("rank*.jsonl"))
+    except FileNotFoundError:
+        return []
 
 
 class _OpLists:

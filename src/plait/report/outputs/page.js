@@ -300,8 +300,7 @@ function startTimeline(box, text) {
     }
     colours = colours || coloursOf(scheme.matches, getComputedStyle(document.documentElement));
     c2d.setTransform(ratio, 0, 0, ratio, layout.left * ratio, 0);
-    view.width = width;
-    drawTimeline(c2d, d, view, layout, colours);
+    drawTimeline(c2d, d, { ...view, width }, layout, colours);
   }
   function redraw() {
     if (!pending) { pending = true; requestAnimationFrame(draw); }
@@ -310,7 +309,7 @@ function startTimeline(box, text) {
   const timeAt = (x) => view.from + (x - layout.left) / width * (view.to - view.from);
   function tell(x, y) {
     const row = Math.floor((y - layout.top) / layout.row);
-    tip.textContent = row < 0 ? markAt(d, view, x - layout.left) : row < d.names.length ? describeAt(d, row, timeAt(x)) : "\u00a0";
+    tip.textContent = row < 0 ? markAt(d, { ...view, width }, x - layout.left) : row < d.names.length ? describeAt(d, row, timeAt(x)) : "\u00a0";
   }
   function first() {
     const a = d.anchors[0] || 0, b = d.anchors.length > 1 ? d.anchors[1] : d.end;
