@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from plait.schema.settings import UNVERIFIED, SearchSettings
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, with_lora_array, with_values
+from plait.training import components
 from plait.training.components import build_model
+from plait.training.fused.shared_bases import base_held_once
 from support.sweeping import sweep_here
 from support.training import train_here
 
@@ -36,6 +39,11 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+
+OPT = {
+    "vocab_size": 16, "hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def job_of(folder, *changes):
@@ -107,7 +115,9 @@ def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_i
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(base)
     job = job_of(tmp_path, ("model_args", {"path": str(base)}))
     over = ("lora.r=1,4,8", "optimizer.lr=0.003,0.03")
-    found, alone = swept(job, tmp_path, *over, kind="asha", width=2, least_steps=2)
+    with mock.patch.object(components, "_made", wraps=components._made) as built:
+        found, alone = swept(job, tmp_path, *over, kind="asha", width=2, least_steps=2)
+    assert built.call_count == 1  # the base, for all trials
     (array,) = found["arrays"]
     assert array["fused"]
     assert array["most"] == 2
@@ -127,6 +137,33 @@ def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_i
         assert config["base_model_name_or_path"] == str(base)
         logits.append(logits_of(base, adapter))
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_trials_of_a_sweep_share_the_memory_of_the_base_and_nothing_that_they_train(tmp_path):
+    changes = [{}, {"r": 4}, {"bias": "all"}, {"init_lora_weights": "pissa"}, {}]
+    seeds = (0, 0, 0, 0, 1)
+    lora = {"r": 2, "target_modules": ["fc1", "q_proj"]}
+    model = {"model": "transformers:OPTForCausalLM", "model_args": {"config": OPT}}
+    settings = [
+        job_of(tmp_path, *model.items(), ("lora", {**lora, **change}), ("seed", seed)).settings()
+        for change, seed in zip(changes, seeds)
+    ]
+    cpu = torch.device("cpu")
+    alone = [components.build_without_data(each, cpu) for each in settings]
+    with base_held_once():
+        together = [components.build_without_data(each, cpu) for each in settings[:4]]
+        before = alone[1].state()
+        other = replace(before, model={name: tensor + 1 for name, tensor in before.model.items()})
+        together[1].load(other)
+        together.append(components.build_without_data(settings[4], cpu))
+    alone[1].load(other)
+    for one, each in zip(together, alone):
+        torch.testing.assert_close(one.model.state_dict(), each.model.state_dict(), rtol=0, atol=0)
+    memory = [{p.data_ptr(): p.nbytes for p in one.model.parameters()} for one in together]
+    frozen = sum(p.nbytes for p in together[0].model.parameters() if not p.requires_grad)
+    shared = [sum(one[at] for at in one.keys() & memory[0].keys()) for one in memory[1:]]
+    biases = sum(p.nbytes for n, p in together[2].model.named_parameters() if p.requires_grad and "bias" in n)
+    assert shared == [0, frozen - biases, 0, 0]
 
 
 def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp_path):
