@@ -78,7 +78,10 @@ def keys_of(*over, **changes):
 def test_adapters_of_all_ranks_and_scales_share_an_array_and_others_do_not():
     assert len(set(keys_of("lora.r=2,4,8", "lora.alpha=1,2.5", "lora.dropout=0,0.1").values())) == 1
     assert len(set(keys_of("lora.use_rslora=true,false").values())) == 1
+    assert len(set(keys_of("lora.target_modules=q_proj,all-linear").values())) == 1
     assert len(set(keys_of("lora.use_dora=true,false").values())) == 2
+    # Its magnitudes train even where an adapter is zeros.
+    assert len(set(keys_of("lora.target_modules=q_proj,v_proj", lora={"use_dora": True}).values())) == 2
     # It computes with whole matrices, which rows of zeros would change.
     assert len(set(keys_of("lora.r=2,4", optimizer={"kind": "adafactor"}).values())) == 2
     assert len(set(keys_of("data.kind=text_lines:text_lines,text_lines:synthetic_lines").values())) == 2
@@ -137,6 +140,21 @@ def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_i
         assert config["base_model_name_or_path"] == str(base)
         logits.append(logits_of(base, adapter))
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_adapters_of_unlike_layers_train_in_one_array_as_each_does_alone(tmp_path):
+    targets = '["v_proj","down_proj"],all-linear,q_proj'
+    found, alone = swept(job_of(tmp_path), tmp_path, f"lora.target_modules={targets}")
+    (array,) = found["arrays"]
+    assert array["fused"]
+    for trial in found["trials"]:
+        result, _ = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    adapter = save_adapter(RunDir(tmp_path / "sweep"))
+    best = found["best"]["values"]["lora.target_modules"]
+    layers = {name.split(".")[-3] for name in peft.utils.load_peft_weights(str(adapter), device="cpu")}
+    everything = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers == (everything if best == "all-linear" else set(best) if isinstance(best, list) else {best})
 
 
 def test_trials_of_a_sweep_share_the_memory_of_the_base_and_nothing_that_they_train(tmp_path):

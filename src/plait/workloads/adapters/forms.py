@@ -304,7 +304,7 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
     config = copy.deepcopy(first.config)
     config.target_modules = set(targets)
     if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = {_key(path) for path, layer in layers.items() if layer.is_feedforward}
+        config.feedforward_modules = {key_of(path) for path, layer in layers.items() if layer.is_feedforward}
     if hasattr(config, "lora_dropout"):
         config.rank_pattern, config.alpha_pattern = {}, {}
         config.r = max(layer.rank for layer in layers.values())
@@ -337,7 +337,7 @@ def _add_adapter(model: nn.Module, path: str, target: nn.Module, form: AdapterFo
         config.init_lora_weights = True
     with torch.random.fork_rng(), torch.enable_grad():
         tuner._create_and_replace(
-            config, form.adapter, target, name, model.get_submodule(parent), current_key=_key(path)
+            config, form.adapter, target, name, model.get_submodule(parent), current_key=key_of(path)
         )
     layer: Any = model.get_submodule(path)
     layer.train(target.training)
@@ -395,6 +395,6 @@ def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _key(path: str) -> str:
+def key_of(path: str) -> str:
     """The path of a layer in the base."""
     return path.removeprefix("base_model.model.")
