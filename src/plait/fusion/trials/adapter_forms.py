@@ -20,6 +20,7 @@ from plait.workloads.adapters.forms import (
     copy_adapted,
     form_of,
     is_adapted,
+    left_out,
     misfit,
     own_parameters,
     padding_of,
@@ -72,6 +73,15 @@ class ArrayForms:
                         f"load_state_dict: {name!r} of trial {number} has more than rank {rank}, which this "
                         f"trial has; expected the state of an array with the same ranks and layers in the "
                         f"same order"
+                    )
+
+            for name in left_out(form, self.common):
+                saved = state.get(f"{prefix}{name}")
+                if saved is not None and number < len(saved) and not bool((saved[number] == 1).all()):
+                    raise FusionError(
+                        f"load_state_dict: {name!r} of trial {number} is trained, and this trial does not "
+                        f"adapt that layer; expected the state of an array with the same layers in the same "
+                        f"order"
                     )
 
     def register_hooks(self, module: nn.Module) -> None:

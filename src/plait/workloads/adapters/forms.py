@@ -161,6 +161,15 @@ def copy_adapted(tuner: Any) -> None:
             parameter.data = parameter.data.clone()
 
 
+def left_out(form: AdapterForm, common: AdapterForm) -> list[str]:
+    """The scales of `common` that are ones for `form`, which does not adapt their layers by IA3."""
+    return [
+        f"{path}.ia3_l.{form.adapter}"
+        for path, layer in common.layers.items()
+        if layer.kind == "ia3" and path not in form.layers
+    ]
+
+
 def padding_of(form: AdapterForm, common: AdapterForm) -> Iterator[tuple[str, int, int]]:
     """The tensors of `common` that are padded for `form`: name, axis, and where the padding begins."""
     for path, layer in common.layers.items():
@@ -237,7 +246,7 @@ def _check_same_kind(first: AdapterForm, form: AdapterForm, number: int) -> None
             f"the adapters are called {list(first.configs)} in model 0 and {list(form.configs)} in model "
             f"{number}; give them one name (adapter_name=...)"
         )
-    for name in ("tokenizer_name_or_path", "modules_to_save", "bias"):
+    for name in ("tokenizer_name_or_path", "modules_to_save", "bias", "trainable_token_indices"):
         values = [getattr(one.config, name, None) for one in (first, form)]
         if values[0] != values[1]:
             raise AdapterError(
@@ -287,7 +296,7 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
     for form in sorted(forms, key=lambda form: -len(form.layers)):
         for path, layer in form.layers.items():
             layers[path] = _larger(path, layers[path], layer) if path in layers else layer
-    is_other = any(one.kind not in ("lora", "ia3") for one in layers.values())
+    is_other = any(one.kind not in ("lora", "ia3", "TrainableTokensLayer") for one in layers.values())
     if is_other or first.config.is_prompt_learning or getattr(first.config, "ensure_weight_tying", False):
         for number, form in enumerate(forms[1:], 1):
             _check_same_settings(first, form, number)
@@ -296,6 +305,13 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
         raise AdapterError(
             f"the models have the adapters {list(first.configs)} with unlike settings, expected one adapter "
             f"each"
+        )
+    if getattr(first.config, "bias", "none") == "lora_only" and any(
+        form.layers.keys() != layers.keys() for form in forms
+    ):
+        raise AdapterError(
+            "the adapters have bias='lora_only' and unlike target_modules, so that they train the biases of "
+            "other layers; fuse those of the same layers by themselves, or use bias='none' or 'all'"
         )
     drops = any(layer.drops for layer in layers.values())
     if drops:

@@ -93,10 +93,8 @@ def _adapted_by(model: nn.Module, settings: LoraSettings, targets: Sequence[tupl
             LoraModel, check_lora(own), LoraModel.get_model_config(model)
         )
         config = tuners_utils._maybe_include_all_linear_layers(prepared, model)
-        names |= {
-            key for key, _ in model.named_modules() if tuners_utils.check_target_module_exists(config, key)
-        }
-    return [f"base_model.model.{key}" for key, _ in model.named_modules() if key in names]
+        names |= {key for key in keys if tuners_utils.check_target_module_exists(config, key)}
+    return [f"base_model.model.{key}" for key in keys if key in names]
 
 
 def _form_in(array: LoraArray, form: AdapterForm, others: Sequence[str]) -> AdapterForm:
