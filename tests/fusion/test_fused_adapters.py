@@ -288,6 +288,28 @@ def test_a_state_of_larger_ranks_is_refused():
     fused.load_state_dict(fused.state_dict())
 
 
+def test_a_loss_may_also_use_the_base_without_the_adapters():
+    models = adapted(llama(), [lora(2), lora(3, ["o_proj"])])
+    fused, tokens = fuse(models), torch.arange(16).view(2, 2, 4)
+
+    def preference(model, x):
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(input_ids=x).logits
+        return (model(input_ids=x).logits - reference).square().mean()
+
+    expected = torch.stack([preference(model, x) for model, x in zip(models, tokens)])
+    torch.testing.assert_close(fused.call(preference, tokens), expected, rtol=0, atol=1e-12)
+    with pytest.raises(FusionError, match=r"merge the adapter of one trial: fused\.trial\(0\)"):
+        fused.module.merge_adapter()
+
+
+def in_use(name):
+    model = peft.get_peft_model(llama(), lora(2), adapter_name="a")
+    model.add_adapter("b", lora(2))
+    model.set_adapter(name)
+    return model
+
+
 def ia3(*targets):
     return peft.IA3Config(target_modules=list(targets), feedforward_modules=[], **CAUSAL)
 
@@ -362,6 +384,10 @@ REFUSED = {
     "biases of other layers": (
         lambda: adapted(llama(), [lora(2, [name], bias="lora_only") for name in ("q_proj", "v_proj")]),
         "bias='lora_only' and unlike target_modules",
+    ),
+    "adapters in use": (
+        lambda: [in_use("a"), in_use("b")],
+        r"the adapters in use are \['a'\] in model 0 and \['b'\] in model 1.*call set_adapter",
     ),
     "no adapter": (lambda: [*adapted(llama(), [lora()]), llama()], "model 1 is a LlamaForCausalLM"),
     "tokens of prompts": (

@@ -37,7 +37,7 @@ from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import describe_sharing
 from plait.fusion.stacking import same_memory, stacked
-from plait.fusion.trials.adapter_forms import ArrayForms
+from plait.fusion.trials.adapter_forms import ArrayForms, refuse_merging
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (
@@ -511,6 +511,7 @@ class FusedModule(nn.Module):
         """Set the forms of adapters that were brought to a common one."""
         self.forms = forms
         forms.register_hooks(self.module)
+        refuse_merging(self.module)
 
     def split(self) -> list[nn.Module]:
         """The trials as ordinary modules; shared parameters are in the memory of this one."""

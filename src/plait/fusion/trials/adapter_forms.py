@@ -128,6 +128,19 @@ def _merging_alone(model: nn.Module) -> nn.Module:
     return model
 
 
+def refuse_merging(module: nn.Module) -> None:
+    """Let the adapters of the module of all trials not be merged: the base is that of all of them."""
+    if is_adapted(module) and hasattr(module.base_model, _BEFORE_MERGE):
+        vars(module.base_model)[_BEFORE_MERGE] = Patch(_refuse_merging, module)
+
+
+def _refuse_merging(module: nn.Module) -> None:
+    raise FusionError(
+        "merge: found the module of all trials, which have one base; merge the adapter of one trial: "
+        "fused.trial(0).merge_and_unload()"
+    )
+
+
 def _take_base(tuner: Any) -> None:
     del vars(tuner)[_BEFORE_MERGE]
     copy_adapted(tuner)

@@ -99,6 +99,7 @@ def common_form(models: Sequence[nn.Module]) -> tuple[AdapterForm, list[AdapterF
     for number, form in enumerate(forms[1:], 1):
         _check_same_kind(first, form, number)
     _check_bases(models, forms)
+    _check_active(models)
     if all(form == first for form in forms[1:]):
         return first, forms
     return _joined(forms), forms
@@ -252,6 +253,21 @@ def _check_same_kind(first: AdapterForm, form: AdapterForm, number: int) -> None
             raise AdapterError(
                 f"{name} is {values[0]!r} in model 0 and {values[1]!r} in model {number}, expected the same; "
                 f"fuse those of each value by themselves"
+            )
+
+
+def _check_active(models: Sequence[nn.Module]) -> None:
+    """Refuse models of which others of their adapters are in use."""
+    in_use = [
+        [[] if layer.disable_adapters else list(layer.active_adapters) for _, layer in _adapted_layers(model)]
+        for model in models
+    ]
+    actives = [max(layers, key=len, default=[]) for layers in in_use]
+    for number, active in enumerate(actives):
+        if active != actives[0]:
+            raise AdapterError(
+                f"the adapters in use are {actives[0]} in model 0 and {active} in model {number}, expected "
+                f"the same; call set_adapter, or enable_adapter_layers, on each model"
             )
 
 
