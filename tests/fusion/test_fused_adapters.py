@@ -150,6 +150,7 @@ CASES = {
         {},
     ),
     "bias": (llama, [lora(2, lora_bias=True), lora(3, ["o_proj"], lora_bias=True)], {}),
+    "tokens": (llama, [lora(rank, trainable_token_indices=[1, 5]) for rank in (2, 3)], {}),
     "ia3": (
         llama,
         [
@@ -175,7 +176,7 @@ CASES = {
 }
 
 
-RARE = ("bias", "gpt2, which drops itself")
+RARE = ("bias", "tokens", "gpt2, which drops itself")
 
 
 @pytest.mark.parametrize(
@@ -287,6 +288,61 @@ def test_a_state_of_larger_ranks_is_refused():
     fused.load_state_dict(fused.state_dict())
 
 
+def test_a_loss_may_also_use_the_base_without_the_adapters():
+    models = adapted(llama(), [lora(2), lora(3, ["o_proj"])])
+    fused, tokens = fuse(models), torch.arange(16).view(2, 2, 4)
+
+    def preference(model, x):
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(input_ids=x).logits
+        return (model(input_ids=x).logits - reference).square().mean()
+
+    expected = torch.stack([preference(model, x) for model, x in zip(models, tokens)])
+    torch.testing.assert_close(fused.call(preference, tokens), expected, rtol=0, atol=1e-12)
+    with pytest.raises(FusionError, match=r"merge the adapter of one trial: fused\.trial\(0\)"):
+        fused.module.merge_adapter()
+
+
+def in_use(name):
+    model = peft.get_peft_model(llama(), lora(2), adapter_name="a")
+    model.add_adapter("b", lora(2))
+    model.set_adapter(name)
+    return model
+
+
+def ia3(*targets):
+    return peft.IA3Config(target_modules=list(targets), feedforward_modules=[], **CAUSAL)
+
+
+def test_states_of_other_arrays_are_refused_in_words():
+    fused = fuse(adapted(llama(), [ia3("q_proj"), ia3("k_proj")]))
+    other = fuse(adapted(llama(), [ia3("k_proj"), ia3("q_proj")]))
+    fused.load_state_dict(other.state_dict())  # nothing is trained so far
+    with torch.no_grad():
+        for parameter in fused.module.parameters():
+            parameter.mul_(1.5)
+    with pytest.raises(FusionError, match=r"q_proj\.ia3_l.*of trial 0 is trained, and this"):
+        other.load_state_dict(fused.state_dict())
+    with pytest.raises(FusionError, match="found the state of 2 trials, expected 1; fuse as many"):
+        fuse(adapted(llama(), [ia3("q_proj")])).load_state_dict(fused.state_dict())
+    with pytest.raises(FusionError, match="found the state of a single model, expected that of a fused"):
+        other.load_state_dict(other.trial(0).state_dict())
+
+
+def test_text_is_generated_by_a_trial_and_not_by_the_module_of_all():
+    model = adapted(llama(), [lora(2)])[0]
+    fused = fuse([model, *adapted(llama(), [lora(3)])], verify=False)
+    tokens = torch.arange(8).view(2, 4)
+    texts = [
+        each.generate(input_ids=tokens, max_new_tokens=2, pad_token_id=0) for each in (model, fused.trial(0))
+    ]
+    assert torch.equal(*texts)
+    with pytest.raises(FusionError, match=r"found the module of all trials.*fused\.trial\(0\)\.generate"):
+        fused.module.generate(input_ids=tokens)
+    with pytest.raises(AttributeError, match=r"no 'generate', which its models have: call that of one trial"):
+        fused.generate(input_ids=tokens)
+
+
 def wrapped_twice():
     base = llama()
     return [peft.get_peft_model(base, lora(rank)) for rank in (2, 3)]
@@ -320,6 +376,18 @@ REFUSED = {
             llama(), [peft.AdaLoraConfig(init_r=r, total_step=9, target_modules=["q_proj"]) for r in (2, 3)]
         ),
         "init_r is 2 in model 0 and 3 in model 1; fused adapters by ADALORA have the same",
+    ),
+    "other tokens": (
+        lambda: adapted(llama(), [lora(trainable_token_indices=[n]) for n in (1, 2)]),
+        r"trainable_token_indices is \[1\] in model 0 and \[2\] in model 1",
+    ),
+    "biases of other layers": (
+        lambda: adapted(llama(), [lora(2, [name], bias="lora_only") for name in ("q_proj", "v_proj")]),
+        "bias='lora_only' and unlike target_modules",
+    ),
+    "adapters in use": (
+        lambda: [in_use("a"), in_use("b")],
+        r"the adapters in use are \['a'\] in model 0 and \['b'\] in model 1.*call set_adapter",
     ),
     "no adapter": (lambda: [*adapted(llama(), [lora()]), llama()], "model 1 is a LlamaForCausalLM"),
     "tokens of prompts": (

@@ -341,7 +341,9 @@ def test_unfreezing_what_is_shared_is_refused_until_each_trial_has_its_own():
     bias.requires_grad_(False)
     optimizer.load_state_dict(optimizer.state_dict())
     fused.unshare("2.base.bias")
-    fused.module[2].base.bias.requires_grad_(True)
+    bias = fused.module[2].base.bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [bias]})  # it has followed
     train(fused, optimizer, given[6:])
     with pytest.raises(FusionError, match=r"no shared tensor '2.base.biased'.*did you mean"):
         fused.unshare("2.base.biased")

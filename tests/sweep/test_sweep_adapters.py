@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from plait.schema.settings import UNVERIFIED, SearchSettings
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, with_lora_array, with_values
+from plait.training import components
 from plait.training.components import build_model
+from plait.training.fused.shared_bases import base_held_once
 from support.sweeping import sweep_here
 from support.training import train_here
 
@@ -36,6 +39,11 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+
+OPT = {
+    "vocab_size": 16, "hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def job_of(folder, *changes):
@@ -70,7 +78,10 @@ def keys_of(*over, **changes):
 def test_adapters_of_all_ranks_and_scales_share_an_array_and_others_do_not():
     assert len(set(keys_of("lora.r=2,4,8", "lora.alpha=1,2.5", "lora.dropout=0,0.1").values())) == 1
     assert len(set(keys_of("lora.use_rslora=true,false").values())) == 1
+    assert len(set(keys_of("lora.target_modules=q_proj,all-linear").values())) == 1
     assert len(set(keys_of("lora.use_dora=true,false").values())) == 2
+    # Its magnitudes train even where an adapter is zeros.
+    assert len(set(keys_of("lora.target_modules=q_proj,v_proj", lora={"use_dora": True}).values())) == 2
     # It computes with whole matrices, which rows of zeros would change.
     assert len(set(keys_of("lora.r=2,4", optimizer={"kind": "adafactor"}).values())) == 2
     assert len(set(keys_of("data.kind=text_lines:text_lines,text_lines:synthetic_lines").values())) == 2
@@ -107,7 +118,9 @@ def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_i
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(base)
     job = job_of(tmp_path, ("model_args", {"path": str(base)}))
     over = ("lora.r=1,4,8", "optimizer.lr=0.003,0.03")
-    found, alone = swept(job, tmp_path, *over, kind="asha", width=2, least_steps=2)
+    with mock.patch.object(components, "_made", wraps=components._made) as built:
+        found, alone = swept(job, tmp_path, *over, kind="asha", width=2, least_steps=2)
+    assert built.call_count == 1  # the base, for all trials
     (array,) = found["arrays"]
     assert array["fused"]
     assert array["most"] == 2
@@ -127,6 +140,48 @@ def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_i
         assert config["base_model_name_or_path"] == str(base)
         logits.append(logits_of(base, adapter))
     torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_adapters_of_unlike_layers_train_in_one_array_as_each_does_alone(tmp_path):
+    targets = '["v_proj","down_proj"],all-linear,q_proj'
+    found, alone = swept(job_of(tmp_path), tmp_path, f"lora.target_modules={targets}")
+    (array,) = found["arrays"]
+    assert array["fused"]
+    for trial in found["trials"]:
+        result, _ = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    adapter = save_adapter(RunDir(tmp_path / "sweep"))
+    best = found["best"]["values"]["lora.target_modules"]
+    layers = {name.split(".")[-3] for name in peft.utils.load_peft_weights(str(adapter), device="cpu")}
+    everything = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert layers == (everything if best == "all-linear" else set(best) if isinstance(best, list) else {best})
+
+
+def test_trials_of_a_sweep_share_the_memory_of_the_base_and_nothing_that_they_train(tmp_path):
+    changes = [{}, {"r": 4}, {"bias": "all"}, {"init_lora_weights": "pissa"}, {}]
+    seeds = (0, 0, 0, 0, 1)
+    lora = {"r": 2, "target_modules": ["fc1", "q_proj"]}
+    model = {"model": "transformers:OPTForCausalLM", "model_args": {"config": OPT}}
+    settings = [
+        job_of(tmp_path, *model.items(), ("lora", {**lora, **change}), ("seed", seed)).settings()
+        for change, seed in zip(changes, seeds)
+    ]
+    cpu = torch.device("cpu")
+    alone = [components.build_without_data(each, cpu) for each in settings]
+    with base_held_once():
+        together = [components.build_without_data(each, cpu) for each in settings[:4]]
+        before = alone[1].state()
+        other = replace(before, model={name: tensor + 1 for name, tensor in before.model.items()})
+        together[1].load(other)
+        together.append(components.build_without_data(settings[4], cpu))
+    alone[1].load(other)
+    for one, each in zip(together, alone):
+        torch.testing.assert_close(one.model.state_dict(), each.model.state_dict(), rtol=0, atol=0)
+    memory = [{p.data_ptr(): p.nbytes for p in one.model.parameters()} for one in together]
+    frozen = sum(p.nbytes for p in together[0].model.parameters() if not p.requires_grad)
+    shared = [sum(one[at] for at in one.keys() & memory[0].keys()) for one in memory[1:]]
+    biases = sum(p.nbytes for n, p in together[2].model.named_parameters() if p.requires_grad and "bias" in n)
+    assert shared == [0, frozen - biases, 0, 0]
 
 
 def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp_path):

@@ -13,6 +13,7 @@ from plait.core.errors import InputError
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_VERIFICATION = str(Path(__file__).parents[1] / "verification")
 
 
 class FusionError(InputError):
@@ -27,9 +28,9 @@ class FusionError(InputError):
 
 
 def user_line() -> str:
-    """`file:line: source` of the innermost frame outside torch and this package."""
+    """`file:line: source` of the innermost frame outside torch, this package and the verification."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE, _VERIFICATION, "<")):
         frame = frame.f_back
     if frame is None:
         return "unknown line"

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from plait.fusion.dispatch.tensor import TrialTensor
+from plait.fusion.errors import FusionError
+
 
 class Patch:
     """A replaced method of a module; a trial that leaves the array gets the original forward back."""
@@ -33,6 +36,21 @@ def patch_norms(module: nn.Module) -> None:
             and not is_patched
         ):
             part.forward = Patch(_cumulative_norm, part)  # type: ignore[method-assign]
+
+
+def patch_generate(module: nn.Module) -> None:
+    """Replace `generate` of a model, which outside of a fused call would find the weights of all trials."""
+    if callable(getattr(type(module), "generate", None)):
+        vars(module)["generate"] = Patch(_generate, module)
+
+
+def _generate(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(p, TrialTensor) for part in module.modules() for p in part._parameters.values()):
+        raise FusionError(
+            "generate: found the module of all trials, expected that of one: call "
+            "fused.trial(0).generate(...)"
+        )
+    return type(module).generate(module, *args, **kwargs)
 
 
 def _cumulative_norm(norm: _BatchNorm, x: Tensor) -> Tensor:

@@ -90,7 +90,12 @@ def fuse(
     made = FusedModule(models, seeds, rng_steps, reasons, shared)
     made.unlike_base = nearly_shared(models, shared) if shared and share != "same-storage" else []
     made.set_forms(forms)
-    if made.unlike_base and is_adapted(models[0]):
+    if is_adapted(models[0]) and not any(p.requires_grad for p in made.module.parameters()):
+        log.warning(
+            "these adapters are frozen, so that nothing will be trained; load them with is_trainable=True, or "
+            "make them without inference_mode=True"
+        )
+    elif made.unlike_base and is_adapted(models[0]):
         log.warning(
             "the bases of these adapters differ, in %s for one, so that each trial has its own; load all "
             "adapters on one base to hold it once",

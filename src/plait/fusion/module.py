@@ -31,14 +31,14 @@ from plait.fusion.dispatch.separation import Separation, copy_for
 from plait.fusion.dispatch.tensor import OF_TRIAL, Trials, TrialTensor, unwrap
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
-from plait.fusion.forward_patches import Patch, patch_norms
+from plait.fusion.forward_patches import Patch, patch_generate, patch_norms
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_updates
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import describe_sharing
 from plait.fusion.speed.whole_layers import patch_layers
 from plait.fusion.stacking import same_memory, stacked
-from plait.fusion.trials.adapter_forms import ArrayForms
+from plait.fusion.trials.adapter_forms import ArrayForms, refuse_merging
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.fusion.trials.unfused import (
@@ -106,6 +106,7 @@ class FusedModule(nn.Module):
         self.freeze([])
         patch_norms(self.module)
         patch_layers(self.module)
+        patch_generate(self.module)
         refuse_joint_updates(self)
         # Of each parameter, for each trial.
         self.gradient_hooks = [
@@ -328,6 +329,7 @@ class FusedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a saved state, also one in which other tensors are shared."""
+        self._check_state(state_dict, prefix)
         self.forms.check_state(state_dict, f"{prefix}module.")
         names = {id(tensor): name for name, tensor in self.shared.items()}
         tensors = {
@@ -346,6 +348,32 @@ class FusedModule(nn.Module):
             elif tensor.shape == (self.trials, *saved.shape):
                 state_dict[key] = saved.expand(tensor.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check_state(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Raise FusionError for the state of another number of trials, or of a single model."""
+        seeds = state.get(f"{prefix}seeds")
+        if seeds is not None and len(seeds) != self.trials:
+            raise FusionError(
+                f"load_state_dict: found the state of {len(seeds)} trials, expected {self.trials}; fuse as "
+                f"many models first, or bring the array there with keep_trials or add_trials"
+            )
+        names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+        if seeds is None and names & set(self.module.state_dict()):
+            raise FusionError(
+                "load_state_dict: found the state of a single model, expected that of a fused module; load "
+                "it into a model and fuse that, or put the model into the array with replace_trial"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not hasattr(type(self.__dict__["_modules"].get("module")), name):
+                raise
+            raise AttributeError(
+                f"a fused module has no {name!r}, which its models have: call that of one trial, "
+                f"fused.trial(0).{name}(...)"
+            ) from None
 
     def clip_grad_norm_(self, max_norm: Number) -> Tensor:
         """Clip the norm of each trial's gradients to `max_norm` (one, or one per trial); returns the norms.
@@ -492,6 +520,7 @@ class FusedModule(nn.Module):
         """Set the forms of adapters that were brought to a common one."""
         self.forms = forms
         forms.register_hooks(self.module)
+        refuse_merging(self.module)
 
     def split(self) -> list[nn.Module]:
         """The trials as ordinary modules; shared parameters are in the memory of this one."""
@@ -527,8 +556,9 @@ class FusedModule(nn.Module):
         with copied_closures(self.module):
             made = copy.deepcopy(self.module, memo)
         for part in made.modules():
-            if isinstance(part.__dict__.get("forward"), Patch):
-                del part.forward
+            for name in ("forward", "generate"):
+                if isinstance(vars(part).get(name), Patch):
+                    delattr(part, name)
         refresh_recurrent(recurrent_in(made))
         for parameter, hooks in zip(made.parameters(), self.gradient_hooks):
             copy_hooks(hooks[number], parameter)

@@ -15,7 +15,7 @@ from plait.training.components import build_model, dtype_of
 def save_adapter(folder: RunDir) -> Path | None:
     """Write the adapter of a run's newest checkpoint to its folder `adapter`; None if its job has no adapter.
 
-    An adapter that trained in an array, with zeros added to its rank, has its own rank again.
+    An adapter that trained in an array, with zeros added, has its own rank and layers again.
     """
     settings = read_settings(folder)
     if settings.model.adapter is None:
@@ -24,10 +24,13 @@ def save_adapter(folder: RunDir) -> Path | None:
     model: Any = build_model(replace(settings.model, lora_array=None), settings.seed).to(
         dtype=dtype_of(settings)
     )
-    own = model.state_dict()
-    model.load_state_dict(
-        {name: state[name][tuple(slice(size) for size in tensor.shape)] for name, tensor in own.items()}
-    )
+    own = {}
+    for name, tensor in model.state_dict().items():
+        if name not in state:  # the layer had an adapter of zeros
+            path, _, last = name.rpartition(".")
+            state[name] = state[f"{path}.base_layer.{last}"]
+        own[name] = state[name][tuple(slice(size) for size in tensor.shape)]
+    model.load_state_dict(own)
     path = folder.path / "adapter"
     model.save_pretrained(path)
     return path

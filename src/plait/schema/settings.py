@@ -301,10 +301,12 @@ class LoraArray:
     """The form that the adapters of a sweep have in common, so that arrays can hold them side by side.
 
     Ranks are raised to `rank` by zeros (0: they stay as they are), and with `drops` all have a dropout.
+    Layers that others of the `targets` adapt have an adapter of zeros.
     """
 
     rank: int = 0
     drops: bool = False
+    targets: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

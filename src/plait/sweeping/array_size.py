@@ -28,6 +28,7 @@ from plait.training.batch_streams import open_stream
 from plait.training.components import DataPair, TrialInit
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents
+from plait.training.fused.shared_bases import base_held_once
 from plait.training.optimizers.eager import use_eager_optimizers
 from plait.training.trial import Trial
 
@@ -92,6 +93,7 @@ def import_fake_tensors() -> None:
         (torch.ones(1, requires_grad=True) * 2.0).backward()
 
 
+@base_held_once()
 def measure(argument: Mapping[str, Any]) -> dict[str, Any]:
     """The width of arrays and, where it is one, why; or why one trial fails by itself, if it does."""
     use_eager_optimizers()

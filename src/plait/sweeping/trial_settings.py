@@ -33,6 +33,9 @@ _OPEN: Mapping[str, type] = {
     "lr_schedule": LrScheduleSettings,
     "lora": LoraSettings,
 }
+_TARGETS = "lora.target_modules"
+# Options of adapters that train something even where all of an adapter is zeros.
+_TRAINS_ZEROS = ("use_dora", "lora_bias")
 # What belongs to the run as a whole and is the same for all trials.
 _COMMON = (
     "name",
@@ -76,7 +79,9 @@ def with_values(settings: TrainSettings, values: Mapping[str, Any]) -> TrainSett
                     f"section to set it in"
                 )
             below = below[parent]
-        below[last] = encode(value)
+        # One name stands for a list of it.
+        is_name = key == _TARGETS and isinstance(value, str)
+        below[last] = encode([value] if is_name else value)
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
         if values.get(key) is not None and other not in values:
             tree[other] = None
@@ -109,6 +114,10 @@ def with_lora_array(settings: TrainSettings, dimensions: Sequence[Dimension]) ->
     ranks = [r for r in swept.get("lora.r", [lora.r]) if isinstance(r, int)]
     rank = max(ranks, default=0) if is_padded else 0
     array = LoraArray(rank, any(swept.get("lora.dropout", [lora.dropout])))
+    trains = any(any(swept.get(f"lora.{name}", [lora.options.get(name)])) for name in _TRAINS_ZEROS)
+    if _TARGETS in swept and is_padded and not trains:
+        values = [with_values(settings, {_TARGETS: value}).model.adapter for value in swept[_TARGETS]]
+        array = replace(array, targets=tuple(each.target_modules for each in values if each is not None))
     return replace(settings, model=replace(settings.model, lora_array=array))
 
 
@@ -174,4 +183,6 @@ def _lora_key(settings: ModelSettings) -> Any:
     options = {name: value for name, value in settings.adapter.options.items() if name != "use_rslora"}
     rank = 0 if settings.lora_array.rank else settings.adapter.r
     free = replace(settings.adapter, alpha=1.0, dropout=0.0, options=options)
+    if settings.lora_array.targets:
+        free = replace(free, target_modules=())
     return [{**encode(free), "r": rank}, encode(settings.lora_array)]

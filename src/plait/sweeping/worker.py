@@ -34,6 +34,7 @@ from plait.training import components
 from plait.training.checks.data_fingerprints import look_at_data
 from plait.training.engines.choose_sync import choose_sync
 from plait.training.engines.replica_layout import replica_layouts
+from plait.training.fused.shared_bases import base_held_once
 from plait.training.process import begin_process, use_device
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def check_request(order: Mapping[str, Any]) -> None:
             components.check(with_values(settings.train, {dimension.key: value}))
 
 
+@base_held_once()
 def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
     """Be one worker of a sweep; its result is the coordinator's."""
     request = begin_process(SweepRequest, order)

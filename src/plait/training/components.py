@@ -25,6 +25,7 @@ from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
 from plait.api.world import choose_device
 from plait.callbacks.callback import callbacks_of, check_callbacks
+from plait.core.codec import encode
 from plait.core.errors import DataError, JobError
 from plait.core.names import check_arguments, resolve
 from plait.data.batches import Collate, DataSource, as_arguments, as_pair
@@ -43,6 +44,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import Totals, totals_of_share
 from plait.training.fused.rounds import Round, TrialMicrobatch
+from plait.training.fused.shared_bases import base_of, leaves_base, take_changed, take_trained
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
@@ -130,6 +132,7 @@ class Components:
 
     def load(self, state: Checkpoint | EngineState) -> None:
         """Load the tensors of a checkpoint on a worker that holds the whole model."""
+        take_changed(self.model, state.model)
         checkpoints.load_model_state(self.model, state.model)
         named_state.load_optimizer_state(self.optimizer, self.names, state.optimizer)
 
@@ -364,11 +367,12 @@ def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
     """The model in training mode, with initial weights that depend only on `seed`."""
     # Modules may draw while they are imported, too.
     seed_factory(seed)
-    model = _made(find_model(settings), settings, seed)
-    return model if model.training else model.train()
+    model = _trained(_made(find_model(settings), settings, seed))
+    return model if settings.adapter is None else add_lora(model, settings.adapter, settings.lora_array)
 
 
 def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed: int) -> torch.nn.Module:
+    """The model without its adapter, in the mode that the factory returned it in."""
     seed_factory(seed)
     model = factory(**settings.args)
     if not isinstance(model, torch.nn.Module):
@@ -381,7 +385,38 @@ def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed
                 f"model: {settings.factory} has a parameter without a size yet, {name} (LazyLinear and its "
                 f"like); give the sizes, or run the model once on a sample in the factory"
             )
-    return model if settings.adapter is None else add_lora(model, settings.adapter, settings.lora_array)
+    return model
+
+
+def _placed(
+    factory: Callable[..., torch.nn.Module], settings: TrainSettings, device: torch.device
+) -> tuple[torch.nn.Module, tuple[str, ...]]:
+    """The model in training mode on `device`, and warnings."""
+    model, dtype, warned = settings.model, dtype_of(settings), []
+
+    def make() -> torch.nn.Module:
+        made = _made(factory, model, settings.seed)
+        if not made.training:
+            warned.append(_IN_EVALUATION_MODE.format(model.factory))
+        return _trained(made)
+
+    if model.adapter is None:
+        return make().to(device, dtype), tuple(warned)
+    # A pipeline's layers change hands between workers.
+    if settings.in_stages or not leaves_base(model.adapter):
+        base = make()
+    else:
+        seed_factory(settings.seed)
+        key = model.factory, encode(model.args), device, dtype
+        base = base_of(key, settings.seed, lambda: make().to(device, dtype))
+    made = add_lora(base, model.adapter, model.lora_array).to(device, dtype)
+    take_trained(made)
+    return made, tuple(warned)
+
+
+def _trained(model: torch.nn.Module) -> torch.nn.Module:
+    """All of a model that is not in training mode in it; else parts of it may be in evaluation mode."""
+    return model if model.training else model.train()
 
 
 def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
@@ -526,11 +561,7 @@ def build(
     if local_tensors is not None:
         model = local_tensors.model
     else:
-        model = _made(code.model, settings.model, settings.seed)
-        if not model.training:
-            warned = (_IN_EVALUATION_MODE.format(settings.model.factory),)
-            model.train()
-        model.to(device, dtype_of(settings))
+        model, warned = _placed(code.model, settings, device)
     for source in (train_set, test_set):
         if source is not None:
             check_vocabulary(settings, code.model, model, source.dataset)
@@ -542,8 +573,8 @@ def build(
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
     """The components of a run that gets its batches from the caller: no data are read."""
     code = resolve_names(settings)
-    model = build_model(settings.model, settings.seed).to(device, dtype_of(settings))
-    return _with_optimizer(settings, code, device, model, (DataSource(()), None))
+    model, warned = _placed(code.model, settings, device)
+    return _with_optimizer(settings, code, device, model, (DataSource(()), None), warnings=warned)
 
 
 def _with_optimizer(

@@ -51,7 +51,7 @@ def from_config(
         )
     loaded: Any = model_class
     saved: nn.Module = loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
-    return saved
+    return saved.train()
 
 
 def factory_of(name: str) -> Callable[..., nn.Module] | None:

@@ -179,6 +179,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of fused parameters (trials axis first) with its hyperparameters."""
+        self._follow_replaced()  # else one that was shared would be in two groups
         super().add_param_group(dict(param_group))
         given = self.param_groups.pop()
         check_options(self.kind_name, given, _OF_SCHEDULERS)

@@ -20,6 +20,7 @@ from plait.workloads.adapters.forms import (
     copy_adapted,
     form_of,
     is_adapted,
+    left_out,
     misfit,
     own_parameters,
     padding_of,
@@ -74,6 +75,15 @@ class ArrayForms:
                         f"same order"
                     )
 
+            for name in left_out(form, self.common):
+                saved = state.get(f"{prefix}{name}")
+                if saved is not None and number < len(saved) and not bool((saved[number] == 1).all()):
+                    raise FusionError(
+                        f"load_state_dict: {name!r} of trial {number} is trained, and this trial does not "
+                        f"adapt that layer; expected the state of an array with the same layers in the same "
+                        f"order"
+                    )
+
     def register_hooks(self, module: nn.Module) -> None:
         """Let trials without an adapter in a layer have no gradient there, not even zeros."""
         for path in self._layers:
@@ -116,6 +126,19 @@ def _merging_alone(model: nn.Module) -> nn.Module:
     if is_adapted(model) and hasattr(model.base_model, _BEFORE_MERGE):
         vars(model.base_model)[_BEFORE_MERGE] = Patch(_take_base, model.base_model)  # type: ignore[arg-type]
     return model
+
+
+def refuse_merging(module: nn.Module) -> None:
+    """Let the adapters of the module of all trials not be merged: the base is that of all of them."""
+    if is_adapted(module) and hasattr(module.base_model, _BEFORE_MERGE):
+        vars(module.base_model)[_BEFORE_MERGE] = Patch(_refuse_merging, module)
+
+
+def _refuse_merging(module: nn.Module) -> None:
+    raise FusionError(
+        "merge: found the module of all trials, which have one base; merge the adapter of one trial: "
+        "fused.trial(0).merge_and_unload()"
+    )
 
 
 def _take_base(tuner: Any) -> None:

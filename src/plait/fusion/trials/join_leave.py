@@ -19,6 +19,7 @@ from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.sharing import equal_values, is_same_view
 from plait.fusion.trials.per_trial import PerTrial, float_holders
 from plait.fusion.trials.unfused import gradient_hooks
+from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +178,11 @@ def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
         if name not in fused.shared or is_same_view(tensor, other):
             continue
         if other.requires_grad or not equal_values(tensor, other.to(tensor)):
-            log.info("%s differs in a trial that joins: each trial has its own from now on", name)
+            # Of adapters, all is frozen but what they add: then this is an adapter of another base.
+            level = logging.INFO if other.requires_grad or not is_adapted(model) else logging.WARNING
+            log.log(level, "%s differs in a trial that joins: each trial has its own from now on", name)
             fused.unshare(name)
+            fused.unlike_base = [*fused.unlike_base, name]
 
 
 def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:

@@ -46,7 +46,8 @@ class AuditedTrial:
 
     `entry` takes the step, and draws the numbers of `stream`: the seed, the forwards before, and which
     modules run trial by trial. The workers of `group` do so together, if their gradients are summed in the
-    step. `unlike` names tensors that are not compared.
+    step. `unlike` names tensors that are not compared, and `shared` those that no trial changes, which are
+    not copied either.
     """
 
     def __init__(
@@ -57,17 +58,21 @@ class AuditedTrial:
         factor: float,
         group: WorkerGroup,
         unlike: Collection[str] = (),
+        shared: Collection[str] = (),
     ) -> None:
         started = time.perf_counter()
         self._entry, self._stream, self._factor, self._group = entry, stream, factor, group
-        self._unlike = unlike
+        self._unlike, self._shared = {*unlike, *shared}, shared
         # Whether forward depends on Python attributes, whose values are unknown after the first step.
         self.uses_python_state = False
         # A forward may write into what it is given.
         content = pytree.tree_map_only(Tensor, torch.clone, batch.content)
         self._batch = replace(batch, content=content)
         components = entry.components
-        self._before = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        self._before = {
+            name: tensor.detach() if name in shared else tensor.detach().clone()
+            for name, tensor in self._tensors().items()
+        }
         self._optimizer = copy.deepcopy(components.optimizer.state_dict())
         self._scaler = copy.deepcopy(components.scaler.state_dict())
         self._python = state_of(components.model)
@@ -82,7 +87,7 @@ class AuditedTrial:
         with unchanged_random_numbers():
             entry = rebuild_trial(array, slot)
         stream = int(fused.seeds[slot]), int(fused.ages[slot]), dict(fused.unfused)
-        return AuditedTrial(entry, stream, batch, factor, group)
+        return AuditedTrial(entry, stream, batch, factor, group, shared=frozenset(fused.shared))
 
     def _tensors(self) -> Mapping[str, Tensor]:
         model = self._entry.components.model
@@ -119,14 +124,15 @@ class AuditedTrial:
         """
         entry, components = self._entry, self._entry.components
         with torch.no_grad():
+            # Not in place: the memory of the base is that of all trials.
             for name, tensor in self._tensors().items():
-                tensor.copy_(self._before[name])
+                tensor.data = self._before[name] if name in self._shared else self._before[name].clone()
             if seed is not None:
                 weights = list(components.model.parameters())
                 for weight, moved in zip(
                     weights, perturb([w.data for w in weights], seed, coarsest_rounding(entry))
                 ):
-                    weight.copy_(moved)
+                    weight.data = moved
         load_state_dict(components.optimizer, copy.deepcopy(self._optimizer))
         components.scaler.load_state_dict(self._scaler)
         if not as_kept:  # else what a model draws or counts would pass for rounding

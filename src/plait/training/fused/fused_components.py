@@ -398,7 +398,10 @@ def rebuild_trial(array: FusedComponents, slot: int) -> TrialInit:
     tensors = {**dict(trial.named_parameters()), **dict(trial.named_buffers())}
     with torch.no_grad():
         for name, tensor in (*components.model.named_parameters(), *components.model.named_buffers()):
-            tensor.data = tensors[name].detach().clone()
+            # The base of adapters is held once.
+            tensor.data = tensors[name].detach()
+            if name not in array.fused.shared:
+                tensor.data = tensor.data.clone()
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.named_parameters()}
     state = named_state.optimizer_state(trial_optimizer(array.optimizer, trial, slot), names)
     named_state.load_optimizer_state(components.optimizer, components.names, state)

@@ -99,6 +99,7 @@ def common_form(models: Sequence[nn.Module]) -> tuple[AdapterForm, list[AdapterF
     for number, form in enumerate(forms[1:], 1):
         _check_same_kind(first, form, number)
     _check_bases(models, forms)
+    _check_active(models)
     if all(form == first for form in forms[1:]):
         return first, forms
     return _joined(forms), forms
@@ -159,6 +160,15 @@ def copy_adapted(tuner: Any) -> None:
     for _, layer in _adapted_layers(tuner):
         for parameter in layer.base_layer.parameters():
             parameter.data = parameter.data.clone()
+
+
+def left_out(form: AdapterForm, common: AdapterForm) -> list[str]:
+    """The scales of `common` that are ones for `form`, which does not adapt their layers by IA3."""
+    return [
+        f"{path}.ia3_l.{form.adapter}"
+        for path, layer in common.layers.items()
+        if layer.kind == "ia3" and path not in form.layers
+    ]
 
 
 def padding_of(form: AdapterForm, common: AdapterForm) -> Iterator[tuple[str, int, int]]:
@@ -237,12 +247,27 @@ def _check_same_kind(first: AdapterForm, form: AdapterForm, number: int) -> None
             f"the adapters are called {list(first.configs)} in model 0 and {list(form.configs)} in model "
             f"{number}; give them one name (adapter_name=...)"
         )
-    for name in ("tokenizer_name_or_path", "modules_to_save", "bias"):
+    for name in ("tokenizer_name_or_path", "modules_to_save", "bias", "trainable_token_indices"):
         values = [getattr(one.config, name, None) for one in (first, form)]
         if values[0] != values[1]:
             raise AdapterError(
                 f"{name} is {values[0]!r} in model 0 and {values[1]!r} in model {number}, expected the same; "
                 f"fuse those of each value by themselves"
+            )
+
+
+def _check_active(models: Sequence[nn.Module]) -> None:
+    """Refuse models of which others of their adapters are in use."""
+    in_use = [
+        [[] if layer.disable_adapters else list(layer.active_adapters) for _, layer in _adapted_layers(model)]
+        for model in models
+    ]
+    actives = [max(layers, key=len, default=[]) for layers in in_use]
+    for number, active in enumerate(actives):
+        if active != actives[0]:
+            raise AdapterError(
+                f"the adapters in use are {actives[0]} in model 0 and {active} in model {number}, expected "
+                f"the same; call set_adapter, or enable_adapter_layers, on each model"
             )
 
 
@@ -287,7 +312,7 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
     for form in sorted(forms, key=lambda form: -len(form.layers)):
         for path, layer in form.layers.items():
             layers[path] = _larger(path, layers[path], layer) if path in layers else layer
-    is_other = any(one.kind not in ("lora", "ia3") for one in layers.values())
+    is_other = any(one.kind not in ("lora", "ia3", "TrainableTokensLayer") for one in layers.values())
     if is_other or first.config.is_prompt_learning or getattr(first.config, "ensure_weight_tying", False):
         for number, form in enumerate(forms[1:], 1):
             _check_same_settings(first, form, number)
@@ -297,6 +322,13 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
             f"the models have the adapters {list(first.configs)} with unlike settings, expected one adapter "
             f"each"
         )
+    if getattr(first.config, "bias", "none") == "lora_only" and any(
+        form.layers.keys() != layers.keys() for form in forms
+    ):
+        raise AdapterError(
+            "the adapters have bias='lora_only' and unlike target_modules, so that they train the biases of "
+            "other layers; fuse those of the same layers by themselves, or use bias='none' or 'all'"
+        )
     drops = any(layer.drops for layer in layers.values())
     if drops:
         layers = {path: replace(layer, drops=True) for path, layer in layers.items()}
@@ -304,7 +336,7 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
     config = copy.deepcopy(first.config)
     config.target_modules = set(targets)
     if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = {_key(path) for path, layer in layers.items() if layer.is_feedforward}
+        config.feedforward_modules = {key_of(path) for path, layer in layers.items() if layer.is_feedforward}
     if hasattr(config, "lora_dropout"):
         config.rank_pattern, config.alpha_pattern = {}, {}
         config.r = max(layer.rank for layer in layers.values())
@@ -337,7 +369,7 @@ def _add_adapter(model: nn.Module, path: str, target: nn.Module, form: AdapterFo
         config.init_lora_weights = True
     with torch.random.fork_rng(), torch.enable_grad():
         tuner._create_and_replace(
-            config, form.adapter, target, name, model.get_submodule(parent), current_key=_key(path)
+            config, form.adapter, target, name, model.get_submodule(parent), current_key=key_of(path)
         )
     layer: Any = model.get_submodule(path)
     layer.train(target.training)
@@ -395,6 +427,6 @@ def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
-def _key(path: str) -> str:
+def key_of(path: str) -> str:
     """The path of a layer in the base."""
     return path.removeprefix("base_model.model.")

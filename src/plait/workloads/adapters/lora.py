@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from plait.core.errors import JobError
 from plait.core.names import check_extra, did_you_mean
 from plait.core.shown import listed
 from plait.schema.settings import LoraArray, LoraSettings
-from plait.workloads.adapters.forms import AdapterForm, bring_to, form_of
+from plait.workloads.adapters.forms import AdapterForm, LayerForm, bring_to, form_of, key_of
 
 # Names of the section for options of PEFT.
 _OWN = {"lora_alpha": "alpha", "lora_dropout": "dropout", "peft_type": "", "r": "r"}
@@ -52,6 +53,7 @@ def add_lora(model: nn.Module, settings: LoraSettings, array: LoraArray | None =
 
     _check_targets(model, settings)
     try:
+        others = [] if array is None else _adapted_by(model, settings, array.targets)
         made: nn.Module = peft.get_peft_model(model, config)
     except ValueError as failure:
         raise JobError(f"lora: {failure}") from None
@@ -64,7 +66,7 @@ def add_lora(model: nn.Module, settings: LoraSettings, array: LoraArray | None =
                 f"lora.r: found {settings.r}, but {path.removeprefix('base_model.model.')} is "
                 f"{part.in_features} x {part.out_features}; expected at most {width}"
             )
-    return made if array is None else bring_to(made, _form_in(array, form_of(made)))
+    return made if array is None else bring_to(made, _form_in(array, form_of(made), others))
 
 
 def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
@@ -78,7 +80,24 @@ def _check_targets(model: nn.Module, settings: LoraSettings) -> None:
             raise JobError(f"lora.target_modules: the model has no layer {target!r}; {hint}")
 
 
-def _form_in(array: LoraArray, form: AdapterForm) -> AdapterForm:
+def _adapted_by(model: nn.Module, settings: LoraSettings, targets: Sequence[tuple[str, ...]]) -> list[str]:
+    """The layers of a model that adapters with any of these `target_modules` adapt, in the model's order."""
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import LoraModel
+
+    keys, names = [key for key, _ in model.named_modules()], set()
+    for each in targets:
+        own = replace(settings, target_modules=each)
+        _check_targets(model, own)
+        prepared = LoraModel._prepare_adapter_config(
+            LoraModel, check_lora(own), LoraModel.get_model_config(model)
+        )
+        config = tuners_utils._maybe_include_all_linear_layers(prepared, model)
+        names |= {key for key in keys if tuners_utils.check_target_module_exists(config, key)}
+    return [f"base_model.model.{key}" for key in keys if key in names]
+
+
+def _form_in(array: LoraArray, form: AdapterForm, others: Sequence[str]) -> AdapterForm:
     """The form in an array: what the scale comes from is the same for all, the scale itself is a number."""
     config = copy.deepcopy(form.config)
     config.r, config.lora_alpha, config.lora_dropout = array.rank or config.r, 1, 0.0
@@ -89,4 +108,9 @@ def _form_in(array: LoraArray, form: AdapterForm) -> AdapterForm:
         )
         for path, layer in form.layers.items()
     }
-    return replace(form, configs={form.adapter: config}, layers=layers)
+    if not others:
+        return replace(form, configs={form.adapter: config}, layers=layers)
+    added = LayerForm("lora", config.r, 1, drops=array.drops)
+    targets = tuple(key_of(path) for path in others)
+    config.target_modules = set(targets)
+    return AdapterForm({form.adapter: config}, {path: layers.get(path, added) for path in others}, targets)
