@@ -41,12 +41,12 @@ from support.further import but_further
 from support.plans import cut_in_two
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
 from support.training import (
-    digits_job,
     largest_difference,
     saved_weights,
     train_each,
     train_here,
     train_rank,
+    unverified_job,
 )
 from support.world import WorldError, run_ranks
 
@@ -199,7 +199,7 @@ def job(kind: str = "Images", loaders: int = 0, last_batch: Any = "keep", **chan
         "epochs": 2,
         "evaluate": EvaluateSettings(every_steps=5),
     }
-    return digits_job(**{**values, **changes})
+    return unverified_job(**{**values, **changes})
 
 
 def run_events(folder: Path, kind: type) -> list[Any]:
