@@ -71,7 +71,7 @@ RULE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 JOB = digits_job(**COMMON, optimizer=OptimizerSettings("sgd", RULE, ema=EMA))
 # The mean of two workers' steps is the step by the mean of their gradients, for an optimizer without memory.
 MEMORYLESS = OptimizerSettings("sgd", {"lr": 0.05}, ema=EMA)
-RATES = "optimizer.lr=0.01,0.03,0.05"
+RATES = "optimizer.lr=0.01,0.05"
 
 
 def in_stages(*replicas: int) -> TrainSettings:

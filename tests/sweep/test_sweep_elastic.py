@@ -85,7 +85,8 @@ def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
 
 @pytest.mark.parametrize(
     ("name", "victim", "after"),
-    [("grid", 1, 14), ("halving", 0, 8)],
+    # With a launcher, workers of a grid are killed in test_sweep_elastic_launch.py.
+    [pytest.param("grid", 1, 14, marks=pytest.mark.extended), ("halving", 0, 8)],
     ids=["grid, another", "halving, the coordinator"],
 )
 def test_the_trials_of_a_killed_worker_go_on_from_their_last_evaluation(
