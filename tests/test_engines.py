@@ -163,8 +163,11 @@ def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) ->
     return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
 
 
-# Replicas and several pipelines have rows of their own; trials one by one are in sweep/test_sweep_stages.py.
-@pytest.fixture(scope="module", params=but_further(ROWS, "fused, pipeline", "one by one, pipeline"))
+# Replicas of stages have a row with fused trials, and pipelines that average have one; trials one by one are in
+# sweep/test_sweep_stages.py.
+@pytest.fixture(
+    scope="module", params=but_further(ROWS, "fused, pipeline", "fused, pipelines", "one by one, pipeline")
+)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Row, Outcome, Outcome]:
@@ -241,8 +244,7 @@ def test_workers_that_come_and_go_change_nothing(name: str, versions: Versions, 
     assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
 
 
-# One of the workers in stages is lost in sweep/test_sweep_elastic_groups.py; the workers of a group do not
-# change while it trains, whatever they do.
+# The workers of a group do not change while it trains, whatever they do.
 @pytest.mark.parametrize(
     "name",
     but_further(

@@ -379,6 +379,8 @@ def check_streamed(sweep: SweepSettings, found: dict[str, Any], folder: Path) ->
         assert trial["metrics"] == pytest.approx(alone.test, abs=1e-9)
 
 
+# Workers share a stream, trials read one, and so does a pipeline, each by itself beside.
+@pytest.mark.extended
 def test_workers_that_train_an_array_share_a_stream(tmp_path: Path) -> None:
     replicated = replace(sweep_of("optimizer.lr=0.1,0.2", job=job("Sized")), replicas=2)
     cut = sweep_of("optimizer.lr=0.1,0.2", job=cut_in_two(job("Sized"), Schedule.FLUSH, microbatches=2))

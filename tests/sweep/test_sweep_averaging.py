@@ -168,10 +168,9 @@ def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: st
     check_as_runs(2, EQUAL[name], tmp_path)
 
 
-# Norms and small shares are in runs, too (training/test_pipeline_training.py); trials one by one are runs.
-@pytest.mark.parametrize(
-    "name", but_further(IN_STAGES, "one by one", "an empty share", "small shares", "batch norms")
-)
+# tests/test_engines.py has a sweep in pipelines side by side; whole models are above.
+@pytest.mark.extended
+@pytest.mark.parametrize("name", IN_STAGES)
 def test_a_trial_in_stages_equals_the_run_in_the_same_pipelines_side_by_side(
     name: str, tmp_path: Path
 ) -> None:
@@ -236,10 +235,8 @@ def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_
 
 
 # Each worker of a pipeline averages by itself, as in a run (training/test_pipelines_side_by_side.py).
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n == "partial reduce" else pytest.mark.extended) for n in OWN_PACE],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", OWN_PACE)
 def test_at_their_own_pace_so_do_the_stages_of_pipelines_side_by_side(name: str, tmp_path: Path) -> None:
     job = side_by_side(*OWN_PACE[name], optimizer=ADAM)
     sweep = sweep_of("data.batch_size=30,40", "steps=6,16", width=2, job=job)
@@ -281,6 +278,8 @@ def test_a_resumed_sweep_has_the_momentum_of_the_outer_optimizer(tmp_path: Path)
     assert same_table(whole, resumed, tolerance=1e-12)
 
 
+# Stopped in stages, one without such an optimizer goes on in tests/test_engines.py.
+@pytest.mark.extended
 def test_resumed_in_stages_it_has_it_too_and_draws_as_whole_models_do(tmp_path: Path) -> None:
     job = averaged("local-sgd", **OUTER, accumulate=2)
     whole = replace(sweep_of("optimizer.lr=0.01,0.03", job=job), replicas=2)
@@ -368,7 +367,9 @@ def sweep_by_choice(rank: int, settings: SweepSettings, folder: Path, sync: str)
 
 
 # Of the syncs that average, one under which a sweep has one outcome.
-@pytest.mark.parametrize("sync", but_further(("all-reduce", "pair-sync"), "all-reduce"))
+# The choice is made once for a sweep, above; each of the two syncs is a row of tests/test_engines.py.
+@pytest.mark.extended
+@pytest.mark.parametrize("sync", ["all-reduce", "pair-sync"])
 def test_a_sweep_in_stages_comes_to_what_it_does_under_the_sync_that_was_chosen(
     sync: str, tmp_path: Path
 ) -> None:

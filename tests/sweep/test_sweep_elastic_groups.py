@@ -94,17 +94,10 @@ def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, 
     ]
 
 
+# One of two replicas is killed in test_sweep_elastic_launch.py, and a lone worker of a sweep, too.
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("name", "victim"),
-    [
-        ("stages", 1),
-        # Without a sweep, it is in tests/training/test_elastic_averaging.py.
-        pytest.param("averaging", 1, marks=pytest.mark.extended),
-        # One of two replicas is killed in test_sweep_elastic_launch.py.
-        pytest.param("replicas", 0, marks=pytest.mark.extended),
-        pytest.param("replicas", 1, marks=pytest.mark.extended),
-        pytest.param("stages", 0, marks=pytest.mark.extended),
-    ],
+    ("name", "victim"), [("stages", 1), ("averaging", 1), ("replicas", 0), ("replicas", 1), ("stages", 0)]
 )
 def test_the_trials_of_a_group_that_loses_a_worker_go_on_from_their_last_evaluation(
     name: str, victim: int, tmp_path: Path

@@ -126,6 +126,8 @@ def test_a_trial_of_two_workers_equals_that_of_one(
     check_equal(EQUAL[name], found[name], folder / name, tmp_path)
 
 
+# An empty share is in test_sweep_averaging.py, too, and in a run in training/test_exact.py.
+@pytest.mark.extended
 def test_shares_may_differ_and_one_may_be_empty(tmp_path: Path):
     # The 1,442 samples of an epoch leave one for the last batch of 131, and two of three workers none.
     job = unverified_job(steps=None, epochs=1, data=DataSettings("digits", 131))

@@ -223,16 +223,15 @@ def best_of(folder: Path) -> checkpoints.Checkpoint:
     return checkpoints.load(path)
 
 
-FURTHER = ("flush", "gpipe", "zero-bubble", "recompute")
+FURTHER = ("flush", "gpipe", "tied", "zero-bubble", "recompute")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        # "tied" is the same as the first with a tied weight; stages that recompute are in "several stages",
-        # and zero-bubble is the schedule of a row of tests/test_engines.py.
+        # A weight is tied, and stages recompute, in "several stages", too; zero-bubble is the schedule of a
+        # row of tests/test_engines.py.
         *(pytest.param(n, marks=pytest.mark.extended) for n in FURTHER),
-        "tied",
         "several stages",
         "dropout",
         "twice named",
@@ -263,6 +262,8 @@ def test_replicas_of_a_stage_draw_what_its_only_worker_would_draw(
     assert same_table(pair[1]["dropout"], trio[1]["dropout"], tolerance=1e-10)
 
 
+# Those of a run are in training/test_running_statistics.py, those of whole models in test_sweep_replicas.py.
+@pytest.mark.extended
 def test_running_statistics_of_replicas_are_those_of_a_run_with_the_same_plan(
     trio: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -278,8 +279,9 @@ def test_running_statistics_of_replicas_are_those_of_a_run_with_the_same_plan(
     assert largest_difference(best_of(trio[0] / "norm").model, alone) < 1e-10
 
 
-# One by one they are runs in stages, of which training/test_pipeline_training.py shows it.
-@pytest.mark.parametrize("name", ["fp16", pytest.param("fp16 one by one", marks=pytest.mark.extended)])
+# Runs in stages have it in training/test_pipeline_training.py, fused trials on one worker in test_sweep.py.
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["fp16", "fp16 one by one"])
 def test_each_trial_in_half_precision_has_one_loss_scale_in_all_stages(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
