@@ -163,7 +163,7 @@ def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) ->
     return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
 
 
-# Replicas of stages have a row with fused trials, and pipelines that average have one; trials one by one are in
+# Replicas of stages, and pipelines that average, have rows with fused trials; trials one by one are in
 # sweep/test_sweep_stages.py.
 @pytest.fixture(
     scope="module", params=but_further(ROWS, "fused, pipeline", "fused, pipelines", "one by one, pipeline")
