@@ -333,7 +333,8 @@ SAVED = CheckpointSettings(every_steps=EVERY)
     [
         pytest.param(2, (0.1, 0.1), "all-reduce", "WholeModelEngine", marks=pytest.mark.extended),
         (2, (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
-        (4, (0.1, 0.1), "all-reduce", "PipelineEngine"),
+        # Pipelines are measured in tests/training/test_decentralized.py.
+        pytest.param(4, (0.1, 0.1), "all-reduce", "PipelineEngine", marks=pytest.mark.extended),
         pytest.param(4, (0.1, 0.4), "partial-reduce", "DecentralizedEngine", marks=pytest.mark.extended),
     ],
 )

@@ -266,8 +266,7 @@ NORM: dict[str, Any] = {"model": ModelSettings("support.training:norm_net"), "st
     [
         ((), (0.1, 0.1), "all-reduce", "WholeModelEngine"),
         ((), (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
-        # Either is measured in a sweep, too (tests/sweep/test_sweep_averaging.py).
-        pytest.param((2, 2), (0.1, 0.1), "all-reduce", "PipelineEngine", marks=pytest.mark.extended),
+        ((2, 2), (0.1, 0.1), "all-reduce", "PipelineEngine"),
         ((2, 2), (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
     ],
 )
