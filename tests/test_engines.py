@@ -71,7 +71,7 @@ RULE = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3}
 JOB = digits_job(**COMMON, optimizer=OptimizerSettings("sgd", RULE, ema=EMA))
 # The mean of two workers' steps is the step by the mean of their gradients, for an optimizer without memory.
 MEMORYLESS = OptimizerSettings("sgd", {"lr": 0.05}, ema=EMA)
-RATES = "optimizer.lr=0.01,0.03,0.05"
+RATES = "optimizer.lr=0.01,0.05"
 
 
 def in_stages(*replicas: int) -> TrainSettings:
@@ -163,8 +163,11 @@ def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) ->
     return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
 
 
-# Replicas and several pipelines have rows of their own; trials one by one are in sweep/test_sweep_stages.py.
-@pytest.fixture(scope="module", params=but_further(ROWS, "fused, pipeline", "one by one, pipeline"))
+# Replicas of stages, and pipelines that average, have rows with fused trials; trials one by one are in
+# sweep/test_sweep_stages.py.
+@pytest.fixture(
+    scope="module", params=but_further(ROWS, "fused, pipeline", "fused, pipelines", "one by one, pipeline")
+)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Row, Outcome, Outcome]:
@@ -241,8 +244,7 @@ def test_workers_that_come_and_go_change_nothing(name: str, versions: Versions, 
     assert largest_difference(saved_weights(tmp_path / "elastic"), weights) < 1e-10
 
 
-# One of the workers in stages is lost in sweep/test_sweep_elastic_groups.py; the workers of a group do not
-# change while it trains, whatever they do.
+# The workers of a group do not change while it trains, whatever they do.
 @pytest.mark.parametrize(
     "name",
     but_further(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import plait
+from support.world import run_ranks
 
 SOURCE = Path(plait.__file__).parent
 ORDER = (
@@ -143,19 +145,18 @@ def modules() -> dict[str, Path]:
     return named
 
 
+def import_without(rank: int, missing: str, names: list[str]) -> None:
+    """Import modules of Plait anew, in a process of its own, where another one is not installed."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("plait", missing)]:
+        del sys.modules[name]
+    sys.modules[missing] = None  # type: ignore[assignment]
+    for name in names:
+        importlib.import_module(name)
+
+
 def test_workers_need_no_pydantic():
     above = ("plait.cli", "plait.jobs", "plait.schema.job", "plait.schema.messages", "plait.__main__")
-    below = sorted(name for name in modules() if not name.startswith(above))
-    script = f"""
-import importlib, sys
-sys.modules['pydantic'] = None
-for module in {below!r}:
-    importlib.import_module(module)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks(1, import_without, "pydantic", sorted(n for n in modules() if not n.startswith(above)))
 
 
 def test_no_package_hides_a_name_that_plait_offers():

@@ -205,6 +205,8 @@ def test_policies_that_change_more_than_a_trial_are_refused(policy: PolicySettin
         check(sweep_of(RATES, job=job(policy)))
 
 
+# What trials in stages decide by is in test_trial_signals.py; that they decide by it, above.
+@pytest.mark.extended
 def test_in_stages_trials_decide_by_the_noise_of_their_whole_gradients(tmp_path: Path):
     """As in a run, stages are asked after every 25th step, and nothing changes after the first time."""
     whole = job(BY_NOISE, epochs=None, steps=53)
@@ -234,12 +236,11 @@ def sweep_and_one_alone(rank: int, sweep: SweepSettings, folder: Path, address: 
 GROUPS = {"minimum": 2, "patience": 1000.0, "every": 1, "average": "gradients"}
 
 
+# As above; what workers that average measure is in test_signals.py.
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("sync", "microbatches"),
-    [
-        (SyncSettings("local-sgd", {"every": 3}), 2),
-        pytest.param(SyncSettings("partial-reduce", GROUPS), 1, marks=pytest.mark.extended),
-    ],
+    [(SyncSettings("local-sgd", {"every": 3}), 2), (SyncSettings("partial-reduce", GROUPS), 1)],
 )
 def test_pipelines_that_average_decide_as_whole_models_that_do(
     sync: SyncSettings, microbatches: int, tmp_path: Path

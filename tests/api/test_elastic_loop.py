@@ -34,6 +34,7 @@ def close_to(expected: dict[str, Any], found: dict[str, Any]) -> bool:
     return max(differences) < 1e-10
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_workers_that_are_killed_join_leave_and_end_change_no_step():
     (alone,) = run_ranks(1, run_alone)
     (last,) = plait.launch(eventful, workers=3, elastic="1:3", timeout_s=100.0)

@@ -53,6 +53,7 @@ def _write(folder: Path, **parallel: Any) -> str:
 
 
 @pytest.mark.parametrize("plan", ["workers", pytest.param("stages", marks=pytest.mark.extended)])
+@pytest.mark.usefixtures("forked_commands")
 def test_a_joined_job_ends_as_the_same_job_that_plait_launches(tmp_path: Path, plan: str) -> None:
     path, here = _write(tmp_path, **PLANS[plan]), str(tmp_path / "here")
     # Interrupted in the middle: half of the steps, then the rest by other processes.

@@ -92,6 +92,7 @@ def test_one_worker_is_this_process_and_ends_as_the_job_by_names(tmp_path: Path)
     assert _is_equal(_weights(whole.run), _by_names(tmp_path, 1))
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_objects_on_two_workers_end_as_the_job_by_names(tmp_path: Path) -> None:
     result, calls = _train_local(tmp_path, steps=4, workers=2)
     assert (result.workers, calls) == (2, [])

@@ -41,12 +41,12 @@ from support.further import but_further
 from support.plans import cut_in_two
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank, sweeps_rank, trial_alone
 from support.training import (
-    digits_job,
     largest_difference,
     saved_weights,
     train_each,
     train_here,
     train_rank,
+    unverified_job,
 )
 from support.world import WorldError, run_ranks
 
@@ -199,7 +199,7 @@ def job(kind: str = "Images", loaders: int = 0, last_batch: Any = "keep", **chan
         "epochs": 2,
         "evaluate": EvaluateSettings(every_steps=5),
     }
-    return digits_job(**{**values, **changes})
+    return unverified_job(**{**values, **changes})
 
 
 def run_events(folder: Path, kind: type) -> list[Any]:
@@ -379,6 +379,8 @@ def check_streamed(sweep: SweepSettings, found: dict[str, Any], folder: Path) ->
         assert trial["metrics"] == pytest.approx(alone.test, abs=1e-9)
 
 
+# Workers share a stream, trials read one, and so does a pipeline, each by itself beside.
+@pytest.mark.extended
 def test_workers_that_train_an_array_share_a_stream(tmp_path: Path) -> None:
     replicated = replace(sweep_of("optimizer.lr=0.1,0.2", job=job("Sized")), replicas=2)
     cut = sweep_of("optimizer.lr=0.1,0.2", job=cut_in_two(job("Sized"), Schedule.FLUSH, microbatches=2))

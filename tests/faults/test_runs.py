@@ -165,7 +165,12 @@ def test_where_the_writer_is_lost_another_worker_writes_the_last_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("number", "what"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "hangs: ")]
+    ("number", "what"),
+    [
+        (signal.SIGKILL, "ended by SIGKILL"),
+        # A worker that hangs is named in launch/test_launch_faults.py.
+        pytest.param(signal.SIGSTOP, "hangs: ", marks=pytest.mark.extended),
+    ],
 )
 def test_a_sweep_ends_when_one_of_its_workers_does_whatever_the_jobs_sync_and_goes_on(
     number: int, what: str, tmp_path: Path

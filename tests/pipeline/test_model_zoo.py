@@ -32,7 +32,10 @@ def test_three_fused_trials_are_the_trials_alone(name: str, words: str) -> None:
     assert zoo.fused_verdict(CASES[name]) == zoo.Verdict("right", words)
 
 
-@pytest.mark.parametrize("verdict", [zoo.stages_verdict, zoo.fused_verdict])
+# In stages, one is trained in profiler/test_trace_transformers.py.
+@pytest.mark.parametrize(
+    "verdict", [pytest.param(zoo.stages_verdict, marks=pytest.mark.extended), zoo.fused_verdict]
+)
 def test_a_transformer_with_its_default_settings_is_the_model_alone(verdict) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("transformers", reason="the transformers library is not installed")
     before = torch.get_default_dtype()

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy
+import pytest
 import torch
 
 from plait.pipeline.layout import PipelineLayout
@@ -23,6 +24,8 @@ SEVEN_AND_ONE = ((tuple(range(7)), (7,)),)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
+# Numbers that replicas do not divide are in test_pipeline_exact.py.
+@pytest.mark.extended
 def test_seven_replicas_before_one_equal_plain_training() -> None:
     """9 microbatches a batch: two of the seven replicas have two each, the others one."""
     flush = Case("transformer", SEVEN_AND_ONE, Schedule.FLUSH, steps=2, microbatches=9, samples=18)

@@ -60,7 +60,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("choices", [Choices(), Choices(recompute=(0, 1)), Choices(split=True)])
+@pytest.mark.parametrize("choices", [Choices(), Choices(recompute=(0, 1), split=True)])
 @pytest.mark.parametrize("name", RIGHT)
 def test_stages_of_a_hard_model_compute_what_it_computes_step_after_step(name: str, choices: Choices) -> None:
     model, batches, place = make_hard(name)

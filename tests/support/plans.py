@@ -83,7 +83,8 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {}
 
 def layers_of(settings: TrainSettings) -> dict[str, tuple[str, ...]]:
     """The layers of the job's model in order, with their parameters."""
-    key = repr((settings.model, settings.data, settings.precision, settings.seed))
+    data = settings.data
+    key = repr((settings.model, data.kind, data.options, settings.precision, settings.seed))
     if key not in LAYERS:
         LAYERS[key] = {layer.id: tuple(layer.parameters) for layer in trace_job(settings).layers}
     return LAYERS[key]

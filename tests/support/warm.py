@@ -40,6 +40,8 @@ import_all(
             "h5py",
             "sacrebleu",
             "plait_bench.planner",
+            "peft",
+            "transformers.models.gpt2.modeling_gpt2",
         ),
         # Torch's optimizers load the first; tracing with free sizes loads the others.
         *("torch._dynamo", "torch.export._trace", "sympy.tensor.tensor"),

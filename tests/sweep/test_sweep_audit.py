@@ -194,8 +194,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return folder, SweepsWhenAsked(2, sweeps, folder)
 
 
-# The others sum, and average, in the same way.
-@pytest.mark.parametrize("name", but_further(SUMMED, "sgd", "local SGD"))
+# The others sum, and average, in the same way; norms and dropout are in stages below.
+@pytest.mark.parametrize("name", but_further(SUMMED, "sgd", "batch norm and dropout", "local SGD"))
 def test_trials_that_two_workers_train_are_what_they_are_alone(
     name: str, shared: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -212,7 +212,7 @@ def test_trials_that_two_workers_train_are_what_they_are_alone(
 
 
 # The others have stages and more.
-@pytest.mark.parametrize("name", but_further(IN_STAGES, "in stages"))
+@pytest.mark.parametrize("name", but_further(IN_STAGES, "in stages", "in stages, adamw, tied and clipped"))
 def test_trials_in_stages_are_what_they_are_alone(name: str, shared: tuple[Path, dict[str, Any]]) -> None:
     """One trial at a step, the new ones first."""
     result, found = shared[1][name], audited(shared[0] / name)

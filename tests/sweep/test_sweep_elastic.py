@@ -15,7 +15,6 @@ from plait.launcher.run_dir import RunDir
 from plait.schema.settings import UNVERIFIED, CheckpointSettings, EvaluateSettings, ModelSettings
 from plait.training.checkpoint import list_checkpoints, load
 from support.elastic_sweep import Change, run_elastic_sweep
-from support.further import but_further
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job, largest_difference
 
@@ -63,8 +62,9 @@ def check_equal(expected: tuple[dict[str, Any], Path], found: dict[str, Any], fo
     assert largest_difference(ours.model, theirs.model) < 1e-9
 
 
-# tests/test_engines.py has a grid.
-@pytest.mark.parametrize("name", but_further(SWEEPS, "grid"))
+# tests/test_engines.py has a grid; of halving, a worker is killed below.
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SWEEPS)
 def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
     name: str, alone: dict[str, Any], tmp_path: Path
 ):
@@ -85,7 +85,8 @@ def test_workers_that_join_and_leave_change_no_trial_and_repeat_no_step(
 
 @pytest.mark.parametrize(
     ("name", "victim", "after"),
-    [("grid", 1, 14), ("halving", 0, 8)],
+    # With a launcher, workers of a grid are killed in test_sweep_elastic_launch.py.
+    [pytest.param("grid", 1, 14, marks=pytest.mark.extended), ("halving", 0, 8)],
     ids=["grid, another", "halving, the coordinator"],
 )
 def test_the_trials_of_a_killed_worker_go_on_from_their_last_evaluation(

@@ -37,7 +37,7 @@ DUE = {
     "verify": UNVERIFIED,
 }
 # Enough that no group comes to the end of the sweep while another one forms.
-STEPS = 24
+STEPS = 16
 # Larger rates make of the rounding of unlike widths more than 1e-10.
 OVER = ("optimizer.lr=log:1e-3:0.03:3", "seed=0,1")
 # Its result depends on which share of a batch each worker has.
@@ -77,11 +77,10 @@ def check_as_with_fixed_workers(settings: SweepSettings, found: dict[str, Any], 
     assert largest_difference(saved_weights(folder), saved_weights(fixed)) < 1e-10
 
 
-# The others lose a worker below; that groups join and leave is a row of tests/test_engines.py.
-@pytest.mark.parametrize(
-    "name",
-    ["replicas", *(pytest.param(n, marks=pytest.mark.extended) for n in ("halving", "stages", "averaging"))],
-)
+# That groups join and leave is a row of tests/test_engines.py; those of replicas form anew, whoever goes, in
+# test_sweep_elastic_launch.py.
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["replicas", "halving", "stages", "averaging"])
 def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, tmp_path: Path):
     settings, folder = SWEEPS[name](), tmp_path / "elastic"
     # Worker 3 leaves the group of 2, which then waits until 4 comes; 0 leaves that of 1, who waits.
@@ -95,17 +94,10 @@ def test_groups_that_lose_a_leaver_form_anew_and_no_step_is_repeated(name: str, 
     ]
 
 
+# One of two replicas is killed in test_sweep_elastic_launch.py, and a lone worker of a sweep, too.
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("name", "victim"),
-    [
-        ("stages", 1),
-        # Without a sweep, it is in tests/training/test_elastic_averaging.py.
-        pytest.param("averaging", 1, marks=pytest.mark.extended),
-        # One of two replicas is killed in test_sweep_elastic_launch.py.
-        pytest.param("replicas", 0, marks=pytest.mark.extended),
-        pytest.param("replicas", 1, marks=pytest.mark.extended),
-        pytest.param("stages", 0, marks=pytest.mark.extended),
-    ],
+    ("name", "victim"), [("stages", 1), ("averaging", 1), ("replicas", 0), ("replicas", 1), ("stages", 0)]
 )
 def test_the_trials_of_a_group_that_loses_a_worker_go_on_from_their_last_evaluation(
     name: str, victim: int, tmp_path: Path

@@ -35,11 +35,11 @@ def job(folder: Path, **parallel: Any) -> dict[str, Any]:
         "model_args": {"gate": str(folder / "gate")},
         "data": {"kind": "support.training:digits", "batch_size": 60},
         "optimizer": {"kind": "sgd", "lr": 0.05},
-        "steps": 150,
+        "steps": 60,
         "precision": "float64",
         "verify": "off",
         "device": "cpu",
-        "evaluate": {"every_steps": 30},
+        "evaluate": {"every_steps": 12},
         "parallel": {"elastic": True, "threads": 1, **parallel},
         "run_dir": str(folder / "runs"),
     }

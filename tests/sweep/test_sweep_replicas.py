@@ -117,7 +117,7 @@ def check_equal(settings: SweepSettings, found: dict[str, Any], folder: Path, ow
 
 
 # Like halving, asha leaves trials behind; pbt and trials one by one are in test_sweep_stages.py.
-@pytest.mark.parametrize("name", but_further(EQUAL, "asha", "pbt", "one by one"))
+@pytest.mark.parametrize("name", but_further(EQUAL, "asha", "halving", "pbt", "one by one"))
 def test_a_trial_of_two_workers_equals_that_of_one(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -126,6 +126,8 @@ def test_a_trial_of_two_workers_equals_that_of_one(
     check_equal(EQUAL[name], found[name], folder / name, tmp_path)
 
 
+# An empty share is in test_sweep_averaging.py, too, and in a run in training/test_exact.py.
+@pytest.mark.extended
 def test_shares_may_differ_and_one_may_be_empty(tmp_path: Path):
     # The 1,442 samples of an epoch leave one for the last batch of 131, and two of three workers none.
     job = unverified_job(steps=None, epochs=1, data=DataSettings("digits", 131))
@@ -175,6 +177,8 @@ def test_workers_of_a_group_draw_other_random_numbers_and_the_first_those_of_a_l
     assert not set(second) & set(alone)
 
 
+# One group that is stopped goes on in tests/test_engines.py; two share the trials in test_sweep_averaging.py.
+@pytest.mark.extended
 def test_two_groups_of_two_stop_together_and_go_on_as_one_worker(tmp_path: Path):
     settings = sweep_of("optimizer.lr=log:1e-3:0.3:3", "seed=0,1", width=2, job=JOB)
     expected = sweep_here(settings, tmp_path / "one")
@@ -243,7 +247,8 @@ def in_replicated_stages() -> SweepSettings:
     [
         # Whole models have a ring in test_sweep_elastic_groups.py.
         (of_whole_models, ("test_sweep_replicas:a_chain",)),
-        (in_replicated_stages, ("ring",)),
+        # Replicas of stages sum over topologies in a run in training/test_pipeline_training.py.
+        pytest.param(in_replicated_stages, ("ring",), marks=pytest.mark.extended),
     ],
     ids=["whole models", "stages"],
 )

@@ -42,7 +42,6 @@ from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
 from plait.training import checkpoint as checkpoints
 from plait.training.worker_group import WorkerGroup
-from support.further import but_further
 from support.plans import placed, straight_layout
 from support.sweeping import (
     SweepsWhenAsked,
@@ -60,7 +59,7 @@ from support.world import run_ranks
 # On a busy machine, tracing takes long.
 pytestmark = pytest.mark.timeout(240)
 MICROBATCHES = 3
-STEPS = 10
+STEPS = 7
 # Some of the group's parameters lie in each of the two stages.
 GROUP = GroupSettings("first.*|*.bias", {"weight_decay": 0.0, "lr": 0.02})
 ADAM = OptimizerSettings("adamw", {"lr": 0.01, "weight_decay": 0.1}, (GROUP,))
@@ -197,7 +196,7 @@ def sweeps_of_three() -> dict[str, SweepSettings]:
         "pbt": replicated("optimizer.lr=log:1e-3:0.3", kind="pbt", trials=5, least_steps=8, **DUE),
         "not fused": replicated("clip_norm=null,0.3", optimizer=ADAMAX),
         "dropout": replicated("model_args.dropout=0.2,0.4", "optimizer.lr=0.01,0.1", model=DROP, **DUE),
-        "norm": replicated("data.batch_size=2,600", "optimizer.lr=0.01,0.1", width=4, model=NORM),
+        "norm": replicated("data.batch_size=2,600", width=2, model=NORM),
     }
 
 
@@ -224,18 +223,19 @@ def best_of(folder: Path) -> checkpoints.Checkpoint:
     return checkpoints.load(path)
 
 
+FURTHER = ("flush", "gpipe", "tied", "zero-bubble", "recompute")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        # "tied" is the same as the first with a tied weight; the second's model is that of "recompute".
-        *(pytest.param(n, marks=pytest.mark.extended) for n in ("flush", "gpipe")),
-        "tied",
+        # A weight is tied, and stages recompute, in "several stages", too; zero-bubble is the schedule of a
+        # row of tests/test_engines.py.
+        *(pytest.param(n, marks=pytest.mark.extended) for n in FURTHER),
         "several stages",
-        "zero-bubble",
         "dropout",
         "twice named",
         "pbt",
-        "recompute",
         "not fused",
     ],
 )
@@ -246,14 +246,9 @@ def test_a_trial_in_two_stages_equals_that_on_one_worker(
     check_as_on_one(sweeps()[name], found[name], folder / name, tmp_path)
 
 
-# The others in two stages are above: replicas share the microbatches, whatever the schedule and the search.
-@pytest.mark.parametrize(
-    "name",
-    but_further(
-        ("flush", "several stages", "gpipe", "pbt", "recompute", "not fused"),
-        *("flush", "gpipe", "pbt", "recompute", "not fused"),
-    ),
-)
+# tests/test_engines.py has a row in such stages, and the others in two stages are above.
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["flush", "several stages", "gpipe", "pbt", "recompute", "not fused"])
 def test_a_trial_in_replicated_stages_equals_that_on_one_worker(
     name: str, trio: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
@@ -267,12 +262,15 @@ def test_replicas_of_a_stage_draw_what_its_only_worker_would_draw(
     assert same_table(pair[1]["dropout"], trio[1]["dropout"], tolerance=1e-10)
 
 
+# Those of a run are in training/test_running_statistics.py, those of whole models in test_sweep_replicas.py.
+@pytest.mark.extended
 def test_running_statistics_of_replicas_are_those_of_a_run_with_the_same_plan(
     trio: tuple[Path, dict[str, Any]], tmp_path: Path
 ):
     """Also where the replicas have unlike shares of the trials' samples."""
     settings, best, small = sweeps_of_three()["norm"], trio[1]["norm"]["best"], trio[1]["norm"]["trials"][-1]
     assert small["values"]["data.batch_size"] == 2
+    assert best["trial"] != small["trial"]
     for name, trial in (("best", best), ("small", small)):
         own = with_values(settings.train, trial["values"])
         run, _ = run_ranks(3, train_rank, own, tmp_path / name)[0]
@@ -281,8 +279,9 @@ def test_running_statistics_of_replicas_are_those_of_a_run_with_the_same_plan(
     assert largest_difference(best_of(trio[0] / "norm").model, alone) < 1e-10
 
 
-# One by one they are runs in stages, of which training/test_pipeline_training.py shows it.
-@pytest.mark.parametrize("name", ["fp16", pytest.param("fp16 one by one", marks=pytest.mark.extended)])
+# Runs in stages have it in training/test_pipeline_training.py, fused trials on one worker in test_sweep.py.
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["fp16", "fp16 one by one"])
 def test_each_trial_in_half_precision_has_one_loss_scale_in_all_stages(
     name: str, pair: tuple[Path, dict[str, Any]], tmp_path: Path
 ):

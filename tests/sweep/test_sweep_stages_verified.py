@@ -128,6 +128,8 @@ def never_fused_rank(rank: int, settings: SweepSettings, folder: Path) -> dict[s
     return sweep_rank(rank, settings, folder)
 
 
+# That wrong stages run trial by trial, and that trials pass through stages one by one, is above.
+@pytest.mark.extended
 def test_trials_that_no_way_makes_right_pass_through_the_stages_one_by_one(tmp_path: Path):
     settings = in_stages("seed=0,1,2", dropout=0.0)
     found = run_ranks(2, never_fused_rank, settings, tmp_path / "two")[0]

@@ -110,7 +110,9 @@ def largest_allowed(job: TrainSettings) -> float:
     return 1e-12 if job.precision == "float64" else 1e-4
 
 
-@pytest.mark.parametrize(("workers", "make"), [(2, right), (3, with_replicas)])
+@pytest.mark.parametrize(
+    ("workers", "make"), [(2, right), pytest.param(3, with_replicas, marks=pytest.mark.extended)]
+)
 def test_what_workers_do_together_is_what_plain_pytorch_does(
     tmp_path: Path, workers: int, make: Callable[[], dict[str, TrainSettings]]
 ) -> None:

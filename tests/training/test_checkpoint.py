@@ -290,6 +290,8 @@ def test_killed_at_random_points_and_resumed_a_run_ends_with_the_same_bits(worke
         assert largest_difference(weights, expected) == 0.0
 
 
+# tests/test_engines.py has it of every engine.
+@pytest.mark.extended
 def test_a_run_stopped_between_checkpoints_goes_on_where_it_was(tmp_path: Path):
     whole, expected = train_here(JOB, tmp_path / "whole")
     stop = tmp_path / "stop"

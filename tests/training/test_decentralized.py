@@ -153,6 +153,7 @@ def test_loaders_read_ahead_and_every_sample_is_used_once(tmp_path: Path):
     assert sum(paces[0]) > 2 * sum(paces[1])
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path):
     rank = 0
     watch = Watch(8, lambda w: os.kill(w.workers[rank].pid, signal.SIGKILL))

@@ -26,8 +26,7 @@ SYNCS: list[tuple[str, dict[str, Any]]] = [
     ("hetpipe", {"servers": 2}),
 ]
 NAMES = [f"{kind}-{options['outer']}" if "outer" in options else kind for kind, options in SYNCS]
-# Each in one of the two tests below, or in both. AD-PSGD averages in pairs at their own pace, too; local SGD
-# with an outer optimizer is local SGD and more.
+# AD-PSGD averages in pairs at their own pace, too; local SGD with an outer optimizer is local SGD and more.
 FURTHER = ("pair-averaging", "local-sgd")
 
 
@@ -74,7 +73,10 @@ def test_workers_that_join_a_run_take_over_the_sync_that_its_first_workers_chose
 
 @pytest.mark.parametrize(
     ("victim", "sync", "options"),
-    [pytest.param(i % 3, *each.values, marks=each.marks) for i, each in enumerate(syncs_but(*FURTHER))],
+    [
+        pytest.param(i % 3, *each.values, marks=each.marks)
+        for i, each in enumerate(syncs_but(*FURTHER, "pair-sync", "sma"))
+    ],
     ids=NAMES,
 )
 def test_where_a_worker_dies_the_rest_finishes_the_run_with_equal_weights(

@@ -47,8 +47,11 @@ JOBS = {
 }
 
 
-# The first is in tests/test_engines.py; the last batch of the third is uneven, that of the fourth more so.
-@pytest.mark.parametrize("name", but_further(JOBS, "sgd", "uneven last batches"))
+# The first is in tests/test_engines.py, unused parameters in test_unused_parameters.py; the last batch of the
+# third is uneven, that of the fourth more so.
+@pytest.mark.parametrize(
+    "name", but_further(JOBS, "sgd", "uneven last batches", "an unused parameter", "a transformer")
+)
 def test_n_workers_give_the_parameters_of_one_process(name: str, tmp_path: Path):
     job, workers = JOBS[name], 2 if name == "sgd" else 3
     one, weights = train_here(job, tmp_path / "one")

@@ -130,21 +130,35 @@ def outcomes(
 
 
 # The cases of a mode are shared out to as many worlds.
-SHARES = {"flush": 4, "two": 2, "one": 2}
-# What another schedule could do to them in a way of its own; the others are for `make test-all`.
-_OTHERS_IN_PYTHON = ("every seventh forward", "countdown", "annealer", "window")
+SHARES = {"flush": 3, "two": 2, "one": 2}
+
+
+def all_but(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in CASES if name not in names)
+
+
+# What another way of training could do to them in a way of its own; the others are for `make test-all`.
 AT_ONCE = {
-    # What is kept in a dict, in a class, globally, in a generator or in one block is refused in the same way.
-    "flush": tuple(name for name in CASES if name not in _OTHERS_IN_PYTHON),
+    "two": all_but(
+        # One process evaluates them, and accumulates over them, as two workers do.
+        *("merged in evaluation", "swapped in evaluation", "optimizer with modes", "extra state"),
+        *("optimizer around another", "loss instance", "loss by a global", "loss by gradient mode"),
+        "gradients clipped by a hook",  # masks are hooks, too
+    ),
+    "replicas": ("counting block", "first batch", "rows carried over", "memory bank"),
+    "flush": all_but(
+        # What is kept in a dict, a class, a global, a generator or one block is refused in the same way.
+        *("every seventh forward", "countdown", "annealer", "window"),
+        # One process, or two workers, read, evaluate and resume them as stages do.
+        *("frozen norm", "from evaluation mode", "extra state", "set_epoch", "stream that counts epochs"),
+        *("loss that counts", "steps in groups", "schedule-free", "own rate"),
+        # In stages under another schedule.
+        *("masked gradients", "kept gradients", "weights in a list", "counting block", "momentum encoder"),
+    ),
     "recompute": ("clamped weights", "counting block", "momentum encoder"),
     "zero-bubble": ("kept gradients", "masked gradients"),
     "2bw": ("clamped weights", "weights in a list"),
-    # The mean teacher, too, writes weights in forward, and masks, too, are hooks.
-    "stash": tuple(
-        name
-        for name in CASES
-        if name not in ("task name inside", "temperature", "momentum encoder", "gradients clipped by a hook")
-    ),
+    "stash": ("mean teacher", "clamped weights", "counting block", "masked gradients", "own rate"),
 }
 
 

@@ -63,7 +63,8 @@ def test_gradients_averaged_by_everyone_give_the_optimizer_what_one_process_give
         # AD-PSGD averages in pairs, too.
         pytest.param("pair-sync", {}, marks=pytest.mark.extended),
         pytest.param("pair-averaging", {}, marks=pytest.mark.extended),
-        ("local-sgd", {"every": 4, "outer": "nesterov"}),
+        # An outer optimizer is compared with one process above, and in test_sync_resume.py.
+        pytest.param("local-sgd", {"every": 4, "outer": "nesterov"}, marks=pytest.mark.extended),
         ("hetpipe", {"staleness": 2, "wave": 2, "servers": 2}),
     ],
 )

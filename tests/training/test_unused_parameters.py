@@ -21,7 +21,7 @@ from support.training import (
 from support.world import run_ranks
 
 # 22 samples make parts of 7, 7 and 8; the last batch of an epoch has fewer, and no part of 8.
-DATA = DataSettings("digits", 22)
+DATA = DataSettings("support.training:half_of_digits", 22)
 
 
 class SometimesUsed(nn.Module):
@@ -41,7 +41,7 @@ def sometimes_used() -> nn.Module:
 
 
 def test_workers_move_only_what_one_process_moves(tmp_path: Path) -> None:
-    changes = {"model": ModelSettings("test_unused_parameters:sometimes_used"), "data": DATA, "steps": 70}
+    changes = {"model": ModelSettings("test_unused_parameters:sometimes_used"), "data": DATA, "steps": 35}
     _, expected = train_here(unverified_job(**changes, accumulate=3), tmp_path / "plain")
     run_ranks(3, train_each, {"shares": unverified_job(**changes)}, tmp_path)
     assert largest_difference(saved_weights(tmp_path / "shares"), expected) < 1e-10
