@@ -76,7 +76,7 @@ class Elastic(StepRules):
         # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
         self._has_warned = False
-        # Whether the workers are others than those with whom the model was connected when it was made.
+        # Whether the workers have changed since the model was connected with them.
         self._has_changed = False
         self._reported = time.monotonic()
         self._follow(optimizer)
