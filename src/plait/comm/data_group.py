@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from plait.comm.collectives import all_gather_values
 from plait.comm.groups import interruptible
 from plait.comm.links.nccl import nccl_name_of
 from plait.comm.rendezvous import Rendezvous
@@ -140,6 +141,15 @@ def find_data_group(rendezvous: Rendezvous, ranks: Sequence[int], device: torch.
                 )
     group: DataGroup | None = known[key]
     return group
+
+
+def await_others(rendezvous: Rendezvous) -> None:
+    """Wait until all members have completed their sums, before this process ends; all call it together.
+
+    NCCL may still send what others need for a sum that is complete here.
+    """
+    if any(rendezvous.data_groups.values()):
+        all_gather_values(0)
 
 
 def abort_all(rendezvous: Rendezvous) -> None:
