@@ -188,8 +188,19 @@ def die_on_one() -> None:
     signal.pause()
 
 
+def join_again() -> list[float]:
+    """Sums over worlds of the same workers, one after the other."""
+    sums = []
+    for number in range(4):
+        with plait.init("cpu", timeout_s=20.0):
+            torch.distributed.all_reduce(x := torch.tensor(1.0 + number))
+            sums.append(x.item())
+    return sums
+
+
 def test_launch_returns_what_each_worker_returned():
     with forked_commands():
+        assert launch(join_again, timeout_s=60.0) == [[2.0, 4.0, 6.0, 8.0]] * 2
         assert launch(sum_ranks, 10, workers=2) == [(0, 2, 21.0), (1, 2, 21.0)]
         # Functions that exist only here are sent by value.
         assert launch(lambda: int(os.environ["RANK"]) * 2, workers=1) == [0]

@@ -135,7 +135,8 @@ def train_elastic(
     agent = ScriptedAgent(rank) if after_loss is None else ScriptedAgent(rank, after_loss, store=store)
     worker = elastic_worker(rank, versions, store, agent)
     join_members(worker, settings)
-    parts = components.build(settings, torch.device("cpu"))
+    device = torch.device(settings.device if settings.device.startswith("cuda") else "cpu")
+    parts = components.build(settings, device)
     run = Run(worker, settings, parts, RunDir(folder))
     table = Announcements(worker.memberships, versions)
     if settings.sync.kind == "auto":

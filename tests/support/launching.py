@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from plait.launcher.display import WorkerState
+from plait.launcher.display import Display, WorkerState
 from plait.launcher.messages import Launch
 from plait.launcher.supervisor import Supervisor
 from plait.schema.hosts import LOCAL, Host
@@ -19,7 +19,7 @@ from plait.schema.placement import Placement
 from support.server import MARK, sessions_of
 
 
-class Memory:
+class Memory(Display):
     """Remembers what a supervisor said; `on_start` is called with the supervisor when all workers run."""
 
     def __init__(self, on_start: Callable[[Memory], None] | None = None) -> None:

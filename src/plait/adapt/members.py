@@ -21,7 +21,7 @@ from plait.launcher.worker_process import LaunchedWorker, Worker, as_loss
 # step is done.
 ProgressMark = Sequence[int]
 NO_STATE: ProgressMark = (-1, 0)
-# Its waits for a lost worker can be interrupted. Sums of GPU tensors have a communicator of NCCL beside it.
+# Its waits for a lost worker can be interrupted. GPU gradients are summed by NCCL (`comm/data_group.py`).
 BACKEND = "gloo"
 
 

@@ -17,6 +17,7 @@ from plait.api.elastic_state import LoopState, check_loop
 from plait.api.joined_workers import JoinedWorker
 from plait.api.step_rules import StepRules
 from plait.comm.collectives import all_gather_values
+from plait.comm.data_group import await_others
 from plait.core.errors import InputError
 from plait.core.run_events import WorkersChanged
 from plait.launcher.display import Silent
@@ -82,7 +83,7 @@ class Elastic(StepRules):
         # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
         self._has_warned = False
-        # Whether the workers are others than those with whom the model was connected when it was made.
+        # Whether the workers have changed since the model was connected with them.
         self._has_changed = False
         self._reported = time.monotonic()
         self._follow(optimizer)
@@ -200,9 +201,8 @@ class Elastic(StepRules):
     def _is_end_of_all(self) -> bool:
         try:
             _, leaving, *_ = self.model.sum_nothing()
-            if leaving == self.world.world_size and any(self.world.rendezvous.data_groups.values()):
-                # NCCL may still send what others need for this sum.
-                all_gather_values(0)
+            if leaving == self.world.world_size:
+                await_others(self.world.rendezvous)
         except RuntimeError as failure:
             if not self.lose(failure):
                 raise

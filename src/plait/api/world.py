@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -92,6 +93,10 @@ class World:
 
 _world: World | None = None
 _launched: LaunchedWorker | None = None
+# Where this process has met others, and how often. A store that is closed by all would remove its file, also
+# if one of them has opened it again.
+_stores: dict[Environment, dist.Store] = {}
+_joins = Counter[Environment]()
 
 
 def set_launched(worker: LaunchedWorker) -> None:
@@ -182,7 +187,12 @@ def _join(device: str | torch.device, timeout_s: float) -> World:
     if _launched is not None:
         return _from_launched(_launched, device)
     found = find_environment(os.environ)
-    store = _open_store(found, timeout_s)
+    if found not in _stores:
+        _stores[found] = _open_store(found, timeout_s)
+    _joins[found] += 1
+    # The keys of a world that was closed stay in the store.
+    store = dist.PrefixStore(f"plait/join/{_joins[found]}", _stores[found])
+    store.set_timeout(timedelta(seconds=timeout_s))
     world = _make_world(found, store, device, timeout_s)
     if world.world_size > 1 or found.launcher != "python":
         join_world(choose_backend(world.rendezvous, world.device), world.rendezvous)

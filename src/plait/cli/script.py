@@ -33,11 +33,11 @@ def run(
     Example: plait run -np 3 examples/elastic_loop.py
     """
     from plait.jobs.run_script import run_script
-    from plait.report.terminal import RunDisplay
+    from plait.report.terminal import ScriptDisplay
 
-    with os_errors_as_messages(), RunDisplay(quiet or json_) as display:
+    with os_errors_as_messages(), ScriptDisplay(quiet or json_) as display:
         folder = run_script(script, arguments or [], workers, hosts, nic, elastic, run_dir, display)
     if json_:
         print(json.dumps({"run": str(folder.path), "state": "finished"}))
-    elif not quiet:
-        print(f"finished; the output of its workers is in {folder.logs}")
+    else:
+        display.printed(f"finished; the output of its workers is in {folder.logs}")

@@ -1,9 +1,9 @@
-"""Sums of GPU tensors over NCCL among workers of whom one may be lost at any time.
+"""Sums of GPU tensors over NCCL among workers that may be lost at any time.
 
 NCCL waits for a lost peer for ever, and a communicator that has lost one can only be aborted, from another
-thread. So the members of a version agree and exchange values over gloo, and make a communicator beside it
-for large sums. The thread that learns of a loss aborts it; nothing here waits without a deadline. A member
-that is lost while the communicator is made leaves a thread behind, which NCCL does not give back.
+thread. So the members of a version agree and exchange values over gloo, and make a second communicator for
+the sums of gradients. The thread that learns of a loss aborts it; nothing here waits without a deadline. If a
+member is lost while the communicator is made, a thread stays behind: NCCL cannot interrupt it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from plait.comm.collectives import all_gather_values
 from plait.comm.groups import interruptible
 from plait.comm.links.nccl import nccl_name_of
 from plait.comm.rendezvous import Rendezvous
@@ -49,12 +50,14 @@ class DataGroup:
     def connect(self, device: torch.device) -> None:
         """Make the communicator, and sum for the first time; all members call it together."""
         meeting, ranks = self._rendezvous, self._ranks
-        # Those that wait in vain have to be heard by those that could not begin.
+        # Shorter than the wait of a member that failed at once for the outcome of the others.
         seconds = min(CONNECT_S, meeting.timeout_s / 3)
-        store = dist.PrefixStore(f"{_place(ranks)}/nccl", meeting.store)
+        store = dist.PrefixStore(f"{_place(meeting, ranks)}/nccl", meeting.store)
         backend = self._backend = make_backend(
             store, ranks.index(meeting.rank), len(ranks), meeting.timeout_s
         )
+        if self._is_aborted:
+            self.abort()
         interruptible(lambda _: backend.eager_connect_single_device(device), meeting, seconds)(0)
         ones = torch.ones(1, device=device)
         self._await(self.all_reduce(ones).work, seconds)
@@ -93,7 +96,7 @@ class DataGroup:
         self._is_aborted = True
         backend, self._backend = self._backend, None
         if backend is not None:
-            # NCCL may wait for other threads of its own meanwhile.
+            # It may block: NCCL joins its threads.
             threading.Thread(target=_abort, args=(backend,), name="plait-abort", daemon=True).start()
 
     def _lost(self, why: str, kind: LostPeer) -> PeerError:
@@ -118,25 +121,35 @@ def find_data_group(rendezvous: Rendezvous, ranks: Sequence[int], device: torch.
     None if gloo sums for them: in a world whose members are fixed, which has NCCL itself, without NCCL, and
     where not every member has a GPU to itself. It is made once for a version of the members.
     """
-    known, key = rendezvous.data_groups, tuple(ranks)
-    if rendezvous.check is None or len(key) < 2:
+    known, key = rendezvous.data_groups, (rendezvous.worlds, *ranks)
+    if rendezvous.check is None or len(ranks) < 2:
         return None
     if key not in known:
-        gpus = _exchange(rendezvous, key, "gpu", gpu_of(device))
+        gpus = _exchange(rendezvous, ranks, "gpu", gpu_of(device))
         known[key] = None
-        if "" not in gpus and len(set(gpus)) == len(key):
+        if "" not in gpus and len(set(gpus)) == len(ranks):
             # Known before it is connected: a loss meanwhile aborts it.
-            group = known[key] = DataGroup(rendezvous, key)
-            failures = _exchange(rendezvous, key, "failed", _failure_of(group, device))
+            made = known[key] = DataGroup(rendezvous, ranks)
+            failures = _exchange(rendezvous, ranks, "failed", _failure_of(made, device))
             if any(failures):
-                group.abort()
+                made.abort()
                 known[key] = None
                 log.warning(
                     "NCCL could not connect workers %s; gloo sums their gradients, through the host: %s",
-                    list(key),
+                    list(ranks),
                     next(filter(None, failures)),
                 )
-    return known[key]
+    group: DataGroup | None = known[key]
+    return group
+
+
+def await_others(rendezvous: Rendezvous) -> None:
+    """Wait until all members have completed their sums, before this process ends; all call it together.
+
+    NCCL may still send what others need for a sum that is complete here.
+    """
+    if any(rendezvous.data_groups.values()):
+        all_gather_values(0)
 
 
 def abort_all(rendezvous: Rendezvous) -> None:
@@ -147,7 +160,7 @@ def abort_all(rendezvous: Rendezvous) -> None:
 
 
 def gpu_of(device: torch.device) -> str:
-    """What NCCL takes for a GPU of its own; empty if there is none, or no NCCL."""
+    """The identity of the worker's GPU for NCCL; empty if there is no GPU, or no NCCL."""
     return nccl_name_of(device) if device.type == "cuda" and dist.is_nccl_available() else ""
 
 
@@ -179,16 +192,17 @@ def _failure_of(group: DataGroup, device: torch.device) -> str:
     return ""
 
 
-def _exchange(rendezvous: Rendezvous, ranks: tuple[int, ...], what: str, value: str) -> list[str]:
+def _exchange(rendezvous: Rendezvous, ranks: Sequence[int], what: str, value: str) -> list[str]:
     """What each member gives; a loss meanwhile ends the wait."""
-    store, keys = rendezvous.store, [f"{_place(ranks)}/{what}/{rank}" for rank in ranks]
-    store.set(f"{_place(ranks)}/{what}/{rendezvous.rank}", value)
+    place = f"{_place(rendezvous, ranks)}/{what}"
+    store, keys = rendezvous.store, [f"{place}/{rank}" for rank in ranks]
+    store.set(f"{place}/{rendezvous.rank}", value)
     store.wait(keys, timedelta(seconds=rendezvous.timeout_s))
     return [store.get(key).decode() for key in keys]
 
 
-def _place(ranks: Sequence[int]) -> str:
-    return f"plait/sums/{','.join(map(str, ranks))}"
+def _place(rendezvous: Rendezvous, ranks: Sequence[int]) -> str:
+    return f"plait/sums/{rendezvous.worlds}/{','.join(map(str, ranks))}"
 
 
 def _has_failed(work: Any) -> bool:

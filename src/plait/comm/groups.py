@@ -68,6 +68,7 @@ def abandon_world() -> None:
 
 def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
     """Initialize the default process group; every rank calls it."""
+    rendezvous.worlds += 1
 
     def make(attempt: int) -> None:
         if dist.is_initialized():
@@ -77,7 +78,7 @@ def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
         distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"plait/world/{attempt}", rendezvous.store),
+            store=dist.PrefixStore(f"plait/world/{rendezvous.worlds}/{attempt}", rendezvous.store),
             rank=rendezvous.rank,
             world_size=len(rendezvous.hosts),
             timeout=timedelta(seconds=rendezvous.timeout_s),

@@ -12,16 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch.distributed as dist
 
 from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
 from plait.core.events import Event
-
-if TYPE_CHECKING:
-    from plait.comm.data_group import DataGroup
 
 CHECK_S = 0.2
 
@@ -57,10 +54,12 @@ class Rendezvous:
         self.hosts = tuple(self.hosts)
         self._calls = Counter[str]()
         self._groups = Counter[tuple[int, ...]]()
+        # The process groups of all ranks that were joined here; a script may leave one and join another.
+        self.worlds = 0
         # The descriptors of the TCP connections of its process groups, by inode.
         self.connections: dict[int, int] = {}
-        # By ranks: the communicator for sums of GPU tensors, None if gloo sums them.
-        self.data_groups: dict[tuple[int, ...], DataGroup | None] = {}
+        # By world and ranks: the communicator for sums of GPU tensors, None if gloo sums them.
+        self.data_groups: dict[tuple[int, ...], Any] = {}
         # The names of topologies that were chosen by measuring, by the ranks that sum and the size of their
         # sums; and the events of choices that no record has yet.
         self.topologies: dict[tuple[tuple[int, ...], int], str] = {}

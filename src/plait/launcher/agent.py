@@ -193,8 +193,9 @@ def _link_to_supervisor() -> _MessageLink:
 class _Output:
     """One output stream of a worker: appended to its log and forwarded line by line."""
 
-    def __init__(self, prefix: str, log: Path | None, logs: LogWriter) -> None:
+    def __init__(self, prefix: str, log: Path | None, logs: LogWriter, is_stdout: bool) -> None:
         self.read, self.write = os.pipe()
+        self._is_stdout = is_stdout
         os.set_blocking(self.read, False)
         self._prefix = prefix
         self._lines = LineBuffer(LONGEST_LINE)
@@ -212,7 +213,8 @@ class _Output:
         self.keep(data)
         for line in self._lines.take(data) if data else self._lines.rest():
             if supervisor.unsent_bytes <= MOST_UNREAD_BYTES:
-                supervisor.send(messages.OutputLine(f"{self._prefix}{visible_text(line)}"))
+                text = f"{self._prefix}{visible_text(line)}"
+                supervisor.send(messages.OutputLine(text, self._is_stdout))
         return bool(data)
 
     def keep(self, data: bytes) -> None:
@@ -239,8 +241,8 @@ class _WorkerProcess:
         self.link = _MessageLink(self.control.fileno(), self.control.fileno())
         prefix = f"[{host} {'coordinator' if rank == COORDINATOR else rank}] "
         name = messages.process_name(rank)
-        paths = [folder / f"{name}.{kind}" if folder else None for kind in ("out", "err")]
-        self.outputs = [_Output(prefix, path, logs) for path in paths]
+        paths = {kind: folder / f"{name}.{kind}" if folder else None for kind in ("out", "err")}
+        self.outputs = [_Output(prefix, path, logs, kind == "out") for kind, path in paths.items()]
         self.last_seen_s = clock.read()
         self.ended = False
         self.reported_silent = False

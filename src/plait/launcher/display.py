@@ -28,6 +28,10 @@ class Display:
     def printed(self, line: str) -> None:
         pass
 
+    def wrote(self, line: str) -> None:
+        """A worker has written a line to its standard output."""
+        self.printed(line)
+
     def stopping(self) -> None:
         pass
 

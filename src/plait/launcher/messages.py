@@ -215,9 +215,10 @@ class WorkerPids(JobMessage):
 
 
 class OutputLine(JobMessage):
-    """A line that a worker printed."""
+    """A line that a worker printed, to its standard output or to standard error."""
 
     text: str
+    is_stdout: bool = False
 
 
 class WorkerSilence(JobMessage):

@@ -114,6 +114,10 @@ class StatusFile(Display):
         with contextlib.suppress(OSError):
             self._display.printed(line)
 
+    def wrote(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            self._display.wrote(line)
+
     def stopping(self) -> None:
         if self._content["workers"]:
             self.write(state="stopping")

@@ -117,7 +117,7 @@ class Supervisor:
             self._hosts.hear(index)
             if not isinstance(message, messages.OutputLine):
                 return index, message
-            self._hosts.print(index, message.text)
+            self._hosts.print(index, message)
 
     def _on_stop(self) -> None:
         self._stops += 1

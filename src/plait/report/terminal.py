@@ -186,6 +186,17 @@ def describe_stages(stages: Sequence[Sequence[int]], pipelines: int) -> str:
     return f"{count_of(len(stages), 'stage')} on workers {' | '.join(map(show_numbers, stages))}{many}"
 
 
+class ScriptDisplay(RunDisplay):
+    """Shows a script, as torchrun and mpirun do: what workers write to standard output goes to it here."""
+
+    def wrote(self, line: str) -> None:
+        # A progress bar on the same terminal stays below the lines.
+        if self._live is not None and sys.stdout.isatty():
+            self.printed(line)
+        elif not self._quiet:
+            print(line, flush=True)
+
+
 def describe(progress: Mapping[str, Any]) -> str:
     """`step 40/120  loss 0.41  test accuracy 93.1%  5120 samples/s  2.1 s left`"""
     parts = [f"step {describe_step(progress)}", *describe_metrics(progress)]

@@ -12,6 +12,7 @@ from typing import Any, cast
 from plait.adapt.changes import BatchSizeChange, ChangeRequest, ChangeSource, SyncChange, TopologyChange
 from plait.adapt.members import NO_STATE, ElasticMembers, ProgressMark, WorkerLeft, loss_of
 from plait.comm.collectives import all_gather_values, broadcast_value
+from plait.comm.data_group import await_others
 from plait.core.codec import decode, encode
 from plait.core.errors import JobError
 from plait.core.run_events import Changed
@@ -114,7 +115,10 @@ class RunLoop(Loop):
             try:
                 reason = self.take_steps()
                 self.run.metrics.log_rest()
-                return reason, self._finish(reason)
+                metrics = self._finish(reason)
+                if self.run.worker.world_size > 1:
+                    await_others(self.run.worker.rendezvous)
+                return reason, metrics
             except RuntimeError as failure:
                 loss = loss_of(self.run.worker, failure)
                 if loss is None:

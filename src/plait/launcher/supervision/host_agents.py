@@ -136,10 +136,10 @@ class HostAgents:
         for agent in self._agents:
             agent.send(message)
 
-    def print(self, index: int, line: str) -> None:
+    def print(self, index: int, line: messages.OutputLine) -> None:
         """Display a line of a host."""
-        self._printed[index].append(line)
-        self._display.printed(line)
+        self._printed[index].append(line.text)
+        (self._display.wrote if line.is_stdout else self._display.printed)(line.text)
 
     @property
     def timeout_s(self) -> float:
@@ -212,4 +212,4 @@ class HostAgents:
         while not self.inbox.empty():
             index, message = self.inbox.get()
             if isinstance(message, messages.OutputLine):
-                self.print(index, message.text)
+                self.print(index, message)
