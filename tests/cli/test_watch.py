@@ -187,18 +187,24 @@ def test_sections_that_take_long_to_make_are_made_rarely_but_at_once_when_the_st
 def test_a_run_that_records_nothing_for_long_says_so(run: WatchedRun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(live_run, "SILENT_S", -1.0)
     run.record(START)
-    run.now = RunNow("running")
-    assert "Nothing was recorded for" in run.refreshed()["head"]
-    run.now = RunNow("finished")
-    assert "Nothing was recorded for" not in run.refreshed()["head"]
+    progress = {"step": 1, "steps": 20, "left_s": 60.0}
+    run.now = RunNow("running", progress=progress)
+    shown = run.refreshed()["head"]
+    assert all(text in shown for text in ("Nothing was recorded for", "step 1/20 · 1 min 00 s left"))
+    run.now = RunNow("died", progress=progress)
+    shown = run.refreshed()["head"]
+    assert not any(text in shown for text in ("Nothing was recorded for", "left"))
 
 
 def test_a_sweep_shows_its_trials_as_they_come(run: WatchedRun):
     run.record(run_events.SweepStarted("s", "m:f", "grid", ("lr",), 2, 0, "loss", 1, "2.13"))
     for trial in range(2):
         run.record(run_events.TrialDrawn(trial, {"lr": 0.1 + trial}, 20, "g"))
-        run.record(run_events.TrialStep(trial, 1, 2.0))
-        assert run.refreshed()["trials"].count("<tr>") == trial + 2
+        run.record(run_events.TrialStep(trial, 1, 2.0 - trial))
+        shown = run.refreshed()["trials"]
+        assert shown.count("<tr>") == trial + 2
+        # Before there is a result, the one with the lowest training loss is first.
+        assert f"<tr><td>{trial}</td>" in shown.split("</tr>")[1]
 
 
 def test_a_client_that_does_not_read_holds_up_nobody_and_is_sent_the_newest_once_it_reads(
@@ -299,7 +305,8 @@ def test_the_buttons_ask_the_job_as_the_commands_do(run: WatchedRun):
             )
             assert client.act("resize", {"workers": 9})[1]["error"].startswith("workers: found 9, expected 1")
             assert client.act("resize", {})[1]["error"] == "workers: found None, expected a whole number"
-            assert client.act("resize", {"workers": "4" * 5000})[0] == 400
+            many = client.act("resize", {"workers": "4" * 5000})
+            assert many == (400, {"error": "found a request of more than 4096 bytes"})
     with served(run.live, actions_of(folder)) as client:
         status, answer = client.act("stop", {})
         assert (status, answer["error"]) == (400, f"{folder.path}: not running (died); nothing to stop")
@@ -312,6 +319,25 @@ def test_a_run_that_never_started_and_one_whose_status_is_damaged_are_shown(tmp_
     assert run_now(folder).state == "never started"
     folder.status.write_text("{")
     assert run_now(folder).state == "its status file is damaged"
+    assert run_now(RunDir(tmp_path / "none")).state == "its folder is gone"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback", "address"),
+    [
+        ("127.0.0.1", True, "127.0.0.1"),
+        ("localhost", True, "localhost"),
+        ("127.0.0.2", True, "127.0.0.2"),
+        ("::1", True, "[::1]"),
+        ("0.0.0.0", False, socket.gethostname()),
+    ],
+)
+def test_only_loopback_is_loopback(host: str, is_loopback: bool, address: str):
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("there is no IPv6 here")
+    listener, access = listen(host, 0)
+    with listener:
+        assert (access.is_loopback, access.address) == (is_loopback, address)
 
 
 def refusal(*words: str) -> str:

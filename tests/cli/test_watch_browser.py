@@ -60,8 +60,10 @@ def test_a_page_shows_a_run_while_it_trains_and_its_buttons_steer_it(tmp_path: P
         wait_for(tmp_path / "runs/t-001/status.json")
         with command(tmp_path, "report", "t", "--watch", "--json") as watch:
             assert watch.stdout is not None
-            browser.open(json.loads(watch.stdout.readline())["url"])
-            look(browser)
+            url = json.loads(watch.stdout.readline())["url"]
+            for width, dark in ((390, True), (1280, False)):
+                browser.open(url, width=width, dark=dark)
+                look(browser)
             steer(browser)
             assert browser.value("document.querySelector('#part-controls').textContent") == ""
             assert "next: plait train" in browser.value("document.querySelector('#part-head').textContent")
@@ -86,6 +88,7 @@ def look(browser: Browser) -> None:
     assert browser.value("document.querySelector('[name=workers]').value") == "3"
     browser.click("#timeline [name=all]")
     assert browser.value("document.querySelector('#part-head .state').textContent") == "running"
+    assert browser.value("document.documentElement.scrollWidth <= window.innerWidth")
 
 
 def steer(browser: Browser) -> None:

@@ -195,7 +195,7 @@ def can_stop(folder: RunDir) -> bool:
     """Whether the run goes on and `ask_to_stop` reaches it from here."""
     try:
         _supervisor(folder)
-    except InputError:
+    except (InputError, OSError):
         return False
     return True
 

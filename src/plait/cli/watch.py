@@ -37,8 +37,7 @@ def watch(folder: RunDir, plan: Callable[[], Plan | None], host: str, port: int,
     listener, access = listen(host, port)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    shown_host = f"[{host}]" if ":" in host else host
-    url = f"http://{shown_host}:{listener.getsockname()[1]}/?token={access.token}"
+    url = f"http://{access.address}:{listener.getsockname()[1]}/?token={access.token}"
     if as_json:
         print(json.dumps({"run": str(folder.path), "url": url}), flush=True)
     else:
@@ -51,17 +50,23 @@ def watch(folder: RunDir, plan: Callable[[], Plan | None], host: str, port: int,
 def run_now(folder: RunDir) -> RunNow:
     """The run as its status and its lock have it, and what it can be asked for."""
     from plait.report.live.live_run import RunNow
+    from plait.report.run_data import GOING_ON
 
     state, progress, workers = "never started", {}, 0
     try:
-        if folder.status.exists():
+        if not folder.path.exists():
+            state = "its folder is gone"
+        elif folder.status.exists():
             content = read_status(folder)
             state, progress = content["state"], content["progress"]
             workers = sum(worker["alive"] for worker in content["workers"])
     except ArtefactError:
         state = "its status file is damaged"
+    except OSError as failure:
+        state = f"its status cannot be read: {failure.strerror}"
     has_failed = state in ("failed", "died")
-    is_stoppable = can_stop(folder)
+    # One that has written its end may hold its lock for a moment.
+    is_stoppable = state in GOING_ON and can_stop(folder)
     return RunNow(
         state,
         read_cause(folder) if has_failed else None,

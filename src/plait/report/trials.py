@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,16 @@ def trials_of(events: Sequence[Recorded]) -> tuple[TrialRow, ...]:
         elif isinstance(event, run_events.TrialEnded):
             row.step, row.state, row.why = event.step, event.state, event.why
             row.metrics = event.metrics or row.metrics
-    order = sorted(
-        rows.values(), key=lambda row: (row.result is None, -row.step, row.result or 0.0, row.number)
+    return tuple(sorted(rows.values(), key=_rank))
+
+
+def _rank(row: TrialRow) -> tuple[bool, int, float, int]:
+    """Trials with a result before the others; those that have none yet by their last training loss."""
+    loss = next(reversed(row.losses.values()), None)
+    value = row.result if row.result is not None else loss
+    return (
+        row.result is None,
+        -row.step,
+        math.inf if value is None or math.isnan(value) else value,
+        row.number,
     )
-    return tuple(order)

@@ -75,9 +75,7 @@ class LiveRun:
             if self._is_stale and (now.state != self._state or time.monotonic() >= self._next_s):
                 # What fails is not tried again before there is something new.
                 self._state, self._is_stale = now.state, False
-                data = make_data(
-                    self.name, self._reader.recorded(), self._plan(), now.state, now.cause, now.progress
-                )
+                data = make_data(self.name, self._reader.recorded(), self._plan(), now.state, now.cause)
                 self._put(sections_of(data))
                 self._made_s = time.monotonic()
                 cores = os.cpu_count() or 1
@@ -89,7 +87,8 @@ class LiveRun:
     def _head(self, now: RunNow) -> str:
         is_going_on = now.state in GOING_ON
         silent_s = time.time() - self._reader.last_t
-        notes = [describe(now.progress).replace("  ", " · ") if now.progress else ""]
+        progress = {k: v for k, v in (now.progress or {}).items() if k != "left_s" or is_going_on}
+        notes = [describe(progress).replace("  ", " · ") if progress else ""]
         if not self._reader.last_t:
             notes.append("No events yet; a script that plait run starts records none.")
         elif is_going_on and silent_s > SILENT_S:

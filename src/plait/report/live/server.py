@@ -55,10 +55,11 @@ Actions = Mapping[str, Callable[[Mapping[str, Any]], str]]
 
 @dataclass(frozen=True)
 class Access:
-    """Who may do what: `names` are those by which a server on loopback answers."""
+    """Who may do what: `names` are those by which a server on loopback answers, `address` is for people."""
 
     is_loopback: bool
     names: tuple[str, ...]
+    address: str = "127.0.0.1"
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
     def has_token(self, given: str) -> bool:
@@ -91,7 +92,8 @@ def listen(host: str, port: int) -> tuple[socket.socket, Access]:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)
     except (OSError, UnicodeError) as failure:
-        raise InputError(f"--host: found {shown(host)}, which has no address: {failure}") from None
+        reason = getattr(failure, "strerror", None) or failure
+        raise InputError(f"--host: found {shown(host)}, which has no address: {reason}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -103,9 +105,10 @@ def listen(host: str, port: int) -> tuple[socket.socket, Access]:
             f"--host, --port: found {host} and {port}, but cannot listen there: {reason}; use another port, "
             f"or 0 for any free one"
         ) from None
-    bound = listener.getsockname()[0]
-    names = dict.fromkeys([host.lower(), bound, *LOCAL_NAMES])
-    return listener, Access(ipaddress.ip_address(bound.partition("%")[0]).is_loopback, tuple(names))
+    bound = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    names = dict.fromkeys([host.lower(), str(bound), *LOCAL_NAMES])
+    of_people = socket.gethostname() if bound.is_unspecified else f"[{host}]" if ":" in host else host
+    return listener, Access(bound.is_loopback, tuple(names), of_people)
 
 
 def serve(live: LiveRun, listener: socket.socket, access: Access, actions: Actions) -> None:

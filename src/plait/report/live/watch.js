@@ -14,17 +14,27 @@ function patch(before, after) {
   old.slice(now.length).forEach((node) => node.remove());
 }
 
+function showSection(section, text) {
+  const made = section.cloneNode(false), cell = section.querySelector("th[data-down]");
+  const sorted = cell && { text: cell.textContent, down: cell.dataset.down };
+  // The data of the timeline is long: it need not be parsed as HTML.
+  let data = null;
+  made.innerHTML = text.replace(/(id="timeline-data">)([^<]*)/, (_, start, found) => { data = found; return start; });
+  patch(section, made);
+  const box = document.getElementById("timeline");
+  if (data !== null) box.load ? box.load(data) : startTimeline(box, data);
+  const same = sorted && [...section.querySelectorAll("th")].find((each) => each.textContent === sorted.text);
+  if (same) {  // the table stays sorted as it was
+    same.dataset.down = sorted.down ? "" : "1";
+    sortBy(same);
+  }
+}
+
 function showSections(sections, hasButtons) {
   for (const [name, text] of Object.entries(sections)) {
     const section = document.getElementById("part-" + name);
-    if (!section || (name === "controls" && !hasButtons)) continue;
-    const made = section.cloneNode(false);
-    made.innerHTML = text;
-    patch(section, made);
+    if (section && (name !== "controls" || hasButtons)) showSection(section, text);
   }
-  const box = document.getElementById("timeline");
-  if (!box || !("timeline" in sections)) return;
-  if (box.load) box.load(); else startTimeline(box);
 }
 
 function follow(watch) {

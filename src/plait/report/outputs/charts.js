@@ -50,6 +50,7 @@ const SECONDS = { h: 3600, min: 60, s: 1, ms: 1e-3, "µs": 1e-6 };
 function sortBy(cell) {
   const table = cell.closest("table"), [head, ...rows] = table.rows, column = cell.cellIndex;
   const sign = cell.dataset.down ? -1 : 1;
+  for (const other of head.cells) if (other !== cell) delete other.dataset.down;
   cell.dataset.down = cell.dataset.down ? "" : "1";
   const value = (row) => {
     const text = row.cells[column].textContent.replace(/,/g, "");

@@ -11,15 +11,15 @@ function moved(view, end, by) {
   return { from, to: from + span };
 }
 
-function startTimeline(box) {
+function startTimeline(box, text) {
   const canvas = box.querySelector("canvas"), tip = box.querySelector(".tip"), c2d = canvas.getContext("2d");
   const scheme = window.matchMedia("(prefers-color-scheme: dark)");
   let d = null, view = null, layout = null, pending = false, colours = null, width = 1;
 
-  // Reads the data of the page, again if it has changed; what is looked at stays, a view of the end follows it.
-  function load() {
+  // Takes the data, again when there is more; what is looked at stays, a view of the end follows it.
+  function load(text) {
     const before = d;
-    d = readTimeline(JSON.parse(document.getElementById("timeline-data").textContent));
+    d = readTimeline(JSON.parse(text));
     const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
     layout = { top: 26, bar, lane, row: bar + lane + (lane ? 8 : 6), left: 0 };
     layout.height = layout.top + d.names.length * layout.row + 4;
@@ -98,10 +98,10 @@ function startTimeline(box) {
   window.addEventListener("resize", redraw);
   box.load = load;
   box.view = () => view;
-  load();
+  load(text);
 }
 
 if (typeof document !== "undefined") {
   const box = document.getElementById("timeline");
-  if (box) startTimeline(box);
+  if (box) startTimeline(box, document.getElementById("timeline-data").textContent);
 }

@@ -123,7 +123,8 @@ def _trials(data: RunData) -> str:
         f"<p>and {left} more; plait report {html.escape(data.name)} --csv FOLDER has all</p>" if left else ""
     )
     return (
-        f"<h2>Trials</h2><p>Best first, by {html.escape(data.metric)}; click a column to sort by it.</p>"
+        f"<h2>Trials</h2><p>Best first, by {html.escape(data.metric)}, or by training loss before there is a "
+        f"result; click a column to sort by it.</p>"
         f"{trial_charts(data.trials)}{parallel_coordinates(data.trials)}"
         f'<div class="sortable">{table(head, rows)}</div>{more}'
     )
