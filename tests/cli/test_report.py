@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from plait.cli import app
 from plait.core import run_events
-from plait.core.codec import encode
 from plait.core.errors import ArtefactError, InputError
 from plait.core.events import Event
 from plait.report import timeline
@@ -26,69 +20,13 @@ from plait.report.idle import BACKWARD, BETWEEN, FORWARD, RECEIVING
 from plait.report.record import RunReader, read_run
 from plait.report.timeline import make_timeline
 from support.browser import Browser
-
-T0, STEPS = 1.7e9, 20
-STATUS: dict[str, Any] = {
-    "state": "finished",
-    "pid": 4,
-    "started": T0,
-    "updated": T0,
-    "workers": [],
-    "progress": {"step": 20, "steps": 20},
-}
-# Letter, microbatch, start and end within a step of 10 s; a message takes 0.1 s.
-FIRST = [("F", 0, 0.0, 1.0), ("F", 1, 1.0, 2.0), ("B", 0, 4.2, 5.2), ("B", 1, 7.2, 8.2), ("U", 0, 8.2, 8.7)]
-SECOND = [("F", 0, 1.1, 2.1), ("B", 0, 2.1, 4.1), ("F", 1, 4.1, 5.1), ("B", 1, 5.1, 7.1), ("U", 0, 7.1, 7.6)]
-
-
-def plait(*words: str) -> str:
-    done = CliRunner().invoke(app, list(words))
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.output
-
-
-def record(folder: Path, rank: int, events: Iterable[tuple[float, Event]]) -> None:
-    lines = [json.dumps({"t": t, "rank": rank, "kind": event.kind(), **encode(event)}) for t, event in events]
-    path = folder / "events" / f"rank{rank}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{line}\n" for line in lines))
-
-
-def operations(stage: int, step: int) -> tuple[float, Event]:
-    letters, microbatches, starts, ends = zip(*(FIRST, SECOND)[stage])
-    begin = T0 + 10 * step
-    times = [tuple(begin + each for each in column) for column in (starts, ends)]
-    event = run_events.Operations(step + 1, "".join(letters), (stage,) * 5, microbatches, *times)
-    return begin + 9, event
-
-
-def step(number: int) -> tuple[float, Event]:
-    event = run_events.Step(number + 1, 0, 2.0 / (number + 1), 0.1, 64, 10.0)
-    return T0 + 10 * number + 9, event
+from support.recorded_run import STATUS, STEPS, T0, make_run, plait, record
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "two-stages"
-    start = run_events.RunStarted("two", "m:f", 100, 2, "cpu", "float32", 640, 64, STEPS, 0, 0, "2.13")
-    why = "a link is slow <script>alert(1)</script>"
-    first = [
-        (T0 - 1, start),
-        *(each for number in range(STEPS) for each in (operations(0, number), step(number))),
-        (T0 + 99.2, run_events.Evaluated(10, {"loss": 0.5, "accuracy": 0.75}, 10, 0.5)),
-        (T0 + 100, run_events.Changed(10, "TopologyChange", {"topology": "ring"}, "topology", why)),
-        (
-            T0 + 150,
-            run_events.WorkersChanged(15, 2, (0, 1), (), (), (2,), 1.5, "supervisor", "it was killed"),
-        ),
-        (T0 + 200, run_events.RunEnded(STEPS, "finished", 200.0, 6.4, 5_000_000)),
-    ]
-    record(folder, 0, first)
-    record(folder, 1, [operations(1, number) for number in range(STEPS)])
-    (folder / "status.json").write_text(json.dumps(STATUS))
-    return folder
+    return make_run(tmp_path / "two-stages")
 
 
 def test_idle_time_is_explained_by_the_operation_that_sent_the_input(run: Path):
@@ -193,105 +131,6 @@ def test_the_script_of_the_page_draws_the_operations_and_says_why_a_worker_is_id
     # Backgrounds, about two steps of ten operations, and the idle time before them.
     assert 20 < answer["bars"] < 80
     assert answer["finite"]
-
-
-def test_a_trace_tables_and_a_picture_are_written_too(run: Path):
-    options = ("-o", "r.html", "--trace", "t.json", "--csv", "tables", "--png", "p.png", "--json")
-    files = json.loads(plait("report", str(run), *options))["files"]
-    bars = [each for each in json.loads(Path("t.json").read_text())["traceEvents"] if each["ph"] == "X"]
-    assert len(bars) == 200
-    times = {"ts": 1_100_000, "dur": 1_000_000}
-    third = {"name": "forward 0", "cat": "F", "ph": "X", "pid": 0, "tid": 1, "args": {"stage": 1}}
-    assert bars[2] == {**third, **times}
-    lines = {path.name: path.read_text().splitlines() for path in Path("tables").iterdir()}
-    assert {name: len(each) - 1 for name, each in lines.items()} == {
-        "curves.csv": 42,
-        "idle.csv": 2,
-        "stages.csv": 2,
-        "adaptations.csv": 2,
-        "faults.csv": 1,
-        "operations.csv": 200,
-    }
-    assert Path("p.png").read_bytes().startswith(b"\x89PNG")
-    assert set(files) == {"r.html", "t.json", "p.png", *(f"tables/{name}" for name in lines)}
-    plait("report", str(run), *options)  # each is known as Plait's
-
-
-@pytest.mark.parametrize("option", ["-o", "--trace", "--png", "--csv"])
-def test_what_plait_did_not_write_is_replaced_only_when_asked(option: str, run: Path):
-    path = Path("mine/curves.csv" if option == "--csv" else "mine")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("my notes")
-    with pytest.raises(
-        InputError, match="exists and is no report of Plait's; name another file, or say --force"
-    ):
-        plait("report", str(run), option, "mine")
-    assert path.read_text() == "my notes"
-    assert not Path("two-stages.report.html").exists()
-    if option != "--png":  # which takes long to draw
-        plait("report", str(run), option, "mine", "--force")
-        assert "my notes" not in path.read_text()
-
-
-def test_two_outputs_in_one_file_are_refused(run: Path):
-    with pytest.raises(InputError, match="found one file for two of them, expected a file for each"):
-        plait("report", str(run), "-o", "one.html", "--trace", "./one.html")
-    assert not Path("one.html").exists()
-
-
-@pytest.mark.parametrize("option", ["-o", "--trace", "--png"])
-def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_written(option: str, run: Path):
-    Path("there").mkdir()
-    with pytest.raises(InputError, match=rf"{option}: found 'there', a folder, expected a file"):
-        plait("report", str(run), option, "there", "--csv", "tables")
-    assert not Path("tables").exists()
-    assert not Path("two-stages.report.html").exists()
-
-
-def test_a_reader_that_has_read_enough_is_no_error_and_nothing_is_added_to_a_stream(run: Path):
-    reading, writing = os.pipe()
-    os.close(reading)
-    assert plait("report", str(run), "-o", f"/dev/fd/{writing}") == ""
-    os.close(writing)
-    assert plait("report", str(run), "-o", "/dev/null") == ""
-
-
-def test_tables_of_another_version_are_replaced(run: Path):
-    Path("tables").mkdir()
-    Path("tables/idle.csv").write_text("worker,computing,resting\n0,1.0,2.0\n")
-    plait("report", str(run), "--csv", "tables")
-    assert "resting" not in Path("tables/idle.csv").read_text()
-
-
-def broken(run: Path) -> None:
-    with (run / "events" / "rank1.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"t": T0, "rank": 1, "kind": "operations", "letters": "FB", "stages": [1]}) + "\n"
-        )
-
-
-def no_folder(run: Path) -> None:
-    shutil.rmtree(run / "events")
-    (run / "events").touch()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda run: (run / "status.json").unlink(), "expected a run's folder or name"),
-        (no_folder, r"two-stages/events: Not a directory; name another place"),
-        (lambda run: shutil.rmtree(run / "events"), r"no events \(finished\); .* a script does not"),
-        (
-            broken,
-            r"rank1.jsonl:21: expected operations, each with a letter, stage, microbatch, start and end",
-        ),
-    ],
-)
-def test_a_folder_that_has_no_record_is_refused(change: Any, message: str, run: Path):
-    change(run)
-    with pytest.raises(InputError, match=message):
-        plait("report", str(run))
-    assert not list(Path.cwd().glob("*.html"))
 
 
 def test_a_run_that_died_shows_how_far_it_was_and_why(run: Path):

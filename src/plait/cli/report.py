@@ -146,8 +146,11 @@ def _watch(
         raise InputError(
             "--watch: found -o, --trace, --csv or --png, expected none of them: it writes no files"
         )
-    if any(Path(run).glob("*/run.json")) and not (Path(run) / "run.json").exists():
-        raise InputError(f"--watch: found {run!r}, a folder of runs, expected one run; name one of them")
+    if rows := _runs_below(run):
+        raise InputError(
+            f"--watch: found {run!r}, a folder of runs, expected one run; name one of them, such as "
+            f"{rows[0]['run']}"
+        )
     folder = find_run(run, run_dir)
     watch(folder, lambda: _plan(folder)[0], host, port, as_json)
 

@@ -15,7 +15,9 @@ MARK = "<!doctype html>\n<!-- plait report -->\n"
 def document(title: str, sections: Mapping[str, str], style: str = "", script: str = "") -> str:
     """One HTML file that loads nothing: the sections, with the pages' style and scripts and more of both."""
     folder = resources.files("plait.report.outputs")
-    css, *code = (folder.joinpath(name).read_text() for name in ("page.css", "charts.js", "page.js"))
+    css, *code = (
+        folder.joinpath(name).read_text() for name in ("page.css", "charts.js", "timeline.js", "page.js")
+    )
     parts = "".join(f'<section id="part-{name}">{text}</section>' for name, text in sections.items())
     return (
         f'{MARK}<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
