@@ -85,8 +85,8 @@ def fuse(
     made.set_forms(forms)
     if is_adapted(models[0]) and not any(p.requires_grad for p in made.module.parameters()):
         log.warning(
-            "these adapters are frozen, so that nothing will be trained; load them with is_trainable=True, or "
-            "make them without inference_mode=True"
+            "these adapters are frozen, so that nothing will be trained; load them with is_trainable=True, "
+            "or make them without inference_mode=True"
         )
     elif made.unlike_base and is_adapted(models[0]):
         log.warning(
