@@ -1,7 +1,7 @@
 """What a step of `plait.Pipeline` in a loop costs against the same plan in a job.
 
 Two workers of this machine train the same model with both, in turn, under the same plan and schedule, one
-thread each.
+thread each. The workers of the first stage alone read data, as in a job.
 
     python benchmarks/pipeline_loop.py [--rounds 11] [--steps 20]
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import plait
 from plait.api.joined_workers import JoinedWorker
@@ -84,14 +85,14 @@ def measure(case: str, plan: Plan, rounds: int, steps: int) -> Times:
         loop.begin(settings.steps or 0)
         torch.manual_seed(settings.seed)
         model = resolve(settings.model.factory, "model")(**settings.model.args)
-        alone = world_of_one("cpu")
-        loader = plait.DataLoader(dataset, settings.data.batch_size, drop_last=True, world=alone)
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        x, _ = next(batches)
+        loader = plait.DataLoader(dataset, settings.data.batch_size, world=world_of_one("cpu"))
+        x, _ = next(iter(loader))
         make = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
         pipe = plait.Pipeline(
             model, plan, example_inputs=(x,), loss=loss, optimizer=make, microbatches=MICROBATCHES
         )
+        epoch = loader if pipe.reads_inputs else _without_contents(x, len(dataset))
+        batches = itertools.chain.from_iterable(itertools.repeat(epoch))
 
         def library() -> None:
             for inputs, target in itertools.islice(batches, steps):
@@ -102,6 +103,13 @@ def measure(case: str, plan: Plan, rounds: int, steps: int) -> Times:
         loop.engine.close()
         pipe.close()
     return times
+
+
+def _without_contents(example: Tensor, samples: int) -> list[tuple[Tensor, None]]:
+    """The batches of an epoch for a worker that reads no data: their shapes."""
+    starts = range(0, samples, len(example))
+    sizes = [min(len(example), samples - start) for start in starts]
+    return [(torch.empty_like(example[:size], device="meta"), None) for size in sizes]
 
 
 def main() -> None:

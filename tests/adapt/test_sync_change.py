@@ -20,6 +20,7 @@ from plait.schema.settings import (
     SyncSettings,
     TrainSettings,
 )
+from plait.schema.topology_spec import TopologySpec
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.averaging import job_store
@@ -78,6 +79,26 @@ def test_a_resumed_run_goes_on_with_the_sync_that_a_policy_chose_unless_the_job_
     assert largest_difference(resumed[0][1], whole[0][1]) == 0.0
     assert syncs(tmp_path / "two") == syncs(tmp_path / "whole") == {"local-sgd"}
     assert syncs(tmp_path / "other") == {"sma"}
+
+
+def test_a_resumed_run_goes_on_with_the_topology_that_a_policy_chose_unless_the_job_says_another(
+    tmp_path: Path,
+):
+    chosen = table({4: {"topology": "ring"}})
+    settings = unverified_job(steps=8, checkpoint=CheckpointSettings(every_steps=6), adapt=chosen)
+
+    def topologies(folder: Path) -> set[str]:
+        log = [each.event for each in events.read(RunDir(folder).events())]
+        return {each.topology for each in log if isinstance(each, Signals) and each.step > 6}
+
+    with job_store() as address:
+        run_ranks(2, train, address, replace(settings, steps=6), tmp_path / "two")
+        shutil.copytree(tmp_path / "two", tmp_path / "other")
+        run_ranks(2, train, address, settings, tmp_path / "two", True)
+        other = replace(settings, topology=TopologySpec("tree"))
+        run_ranks(2, train, address, other, tmp_path / "other", True)
+    assert topologies(tmp_path / "two") == {"ring"}
+    assert topologies(tmp_path / "other") == {"tree"}
 
 
 def test_a_straggler_leads_to_partial_reduce(tmp_path: Path):

@@ -281,6 +281,7 @@ def one_process(plan: Any, **options: Any) -> plait.Pipeline:
         (lambda: one_process(1, microbatches="4"), "microbatches: found '4', expected at least 1"),
         (lambda: one_process(1, clip_norm=-1.0), "clip_norm: found -1.0, expected a number above 0"),
         (lambda: plait.launch("main.py"), "launch: found 'main.py', expected a function"),
+        (lambda: plait.launch(print, workers=1.5), "workers: found 1.5, expected a whole number"),
         (
             lambda: plait.GradientNoiseScale(torch.optim.SGD([torch.ones(1)])),
             "found an optimizer, expected a model",
@@ -308,6 +309,11 @@ def wrap_wrongly(rank: int) -> list[str]:
         with pytest.raises(InputError) as failure:
             plait.DataParallel(model, topology)
         told.append(str(failure.value))
+    counted = plait.DataParallel(nn.Linear(2, 3), samples=lambda x: -len(x))
+    with pytest.raises(InputError) as failure:
+        counted(torch.ones(4, 2))
+    counted.close()
+    told.append(str(failure.value))
     # Measured, and then used.
     model = nn.Linear(2, 1, bias=False).double()
     wrapped = plait.DataParallel(model, "auto")
@@ -321,12 +327,13 @@ def wrap_wrongly(rank: int) -> list[str]:
 def test_models_that_differ_are_refused_with_the_first_difference():
     told = run_ranks(2, wrap_wrongly)
     assert told[0] == told[1]
-    shape, bias, order, topology, frozen = told[0]
+    shape, bias, order, topology, frozen, samples = told[0]
     assert "weight is torch.float32 [3, 2] True on rank 0 and torch.float32 [4, 2] True on rank 1" in shape
     assert "bias is torch.float32 [3] True on rank 0 and not there on rank 1" in bias
     assert "the order of its parameters differs" in order
     assert "rings" in topology
     assert "no parameter of the model requires a gradient" in frozen
+    assert "samples returned -4, expected the number of samples" in samples
 
 
 def change_afterwards(rank: int) -> list[str]:

@@ -235,6 +235,9 @@ def test_one_process_is_a_plain_loop() -> None:
     assert 0.0 + step + step == 2 * step > step / 2 > 0.0
     with pytest.raises(InputError, match=r"leave loss\.backward\(\), optimizer\.step\(\) and zero_grad"):
         step.backward()
+    assert make_pipe(["4"]).reads_inputs
+    with pytest.raises(InputError, match="found .*: there is no layer '4.x'; did you mean '4'"):
+        make_pipe(["4.x"])
     inputs = {"example_inputs": (x.float(),), "optimizer": partial(torch.optim.SGD, lr=0.1)}
     narrow = plait.Pipeline(make_model().float(), loss=F.cross_entropy, **inputs)
     with pytest.raises(InputError, match=r"^step: the inputs are float64.*double\(\)"):
@@ -283,7 +286,8 @@ def say_what_is_wrong(rank: int) -> list[str]:
     with make_pipe(2) as pipe:
         attempt(lambda: pipe.step(y, x))
         attempt(lambda: pipe.step(x + rank, y))
-        pipe.step(x if rank == 0 else x.to("meta"), y)
+        assert pipe.reads_inputs == (rank == 0)
+        pipe.step(x if pipe.reads_inputs else x.to("meta"), y)
         attempt(lambda: pipe.step(x[: 6 - 2 * rank], y[: 6 - 2 * rank]).item())
         attempt(lambda: pipe.step(x, object()))
         attempt(lambda: pipe.step(x[:0], y[:0]))

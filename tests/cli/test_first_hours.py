@@ -121,6 +121,7 @@ class Lines(Silent):
         ),
         (["--nproc-per-node=2"], "the number of workers is -np"),
         (["--elastc"], "did you mean '--elastic'"),
+        (["python3", "loop.py"], "found the interpreter 'python3'.*leave it out: plait run -np 2 loop.py"),
     ],
 )
 def test_options_before_a_script_are_those_of_plait_run(given: list[str], words: str, tmp_path: Path):

@@ -37,10 +37,12 @@ class Counted(nn.Linear):
 class Loop:
     """A loop over 4 epochs of 6 batches, the last of which is smaller, with all that may be registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu", topology: str = "default") -> None:
+        self.world = plait.init(device)
         torch.manual_seed(0)
         x = torch.randn(33, 3, dtype=torch.float64)
-        self.model = plait.DataParallel(nn.Sequential(Counted(), nn.Tanh(), nn.Linear(4, 1)).double())
+        model = nn.Sequential(Counted(), nn.Tanh(), nn.Linear(4, 1)).double().to(self.world.device)
+        self.model = plait.DataParallel(model, topology)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler, self.of_epochs = StepLR(self.optimizer, 5), ExponentialLR(self.optimizer, 0.5)
         self.loader = plait.DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=6)
@@ -54,6 +56,7 @@ class Loop:
             self.of_epochs.step()
 
     def step(self, inputs: Tensor, target: Tensor) -> None:
+        inputs, target = inputs.to(self.world.device), target.to(self.world.device)
         self.optimizer.zero_grad()
         mse_loss(self.model(inputs), target).backward()
         self.optimizer.step()
@@ -76,9 +79,9 @@ def run_alone(_rank: int = 0) -> dict[str, Any]:
     return loop.result()
 
 
-def eventful() -> dict[str, Any] | None:
+def eventful(device: str = "cpu") -> dict[str, Any] | None:
     """The loop of workers of which one is killed in backward, one leaves, and one ends before the others."""
-    loop = Loop()
+    loop = Loop(device)
     elastic, worker = loop.elastic, loop.elastic.worker
 
     def kill(gradient: Tensor) -> None:

@@ -21,7 +21,7 @@ from plait.launcher.worker_process import LaunchedWorker, Worker, as_loss
 # step is done.
 ProgressMark = Sequence[int]
 NO_STATE: ProgressMark = (-1, 0)
-# NCCL cannot interrupt a worker that waits for a lost one.
+# Its waits for a lost worker can be interrupted. Sums of GPU tensors have a communicator of NCCL beside it.
 BACKEND = "gloo"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -198,7 +199,13 @@ class DataParallel(nn.Module):
             self._was_training = self.training
             if self._is_summed and not self.is_broken:
                 self._copy_buffers()
-            self._add_batch(self._samples(*inputs, **named))
+            count = self._samples(*inputs, **named)
+            if not 0 <= count < math.inf:
+                raise InputError(
+                    f"DataParallel: samples returned {shown(count)}, expected the number of samples that a "
+                    "loss of this forward is a mean over: 0 or more"
+                )
+            self._add_batch(count)
         return self.module(*inputs, **named)
 
     def _add_batch(self, count: float) -> None:

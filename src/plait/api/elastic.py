@@ -76,6 +76,8 @@ class Elastic(StepRules):
         # Whether this worker is at the end of its loop, takes no more steps, and has left the others.
         self._is_over = self._is_leaving = self._has_left = False
         self._has_warned = False
+        # Whether the workers are others than those with whom the model was connected when it was made.
+        self._has_changed = False
         self._reported = time.monotonic()
         self._follow(optimizer)
         if self._members.is_joining:
@@ -192,6 +194,9 @@ class Elastic(StepRules):
     def _is_end_of_all(self) -> bool:
         try:
             _, leaving, *_ = self.model.sum_nothing()
+            if leaving == self.world.world_size and any(self.world.rendezvous.data_groups.values()):
+                # NCCL may still send what others need for this sum.
+                all_gather_values(0)
         except RuntimeError as failure:
             if not self.lose(failure):
                 raise
@@ -277,6 +282,7 @@ class Elastic(StepRules):
             self._state.undo()
             self._is_complete = True
         find, was_lost, self._find, self._was_lost = self._find, self._was_lost, None, False
+        self._has_changed = True
         try:
             self._members.go_on_among(find, self.model.close, self._take_up, was_lost)
         except WorkerLeft:
@@ -302,8 +308,9 @@ class Elastic(StepRules):
             self._state.send(source, world.rank, is_current)
         self.step, self.is_at_end = step, is_over and not is_current
         if members.can_change:
-            self.model.topology = topology
-            self.model.connect()
+            if self._has_changed:
+                self.model.topology = topology
+                self.model.connect()
             members.worker.memberships.on_loss(self.model.fail)
         for loader in self._state.loaders() if world.world_size > 1 else ():
             loader.check_alike()

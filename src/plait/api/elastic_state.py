@@ -20,6 +20,8 @@ from plait.core.errors import InputError
 from plait.data.trees import NotHandedOverError, put_together, take_apart
 from plait.verification.optimizer_load import load_state_dict
 
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -97,7 +99,7 @@ class LoopState:
         """Keep what a step that is not completed may change; buffers are kept by the model."""
         self._model.forget_buffers()
         groups = [
-            {key: _copied(value) for key, value in group.items() if key != "params"}
+            _copied({key: value for key, value in group.items() if key != "params"})
             for group in self._optimizer.param_groups
         ]
         self._kept = groups, {name: _copied(each.state_dict()) for name, each in self.registered.items()}
@@ -151,7 +153,15 @@ class LoopState:
 
 
 def _copied(value: Any) -> Any:
-    return value if type(value) in (int, float, bool, str, type(None)) else copy.deepcopy(value)
+    """As copy.deepcopy, which takes several times as long for the small states of schedulers and loaders."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {key: each if type(each) in _PLAIN else _copied(each) for key, each in value.items()}
+    if kind is list:
+        return [each if type(each) in _PLAIN else _copied(each) for each in value]
+    return copy.deepcopy(value)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -61,8 +61,8 @@ def launch(
     """
     if not callable(fn):
         raise InputError(f"launch: found {shown(fn)}, expected a function, which runs on each worker")
-    if workers < 1:
-        raise InputError(f"workers: found {workers}, expected at least 1")
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise InputError(f"workers: found {shown(workers)}, expected a whole number of at least 1")
     content = cloudpickle.dumps((fn, args, kwargs))
     if elastic is not None:
         return _launch_elastic(content, workers, read_limits(elastic, workers), timeout_s)

@@ -20,7 +20,13 @@ from plait.api.stages.checked_loss import CheckedLoss
 from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
 from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
-from plait.api.stages.stage_layout import PlanLike, check_plan, find_layout, find_schedule
+from plait.api.stages.stage_layout import (
+    PlanLike,
+    check_names,
+    check_plan,
+    find_layout,
+    find_schedule,
+)
 from plait.api.stages.step_inputs import StepInputs, in_words_of_step
 from plait.api.stages.step_loss import StepLoss
 from plait.api.stages.whole_model import WholeModel
@@ -47,6 +53,7 @@ class _Engine(Protocol):
     """What trains the model: its stages, or the whole of it."""
 
     optimizer: torch.optim.Optimizer
+    reads_inputs: bool
 
     def step(self, batch: tuple[Any, Any], samples: int, microbatches: int) -> Tensor: ...
     def evaluate(self, inputs: Any, samples: int, microbatches: int) -> tuple[list[list[Any]], Any]: ...
@@ -126,13 +133,14 @@ class Pipeline:
         options = StepOptions(checked, made, autocast, clip_norm, compile=compile)
         model = model.to(self.world.device)
         self._engine: _Engine
+        examples = two_examples(example_inputs, other_inputs, self.world.device)
+        preparation = StagePreparation(self.world, model, examples, autocast)
         if self.world.world_size == 1:
+            check_names(plan, model, preparation.trace)
             updates_each = schedule is not None and find_schedule(schedule) is Schedule.STASH
             self._engine = WholeModel(model, self.world.device, options, updates_each)
             return
         share_model("Pipeline", model, self.world)
-        examples = two_examples(example_inputs, other_inputs, self.world.device)
-        preparation = StagePreparation(self.world, model, examples, autocast)
         profile = partial(preparation.profile, example_inputs)
         samples = samples_of(example_inputs)
         layout = find_layout(plan, self.world, schedule, microbatches, samples, preparation.trace, profile)
@@ -169,6 +177,14 @@ class Pipeline:
     def microbatches(self) -> int:
         """Microbatches of a batch."""
         return self._microbatches
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether the contents of batches are used on this worker; others need their shapes alone.
+
+        Workers of later stages may give `step` tensors on the meta device, and so read no data.
+        """
+        return self._engine.reads_inputs
 
     def step(self, x: Tensor | Inputs, y: Any = None) -> StepLoss:
         """Train on one batch; returns its mean loss, on all workers.

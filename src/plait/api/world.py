@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from plait.adapt.members import BACKEND
+from plait.comm.data_group import abort_all
 from plait.comm.groups import join_world
 from plait.comm.links.cuda_ipc import name_of
 from plait.comm.rendezvous import Rendezvous
@@ -71,6 +72,7 @@ class World:
         """Leave the process group; called by all at the end."""
         global _world
         _world = None
+        abort_all(self.rendezvous)
         if dist.is_initialized():
             dist.destroy_process_group()
 

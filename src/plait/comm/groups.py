@@ -11,9 +11,11 @@ import contextlib
 import hashlib
 import hmac
 import itertools
+import math
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -81,12 +83,14 @@ def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
             timeout=timedelta(seconds=rendezvous.timeout_s),
         )
 
-    _make_proven(rendezvous, range(len(rendezvous.hosts)), _interruptible(make, rendezvous))
+    _make_proven(rendezvous, range(len(rendezvous.hosts)), interruptible(make, rendezvous))
     return WorldConnections(rendezvous.connections)
 
 
-def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Callable[[int], None]:
-    """Run `make` in a thread, which is abandoned if a member is lost meanwhile.
+def interruptible(
+    make: Callable[[int], None], rendezvous: Rendezvous, seconds: float = math.inf
+) -> Callable[[int], None]:
+    """Run `make` in a thread, which is abandoned if a member is lost meanwhile, or after `seconds`.
 
     gloo tries to connect to a dead peer for five times the group's timeout, and cannot be interrupted.
     """
@@ -96,6 +100,7 @@ def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Calla
 
     def made(attempt: int) -> None:
         check()
+        end = time.monotonic() + seconds
         failures: list[BaseException] = []
 
         def run() -> None:
@@ -114,6 +119,8 @@ def _interruptible(make: Callable[[int], None], rendezvous: Rendezvous) -> Calla
                 # It may still succeed; the next group's caller closes it.
                 thread.join(CHECK_S)
                 raise
+            if time.monotonic() > end:
+                raise PeerError(f"no connection of all workers within {seconds:g} s", LostPeer.SILENT)
         if failures:
             raise failures.pop()
 

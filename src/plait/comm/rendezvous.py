@@ -12,12 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from plait.comm.handshake import Address, Listener, connect
 from plait.core.errors import LostPeer, PeerError
 from plait.core.events import Event
+
+if TYPE_CHECKING:
+    from plait.comm.data_group import DataGroup
 
 CHECK_S = 0.2
 
@@ -55,6 +59,8 @@ class Rendezvous:
         self._groups = Counter[tuple[int, ...]]()
         # The descriptors of the TCP connections of its process groups, by inode.
         self.connections: dict[int, int] = {}
+        # By ranks: the communicator for sums of GPU tensors, None if gloo sums them.
+        self.data_groups: dict[tuple[int, ...], DataGroup | None] = {}
         # The names of topologies that were chosen by measuring, by the ranks that sum and the size of their
         # sums; and the events of choices that no record has yet.
         self.topologies: dict[tuple[tuple[int, ...], int], str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def run_script(
         raise InputError(
             f"{script}: plait run has no such option{_hint(str(script))}; options of the script follow it: "
             f"plait run -np 2 script.py {script}. See plait run --help"
+        )
+    if re.fullmatch(r"python[\d.]*", script.name):
+        given = next((each for each in arguments if each.endswith(".py")), "script.py")
+        raise InputError(
+            f"SCRIPT: found the interpreter {str(script)!r}, which plait run starts itself; leave it out: "
+            f"plait run -np 2 {given}"
         )
     if not script.is_file():
         raise InputError(f"SCRIPT: found {str(script)!r}, expected the file of a Python script")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from plait.comm.data_group import abort_all
 from plait.comm.groups import WorldConnections, abandon_world, join_world
 from plait.comm.handshake import Address
 from plait.comm.rendezvous import Rendezvous
@@ -180,7 +181,6 @@ class LaunchedWorker:
         self.memberships.enter(membership)
         if self.memberships.can_change:
             check = self.memberships.raise_loss
-            self.memberships.on_loss(self._cut_world)
             group, version = membership.group, membership.version
             prefix = f"plait/version/{version}/" if group is None else f"plait/members/{group}/"
             store = JobStore(self._client, prefix, check)
@@ -188,11 +188,15 @@ class LaunchedWorker:
         self.rendezvous = Rendezvous(
             store, self._secret, self.rank, self.hosts, self._address, self.timeout_s, check
         )
+        if check is not None:
+            self.memberships.on_loss(self._cut_world)
 
     def leave_world(self) -> None:
         """Destroy the process group, also if a member of it is lost."""
         if (loss := self.memberships.loss()) is not None:
             self._cut_world(loss)
+        if self.memberships.has_entered:
+            abort_all(self.rendezvous)
         with self._world_lock:
             self._world = None
             if dist.is_initialized():
@@ -200,6 +204,7 @@ class LaunchedWorker:
 
     def _cut_world(self, loss: PeerError) -> None:
         """Wake threads that wait for peers in the process group."""
+        abort_all(self.rendezvous)
         with self._world_lock:
             if self._world is not None:
                 self._world.cut()

@@ -29,8 +29,8 @@ class Run:
         self, worker: Worker, settings: TrainSettings, components: Components, folder: RunDir
     ) -> None:
         self.worker = worker
-        # As the job says; policies may change that of the settings.
-        self.job_sync = settings.sync
+        # As the job says; policies may change those of the settings.
+        self.job_sync, self.job_topology = settings.sync, settings.topology
         # One; its engine has the same list.
         self.trials = [Trial(settings, EarlyStopping(settings.early_stop, components.modes))]
         self.components = components

@@ -16,6 +16,7 @@ from plait.core.shown import listed
 from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.data.sampler import Position
 from plait.schema.settings import SyncSettings, TrainSettings
+from plait.schema.topology_spec import AUTO, TopologySpec
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.unsaved_model import UnsavedState
@@ -134,6 +135,8 @@ class RunCheckpoints:
             **run.trial.progress(run.components.scaler.state_dict(), run.worker.world_size),
             "sync": encode(run.settings.sync),
             "job_sync": encode(run.job_sync),
+            "topology": encode(run.settings.topology),
+            "job_topology": encode(run.job_topology),
             "shuffle": run.settings.data.shuffle,
             "samples": run.components.train_set.length,
             "order": order_id(run.components.train_set.dataset, run.settings),
@@ -164,11 +167,12 @@ class RunCheckpoints:
         return None
 
     def load(self, engine_of: EngineOf, state: Checkpoint) -> None:
-        """Continue from a checkpoint; CheckpointError changes nothing but the sync."""
+        """Continue from a checkpoint; CheckpointError changes nothing but sync and topology."""
         run, progress = self._run, state.progress
         checkpoints.check_optimizer(progress, run.settings.optimizer.kind)
         check_same_data(progress, run.components.train_set.dataset, run.settings.data)
         with reading_progress():
+            self._keep_topology(progress)
             # That of the checkpoint, unless the job file has changed.
             is_kept = progress.get("job_sync") == encode(run.job_sync)
             engine = engine_of(decode(SyncSettings, progress["sync"]) if is_kept else run.job_sync)
@@ -188,6 +192,16 @@ class RunCheckpoints:
         # A run that had no loss scale starts with a new one.
         if loss_scale and run.components.scaler.is_enabled():
             run.components.scaler.load_state_dict(loss_scale)
+
+    def _keep_topology(self, progress: Mapping[str, Any]) -> None:
+        """Go on with the topology of the checkpoint, unless the job file has changed.
+
+        One that may have been measured is kept for as many workers.
+        """
+        run = self._run
+        is_same = progress.get("job_topology") == encode(run.job_topology)
+        if is_same and (run.job_topology.name != AUTO or progress["workers"] == run.worker.world_size):
+            run.settings = replace(run.settings, topology=decode(TopologySpec, progress["topology"]))
 
 
 def _check_order(

@@ -95,6 +95,7 @@ class PipelineStages:
     ) -> None:
         self._rank, self._layout, self._options = world.rank, layout, options
         self._pipeline = layout.pipeline_of(self._rank)
+        self.reads_inputs = 0 in layout.stages_of(self._rank)
         self._device = world.device
         self._model, self._tied = model, tied_aliases(model)
         self._evaluated = traced.evaluation or traced

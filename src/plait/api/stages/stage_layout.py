@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from torch import nn
+
 from plait.api.world import World
 from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
@@ -49,6 +51,24 @@ def check_plan(plan: object) -> None:
         raise InputError(f"plan: found {shown(plan)}, {_EXPECTED}")
 
 
+def check_names(plan: PlanLike, model: nn.Module, trace_model: Callable[[], TracedModel]) -> None:
+    """Refuse names that the model does not have, also where nothing is cut.
+
+    The model is traced only if they are not all names of its modules.
+    """
+    if not isinstance(plan, (Plan, int, str)) and not set(plan) <= {
+        name for name, _ in model.named_modules()
+    }:
+        _cut_at(plan, trace_model)
+
+
+def _cut_at(names: Sequence[str], trace_model: Callable[[], TracedModel]) -> Stages:
+    try:
+        return stages_from_cuts(trace_model(), names)
+    except InputError as failure:
+        raise InputError(f"plan: found {shown(names)}: {failure}; {_EXPECTED}") from None
+
+
 def find_layout(
     plan: PlanLike,
     world: World,
@@ -73,11 +93,7 @@ def find_layout(
         stages = _balanced(plan, world, profile_model)
         layout = _spread(stages, world.world_size, wanted or Schedule.FLUSH)
     else:
-        try:
-            stages = stages_from_cuts(trace_model(), plan)
-        except InputError as failure:
-            raise InputError(f"plan: found {shown(plan)}: {failure}; {_EXPECTED}") from None
-        layout = _spread(stages, world.world_size, wanted or Schedule.FLUSH)
+        layout = _spread(_cut_at(plan, trace_model), world.world_size, wanted or Schedule.FLUSH)
     layout = with_microbatches(layout, microbatches, samples)
     check_depths(layout)
     return layout

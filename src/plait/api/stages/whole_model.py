@@ -21,6 +21,8 @@ class WholeModel:
     With `updates_each` there is an update after each microbatch, as under stash.
     """
 
+    reads_inputs = True
+
     def __init__(
         self, model: nn.Module, device: torch.device, options: StepOptions, updates_each: bool
     ) -> None:

@@ -113,9 +113,12 @@ class NcclPeers:
 
     @staticmethod
     def of(gpu: torch.device, peers: Sequence[int]) -> NcclPeers:
-        # NCCL rejects two workers on one GPU, unless NCCL_HOSTID claims different hosts.
-        name = f"{name_of(gpu)} {os.environ.get('NCCL_HOSTID', '')}"
-        return NcclPeers(name, tuple(peers) if dist.is_nccl_available() else ())
+        return NcclPeers(nccl_name_of(gpu), tuple(peers) if dist.is_nccl_available() else ())
+
+
+def nccl_name_of(gpu: torch.device) -> str:
+    """The identity of a GPU for NCCL, which rejects two workers on one, unless they claim different hosts."""
+    return f"{name_of(gpu)} {os.environ.get('NCCL_HOSTID', '')}"
 
 
 def make_nccl_pairs(

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from plait.comm.data_group import find_data_group
 from plait.core.errors import PlaitError
 from plait.schema.topology import Topology
 from plait.sync.allreduce.reducers import FailedSum, Members, Native, Pending, Reducer, Spec
@@ -135,7 +136,8 @@ class AllReduce:
         self._over: OverTopology | None = None
         self._buffers: Sequence[Tensor] = []
         self._use_buffers([torch.zeros(s.count, dtype=s.dtype, device=s.device) for s in self._specs])
-        self._reducer: Reducer = Native(self._buffers, group, self._check)
+        self._data = None if members is None else find_data_group(members.rendezvous, members.ranks, device)
+        self._reducer: Reducer = Native(self._buffers, group, self._check, self._data)
         self._sending: list[Pending] = []
         self._next = 0
         self._armed = False
@@ -165,7 +167,7 @@ class AllReduce:
             self._over = OverTopology(self._members, self._specs)
             self._use_buffers(self._over.buffers)
         if topology is None:
-            self._reducer = Native(self._buffers, self._group, self._check)
+            self._reducer = Native(self._buffers, self._group, self._check, self._data)
         else:
             assert self._over is not None
             self._over.switch(topology)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.comm.data_group import DataGroup
 from plait.comm.rendezvous import Rendezvous
 
 # The polling interval of waits that may be interrupted.
@@ -97,21 +98,25 @@ def whole_world(rendezvous: Rendezvous) -> Members:
 
 
 class Native:
-    """The backend's own all-reduce."""
+    """The backend's own all-reduce: that of `group`, or of `data` if given."""
 
     def __init__(
         self,
         buffers: Sequence[Tensor],
         group: dist.ProcessGroup | None,
         check: Callable[[], None] | None = None,
+        data: DataGroup | None = None,
     ) -> None:
         self._buffers = buffers
         self._group = group
         self._check = check
+        self._data = data
 
     def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
         if fill is not None:
             fill()
+        if self._data is not None:
+            return self._data.all_reduce(self._buffers[index])
         work: dist.Work = dist.all_reduce(self._buffers[index], group=self._group, async_op=True)
         return work if self._check is None else _CheckedWork(work, self._check)
 

@@ -1,0 +1,202 @@
+"""Sums of GPU tensors over NCCL among workers of whom one may be lost at any time.
+
+NCCL waits for a lost peer for ever, and a communicator that has lost one can only be aborted, from another
+thread. So the members of a version agree and exchange values over gloo, and make a communicator beside it
+for large sums. The thread that learns of a loss aborts it; nothing here waits without a deadline. A member
+that is lost while the communicator is made leaves a thread behind, which NCCL does not give back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from plait.comm.groups import interruptible
+from plait.comm.links.nccl import nccl_name_of
+from plait.comm.rendezvous import Rendezvous
+from plait.core.errors import LostPeer, PeerError, PlaitError
+from plait.core.shown import shortened
+
+log = logging.getLogger(__name__)
+# How often a wait for the GPU looks whether a member is lost.
+LOOK_S = 0.00005
+# The longest that connecting may take before gloo sums instead.
+CONNECT_S = 60.0
+# Without its watchdog, which ends the process if a peer is lost: waits for sums look for errors themselves.
+_VARIABLES = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+class DataGroup:
+    """The communicator of some members; `abort` ends all waits for its sums."""
+
+    def __init__(self, rendezvous: Rendezvous, ranks: Sequence[int]) -> None:
+        self._rendezvous, self._ranks = rendezvous, tuple(ranks)
+        self._backend: Any = None
+        self._is_aborted = False
+
+    def connect(self, device: torch.device) -> None:
+        """Make the communicator, and sum for the first time; all members call it together."""
+        meeting, ranks = self._rendezvous, self._ranks
+        # Those that wait in vain have to be heard by those that could not begin.
+        seconds = min(CONNECT_S, meeting.timeout_s / 3)
+        store = dist.PrefixStore(f"{_place(ranks)}/nccl", meeting.store)
+        backend = self._backend = make_backend(
+            store, ranks.index(meeting.rank), len(ranks), meeting.timeout_s
+        )
+        interruptible(lambda _: backend.eager_connect_single_device(device), meeting, seconds)(0)
+        ones = torch.ones(1, device=device)
+        self._await(self.all_reduce(ones).work, seconds)
+        if ones.item() != len(ranks):
+            raise PlaitError(f"NCCL summed {len(ranks)} ones to {ones.item():g}")
+
+    def all_reduce(self, tensor: Tensor) -> DataSum:
+        """Start summing `tensor` over the members, in place, after what this thread has queued on the GPU."""
+        if self._is_aborted:
+            raise self._lost("they were ended", LostPeer.GONE)
+        return DataSum(self, self._backend.allreduce([tensor], dist.AllreduceOptions()))
+
+    def await_sum(self, work: Any) -> None:
+        """Wait until a sum is complete; a loss, an error of NCCL or the deadline ends the wait."""
+        self._await(work, self._rendezvous.timeout_s)
+
+    def _await(self, work: Any, seconds: float) -> None:
+        check, end = self._rendezvous.check, time.monotonic() + seconds
+        while not work.is_completed():
+            if check is not None:
+                check()
+            if time.monotonic() > end:
+                self.abort()
+                raise self._lost(f"no result within {seconds:g} s", LostPeer.SILENT)
+            time.sleep(LOOK_S)
+        # An aborted sum completes, too, and has no result. Who aborts has learned of the loss before.
+        if check is not None:
+            check()
+        if self._is_aborted or _has_failed(work):
+            self.abort()
+            raise self._lost("NCCL error: a peer or the network to it is gone", LostPeer.GONE)
+        work.synchronize()
+
+    def abort(self) -> None:
+        """End the sums here, without waiting; may be called from any thread, and again."""
+        self._is_aborted = True
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            # NCCL may wait for other threads of its own meanwhile.
+            threading.Thread(target=_abort, args=(backend,), name="plait-abort", daemon=True).start()
+
+    def _lost(self, why: str, kind: LostPeer) -> PeerError:
+        others = [rank for rank in self._ranks if rank != self._rendezvous.rank]
+        return PeerError(f"sums of worker {self._rendezvous.rank} with workers {others}: {why}", kind)
+
+
+@dataclass(frozen=True)
+class DataSum:
+    """A sum that was started."""
+
+    group: DataGroup
+    work: Any
+
+    def wait(self) -> None:
+        self.group.await_sum(self.work)
+
+
+def find_data_group(rendezvous: Rendezvous, ranks: Sequence[int], device: torch.device) -> DataGroup | None:
+    """The communicator of the members `ranks`, whose tensors are on `device`; all of them call it together.
+
+    None if gloo sums for them: in a world whose members are fixed, which has NCCL itself, without NCCL, and
+    where not every member has a GPU to itself. It is made once for a version of the members.
+    """
+    known, key = rendezvous.data_groups, tuple(ranks)
+    if rendezvous.check is None or len(key) < 2:
+        return None
+    if key not in known:
+        gpus = _exchange(rendezvous, key, "gpu", gpu_of(device))
+        known[key] = None
+        if "" not in gpus and len(set(gpus)) == len(key):
+            # Known before it is connected: a loss meanwhile aborts it.
+            group = known[key] = DataGroup(rendezvous, key)
+            failures = _exchange(rendezvous, key, "failed", _failure_of(group, device))
+            if any(failures):
+                group.abort()
+                known[key] = None
+                log.warning(
+                    "NCCL could not connect workers %s; gloo sums their gradients, through the host: %s",
+                    list(key),
+                    next(filter(None, failures)),
+                )
+    return known[key]
+
+
+def abort_all(rendezvous: Rendezvous) -> None:
+    """Abort the communicators of a version, which its members leave or have lost one of."""
+    for group in list(rendezvous.data_groups.values()):
+        if group is not None:
+            group.abort()
+
+
+def gpu_of(device: torch.device) -> str:
+    """What NCCL takes for a GPU of its own; empty if there is none, or no NCCL."""
+    return nccl_name_of(device) if device.type == "cuda" and dist.is_nccl_available() else ""
+
+
+def make_backend(store: dist.Store, rank: int, size: int, timeout_s: float) -> Any:
+    """A communicator of NCCL's that torch's registry of process groups does not know.
+
+    `destroy_process_group` would wait for its sums.
+    """
+    options = distributed_c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.global_ranks_in_group = list(range(size))
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    os.environ |= _VARIABLES
+    try:
+        return distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _failure_of(group: DataGroup, device: torch.device) -> str:
+    """Why the members are not connected; empty if they are."""
+    try:
+        group.connect(device)
+    except RuntimeError as failure:
+        return shortened(str(failure), 300) or type(failure).__name__
+    return ""
+
+
+def _exchange(rendezvous: Rendezvous, ranks: tuple[int, ...], what: str, value: str) -> list[str]:
+    """What each member gives; a loss meanwhile ends the wait."""
+    store, keys = rendezvous.store, [f"{_place(ranks)}/{what}/{rank}" for rank in ranks]
+    store.set(f"{_place(ranks)}/{what}/{rendezvous.rank}", value)
+    store.wait(keys, timedelta(seconds=rendezvous.timeout_s))
+    return [store.get(key).decode() for key in keys]
+
+
+def _place(ranks: Sequence[int]) -> str:
+    return f"plait/sums/{','.join(map(str, ranks))}"
+
+
+def _has_failed(work: Any) -> bool:
+    """Whether NCCL has reported an error of the sum; without the watchdog, successes are not reported."""
+    result = work.get_future_result()
+    return bool(result.done() and result.value())
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        backend.abort()
