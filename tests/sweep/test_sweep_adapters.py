@@ -18,12 +18,16 @@ from plait.jobs.sweep import make_sweep
 from plait.launcher.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import UNVERIFIED, SearchSettings
+from plait.sweeping.engines.audited_step import AuditedTrial
+from plait.sweeping.engines.verified_arrays import first_batches
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, with_lora_array, with_values
 from plait.training import components
 from plait.training.components import build_model
+from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.shared_bases import base_held_once
+from plait.training.worker_group import ALONE
 from support.sweeping import sweep_here
 from support.training import train_here
 
@@ -182,6 +186,21 @@ def test_trials_of_a_sweep_share_the_memory_of_the_base_and_nothing_that_they_tr
     shared = [sum(one[at] for at in one.keys() & memory[0].keys()) for one in memory[1:]]
     biases = sum(p.nbytes for n, p in together[2].model.named_parameters() if p.requires_grad and "bias" in n)
     assert shared == [0, frozen - biases, 0, 0]
+
+
+def test_an_audit_does_not_write_to_the_base_of_all_trials(tmp_path):
+    settings, cpu = job_of(tmp_path).settings(), torch.device("cpu")
+    with base_held_once():
+        entries = [components.TrialInit(settings, components.build(settings, cpu)) for _ in range(2)]
+        array = FusedComponents(entries)
+        before = {name: tensor.clone() for name, tensor in array.fused.shared.items()}
+        (batch,), _ = first_batches(entries[:1], (0, 1))
+        audited = AuditedTrial.of_array(array, 0, batch, 1.0, ALONE)
+        held = {tensor.data_ptr() for tensor in array.fused.shared.values()}
+        assert sum(tensor.data_ptr() in held for tensor in audited._before.values()) == len(held)
+        plain, perturbed = audited._take(), audited._take(seed=0)
+    assert any(not torch.equal(plain[name], perturbed[name]) for name in plain)
+    torch.testing.assert_close(array.fused.shared, before, rtol=0, atol=0)
 
 
 def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp_path):

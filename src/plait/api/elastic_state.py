@@ -18,7 +18,7 @@ from plait.api.step_rules import StepRules
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.errors import InputError
 from plait.data.trees import NotHandedOverError, put_together, take_apart
-from plait.pipeline.named_state import load_state_dict
+from plait.verification.optimizer_load import load_state_dict
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 

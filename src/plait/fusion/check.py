@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from plait.core.shown import shown
+from plait.fusion.copies import gradient_hooks
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
-from plait.fusion.trials.unfused import gradient_hooks
 from plait.verification import unchanged_random_numbers
 from plait.verification.python_state import changed_by
 

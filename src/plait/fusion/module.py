@@ -15,6 +15,7 @@ import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
 from plait.fusion.check import tensor_attributes
 from plait.fusion.closures import copied_closures
+from plait.fusion.copies import copy_hooks, gradient_hooks, held_values, independent_copy
 from plait.fusion.dispatch.install import (
     Slot,
     Wrappers,
@@ -41,14 +42,7 @@ from plait.fusion.stacking import same_memory, stacked
 from plait.fusion.trials.adapter_forms import ArrayForms, refuse_merging
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
-from plait.fusion.trials.unfused import (
-    PerTrialModules,
-    apply_alone,
-    copy_hooks,
-    gradient_hooks,
-    held_values,
-    independent_copy,
-)
+from plait.fusion.trials.unfused import PerTrialModules, apply_alone
 
 
 class FusedModule(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion.check import hyperparameters
+from plait.fusion.copies import independent_copy
 from plait.fusion.dispatch.install import recurrent_in, refresh_recurrent, slots_of, stack
 from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.unfused import independent_copy
 
 
 def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import CheckpointError, DataError, JobError
 from plait.data.trees import put_together, take_apart
 from plait.pipeline.cpu.linear import with_same_strides
+from plait.verification.optimizer_load import load_state_dict
 
 Tensors = dict[str, Tensor]
 # Prefixes of values from param groups and from attributes of the optimizer; stored with each parameter.
@@ -228,22 +229,6 @@ def load_optimizer_state(
             whole["state"].setdefault(number, {})[key] = with_same_strides(parameters[number], value)
     load_state_dict(optimizer, whole)
     load_rest(optimizer, names, state)
-
-
-def load_state_dict(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a state of torch.optim; numbers, such as NAdam's `mu_product`, stay in their own precision.
-
-    Torch casts them to the type of the weights, so that a resumed run would differ.
-    """
-    optimizer.load_state_dict(dict(state_dict))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
-        loaded: dict[str, Any] = optimizer.state.get(parameter, {})
-        for key, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.dim() == 0 and isinstance(loaded.get(key), Tensor):
-                loaded[key] = (
-                    loaded[key] if loaded[key].dtype == value.dtype else value.to(loaded[key].device)
-                )
 
 
 def load_rest(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Tensors) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from plait.fusion.copies import copy_of_structure
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
-from plait.fusion.trials.unfused import copy_of_structure, note_trials
+from plait.fusion.trials.unfused import note_trials
 from plait.workloads.adapters.forms import (
     AdapterError,
     AdapterForm,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait.core.names import did_you_mean
 from plait.fusion.check import check_structure, different_attributes, tensor_attributes
+from plait.fusion.copies import gradient_hooks
 from plait.fusion.dispatch.install import slots_of
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 from plait.fusion.errors import FusionError
@@ -18,7 +19,6 @@ from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.sharing import equal_values, is_same_view
 from plait.fusion.trials.per_trial import PerTrial, float_holders
-from plait.fusion.trials.unfused import gradient_hooks
 from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)

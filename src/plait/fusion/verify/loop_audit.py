@@ -21,7 +21,6 @@ from plait.fusion.optim.conversion import trial_optimizer
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.shared_input import Shared
 from plait.fusion.verify.plain_run import drawing_as
-from plait.pipeline.named_state import load_state_dict
 from plait.verification.audit import (
     Replay,
     Rounding,
@@ -31,6 +30,7 @@ from plait.verification.audit import (
 )
 from plait.verification.compare import Noise, find_differences, measure_noise, perturb_in_place
 from plait.verification.observe import Observation, RandomState, unchanged_random_numbers
+from plait.verification.optimizer_load import load_state_dict
 from plait.verification.python_state import unchanged_state
 from plait.verification.reference_optimizer import MakeOptimizer, OptimizerTwin, after_update
 from plait.verification.replay import Part, PlainModel

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from plait.data.loader import Batch
 from plait.fusion.verify.plain_run import drawing_as
-from plait.pipeline.named_state import load_state_dict
 from plait.sweeping.engines.verified_arrays import coarsest_rounding
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
@@ -23,6 +22,7 @@ from plait.training.worker_group import WorkerGroup
 from plait.verification.audit import largest_difference
 from plait.verification.compare import Difference, Noise, find_differences, measure_noise, perturb
 from plait.verification.observe import Observation, unchanged_random_numbers
+from plait.verification.optimizer_load import load_state_dict
 from plait.verification.python_state import state_of, unchanged_state
 
 ADVICE = (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.data.generators import GENERATORS, looks
+from plait.fusion.copies import independent_copy
 from plait.fusion.stacking import same_memory
-from plait.fusion.trials.unfused import independent_copy
 from plait.schema.settings import LoraSettings
 
 # Others change the weights of the base in place.
