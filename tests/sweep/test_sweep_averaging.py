@@ -154,9 +154,10 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
     return [result, alone]
 
 
-# "an empty share" has the same local SGD, "trials that join" the same outer optimizer; layers that some trials
-# do not use are in test_sweep_replicas.py, too, trials one by one in test_sweep_stages.py. Of runs, pairs are in
-# tests/training/test_elastic_averaging.py, SMA is in test_sync_resume.py, statistics are in sync/test_buffers.py.
+# "an empty share" has the same local SGD, "trials that join" the same outer optimizer; layers that some
+# trials do not use are in test_sweep_replicas.py, too, trials one by one in test_sweep_stages.py. Runs have
+# pairs in tests/training/test_elastic_averaging.py, SMA in test_sync_resume.py, statistics in
+# tests/sync/test_buffers.py.
 @pytest.mark.parametrize(
     "name",
     but_further(
