@@ -173,7 +173,11 @@ def apart(rank: int, address: str, settings: TrainSettings, folder: Path) -> lis
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "options"), [(2, {"minimum": 2}), (1, {"minimum": 2, "average": "gradients"})]
+    ("accumulate", "options"),
+    [
+        (2, {"minimum": 2}),
+        pytest.param(1, {"minimum": 2, "average": "gradients"}, marks=pytest.mark.extended),
+    ],
 )
 def test_workers_under_partial_reduce_measure_the_same_moments_as_one(
     accumulate: int, options: dict[str, Any], tmp_path: Path

@@ -426,7 +426,12 @@ def test_a_pipeline_wants_to_know_where_epochs_end(tmp_path: Path) -> None:
             "the stream gave sample 65 in epoch 0, but its __len__ says 64; give it a __len__",
             marks=pytest.mark.extended,
         ),
-        ("longer_to_test", {}, "the stream gave sample 65 in epoch 0, but its __len__ says 64"),
+        pytest.param(
+            "longer_to_test",
+            {},
+            "the stream gave sample 65 in epoch 0, but its __len__ says 64",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_a_pipeline_refuses_a_stream_of_another_length_than_it_says(

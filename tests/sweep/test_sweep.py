@@ -99,8 +99,9 @@ def matrices() -> nn.Module:
     )
 
 
-# Microbatches of two workers are in test_sweep_replicas.py.
-@pytest.mark.parametrize("name", but_further(CASES, "accumulated microbatches"))
+# Microbatches of two workers, steps and clips are in test_sweep_replicas.py, losses with numbers of their own
+# below.
+@pytest.mark.parametrize("name", but_further(CASES, "accumulated microbatches", "steps, clips and smoothing"))
 def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path):
     settings = CASES[name]
     found = sweep_here(settings, tmp_path / "sweep")

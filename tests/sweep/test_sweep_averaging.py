@@ -154,14 +154,16 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
     return [result, alone]
 
 
-# "an empty share" has the same local SGD, "trials that join" the same outer optimizer;
-# layers that some trials do not use are in test_sweep_replicas.py, too, trials one by one in
-# test_sweep_stages.py, and pairs in tests/training/test_elastic_averaging.py.
+# "an empty share" has the same local SGD, "trials that join" the same outer optimizer; layers that some
+# trials do not use are in test_sweep_replicas.py, too, trials one by one in test_sweep_stages.py. Runs have
+# pairs in tests/training/test_elastic_averaging.py, SMA in test_sync_resume.py, statistics in
+# tests/sync/test_buffers.py.
 @pytest.mark.parametrize(
     "name",
     but_further(
         EQUAL,
         *("local SGD", "DiLoCo", "unused layers", "pairs", "one by one", "factored states", "unlike seeds"),
+        *("SMA", "batch norms"),
     ),
 )
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:

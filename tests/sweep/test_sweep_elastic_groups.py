@@ -37,7 +37,7 @@ DUE = {
     "verify": UNVERIFIED,
 }
 # Enough that no group comes to the end of the sweep while another one forms.
-STEPS = 16
+STEPS = 24
 # Larger rates make of the rounding of unlike widths more than 1e-10.
 OVER = ("optimizer.lr=log:1e-3:0.03:3", "seed=0,1")
 # Its result depends on which share of a batch each worker has.

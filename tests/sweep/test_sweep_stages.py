@@ -223,18 +223,17 @@ def best_of(folder: Path) -> checkpoints.Checkpoint:
     return checkpoints.load(path)
 
 
-FURTHER = ("flush", "gpipe", "tied", "zero-bubble", "recompute")
+FURTHER = ("flush", "gpipe", "tied", "zero-bubble", "recompute", "twice named")
 
 
 @pytest.mark.parametrize(
     "name",
     [
         # A weight is tied, and stages recompute, in "several stages", too; zero-bubble is the schedule of a
-        # row of tests/test_engines.py.
+        # row of tests/test_engines.py; a run has two names for a layer in training/test_pipeline_training.py.
         *(pytest.param(n, marks=pytest.mark.extended) for n in FURTHER),
         "several stages",
         "dropout",
-        "twice named",
         "pbt",
         "not fused",
     ],
