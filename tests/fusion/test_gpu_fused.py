@@ -189,3 +189,88 @@ def test_a_verified_sweep_of_three_trials_comes_to_what_they_come_to_alone(preci
     for row in found["trials"]:
         alone, _ = trial_alone(on_cpu, row["values"], tmp_path / f"alone-{row['trial']}")
         assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], abs=near)
+
+
+def near(found, expected, error):
+    assert (found.double() - expected).abs().max() <= error * expected.abs().max()
+
+
+@pytest.mark.parametrize("rank", [4, 20, 128])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_adapter", [torch.float32, None])
+def test_a_linear_layer_with_adapters_is_that_of_float64_but_for_the_rounding_of_its_output(
+    rank, kind, of_adapter
+):
+    from plait.fusion.kernels.low_rank import adapted_linear
+
+    rows, inputs, outputs = (3, 2, 50), 200, 136
+    x = torch.randn(*rows, inputs, device=DEVICE).to(kind)
+    weight, bias = (torch.randn(size, device=DEVICE).to(kind) / 8 for size in ((outputs, inputs), (outputs,)))
+    a = torch.randn(3, rank, inputs, device=DEVICE).to(of_adapter or kind) / 16
+    b = torch.randn(3, outputs, rank, device=DEVICE).to(of_adapter or kind) / 8
+    scale = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)
+    leaves = [each.requires_grad_() for each in (x, a, b)]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    y = adapted_linear(x, weight, bias, a, b, scale)
+    own = (exact[0].flatten(1, 2) @ exact[1].mT) @ exact[2].mT * scale.view(3, 1, 1)
+    expected = exact[0] @ weight.double().T + bias.double() + own.view(*rows, outputs)
+    gradient = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, gradient)
+    wanted = torch.autograd.grad(expected, exact, gradient.double())
+    half = 0.01 if kind == torch.bfloat16 else 0.002
+    near(y, expected, half)
+    near(found[0], wanted[0], half)
+    for own, right in zip(found[1:], wanted[1:]):
+        near(own, right, 3e-6 if of_adapter else half)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_the_cross_entropy_of_rows_is_torchs(kind):
+    from plait.fusion.kernels.cross_entropy import row_losses
+
+    logits = (5 * torch.randn(40, 9001, device=DEVICE)).to(kind)
+    logits[1, 7] = float("-inf")
+    target = torch.randint(9001, (40,), device=DEVICE)
+    target[3], target[1] = -100, 8
+    given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    found = row_losses(given, target, -100)
+    expected = nn.functional.cross_entropy(exact, target, reduction="none")
+    near(found, expected, 1e-6)
+    weights = torch.rand(40, device=DEVICE)
+    (own,) = torch.autograd.grad(found, given, weights)
+    (right,) = torch.autograd.grad(expected, exact, weights.double())
+    near(own, right, 1e-5 if kind == torch.float32 else 0.01)
+
+
+def test_lora_adapters_on_a_base_in_bf16_train_fused_as_alone():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 20_000}
+    torch.manual_seed(0)
+    base = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)
+    )
+    base = base.to(DEVICE, torch.bfloat16)
+    models = []
+    for rank, alpha in ((4, 8), (8, 8), (8, 32)):
+        config = peft.LoraConfig("CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear")
+        models.append(peft.get_peft_model(copy.deepcopy(base), config))
+    rates = [1e-3, 3e-3, 1e-2]
+    fused = fuse(copy.deepcopy(models))
+    optimizer = FusedOptimizer(fused, "adamw", lr=rates)
+    others = [
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+        for model, rate in zip(models, rates)
+    ]
+    ids = torch.randint(20_000, (3, 4, 48), device=DEVICE)
+    for _ in range(5):
+        losses = fused(input_ids=ids, labels=ids).loss
+        losses.sum().backward()
+        alone = [model(input_ids=own, labels=own).loss for model, own in zip(models, ids)]
+        for loss in alone:
+            loss.backward()
+        for each in (optimizer, *others):
+            each.step()
+            each.zero_grad()
+        near(losses.detach(), torch.stack(alone).detach().double(), 0.01)
+    assert fused.unfused == {}

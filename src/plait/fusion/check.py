@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ _SKIPPED = frozenset(
         "_is_full_backward_hook",
     )
 )  # fmt: skip
+
+# Most attributes of a module are empty ones of these.
+_CONTAINERS = (dict, list, set, OrderedDict)
 
 T = TypeVar("T")
 
@@ -58,12 +62,16 @@ def check_structure(models: Sequence[nn.Module]) -> None:
             raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
         _refuse_tensors(model, number)
         _refuse_hooks(model, number)
-    first = models[0]
+    looks = {
+        "modules": _kinds,
+        "modes": _modes,
+        "parameters and buffers": _shapes,
+        "tied weights": shared_names,
+    }
+    first = {what: look(models[0]) for what, look in looks.items()}
     for number, model in enumerate(models[1:], 1):
-        _same("modules", _kinds(first), _kinds(model), number)
-        _same("modes", _modes(first), _modes(model), number)
-        _same("parameters and buffers", _shapes(first), _shapes(model), number)
-        _same("tied weights", shared_names(first), shared_names(model), number)
+        for what, look in looks.items():
+            _same(what, first[what], look(model), number)
 
 
 def _refuse_tensors(model: nn.Module, number: int) -> None:
@@ -232,7 +240,7 @@ def _attribute(part: nn.Module, name: str) -> Any:
 
 
 def _is_alike(first: Any, other: Any, trees: tuple[Mapping[int, str], Mapping[int, str]]) -> bool:
-    if first is other:
+    if first is other or (type(first) is type(other) and type(first) in _CONTAINERS and not (first or other)):
         return True
     if isinstance(first, Tensor) and isinstance(other, Tensor) and first.layout == torch.strided:
         return (first.shape, first.dtype, first.layout) == (other.shape, other.dtype, other.layout)

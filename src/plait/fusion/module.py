@@ -36,6 +36,7 @@ from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_upda
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import describe_sharing
+from plait.fusion.speed.whole_layers import patch_layers
 from plait.fusion.stacking import same_memory, stacked
 from plait.fusion.trials.adapter_forms import ArrayForms
 from plait.fusion.trials.padding import Rows
@@ -97,6 +98,7 @@ class FusedModule(nn.Module):
             self.module.get_submodule(path).__dict__[name] = TrialTensor(stack(tensors), self._trials)
         self.freeze([])
         patch_norms(self.module)
+        patch_layers(self.module)
         refuse_joint_updates(self)
         # Of each parameter, for each trial.
         self.gradient_hooks = [

@@ -24,10 +24,13 @@ from plait.fusion.dispatch.registry import (
     Rule,
 )
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.speed.lazy_cast import PendingCast
 from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
+# What is computed when it is known what for.
+Pending = PendingNorm | PendingCast
 # Key in the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
 
@@ -58,7 +61,7 @@ class TrialTensor(torch.Tensor):
     # rules.
     compute: ClassVar[Callable[[Rule | None, Function, Arguments, Options], Any]]
     trials: Trials
-    pending: PendingNorm | None
+    pending: Pending | None
     # Whether this is a view with permuted axes, as it then is in a single model.
     permuted: bool = False
     # The axis with the rows of a padded batch; None if it has none, or it is unknown.
@@ -66,7 +69,7 @@ class TrialTensor(torch.Tensor):
     _stacked: Tensor | None
 
     @staticmethod
-    def __new__(cls, inner: Tensor, trials: Trials, pending: PendingNorm | None = None) -> TrialTensor:
+    def __new__(cls, inner: Tensor, trials: Trials, pending: Pending | None = None) -> TrialTensor:
         """Wrap `inner`, trials first, or the future result of `pending`, which has the shape of `inner`."""
         shape = inner.shape
         if type(inner) is TrialTensor or not shape or shape[0] != trials.count:

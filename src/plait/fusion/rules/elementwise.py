@@ -22,6 +22,8 @@ from plait.fusion.dispatch.registry import (
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.speed.lazy_cast import pending_cast
+from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
 _UNARY = (
@@ -167,6 +169,14 @@ def _without_layout(kwargs: Options) -> Options:
     return {k: v for k, v in kwargs.items() if k != "memory_format"}
 
 
+@rule("float")
+def to_float(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """`x.float()`, which a loss may do without."""
+    x = args[0]
+    pending = None if kwargs or x.pending is not None else pending_cast(x.stacked)
+    return unary(function, args, kwargs) if pending is None else TrialTensor(pending.like, x.trials, pending)
+
+
 @rule("contiguous")
 def contiguous(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A contiguous tensor; in a single model it is usually the tensor itself."""
@@ -249,7 +259,7 @@ def _join_norm(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | No
     With a negative slope the maximum of the norm would not be the maximum of the activation.
     """
     pending = x.pending
-    if pending is None or pending.slope != 1.0 or slope < 0.0:
+    if not isinstance(pending, PendingNorm) or pending.slope != 1.0 or slope < 0.0:
         return None
     if in_place:
         x.pending = pending.with_slope(slope)

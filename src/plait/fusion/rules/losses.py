@@ -22,7 +22,9 @@ from plait.fusion.dispatch.registry import (
 )
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError
+from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.elementwise import align_operand
+from plait.fusion.speed.lazy_cast import PendingCast
 from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
@@ -88,7 +90,7 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
         target = _without_padding(target, given["ignore_index"], trials)
     plain = given["weight"] is None and not isinstance(given["label_smoothing"], PerTrial)
     if plain and given["label_smoothing"] == 0 and logits.dim() == 2:
-        return wrap(_plain_cross_entropy(unwrap(logits, trials), unwrap(target, trials), given), trials)
+        return wrap(_plain_cross_entropy(_uncast(logits, trials), unwrap(target, trials), given), trials)
     log_chance = F.log_softmax(unwrap(logits, trials), 1 if logits.dim() == 1 else 2)
     options = {name: given[name] for name in ("weight", "ignore_index", "reduction")}
     smoothing = given["label_smoothing"]
@@ -121,11 +123,28 @@ def _without_padding(target: Any, ignored: int, trials: Trials) -> Any:
     return wrap(inner.masked_fill(~real.view(*real.shape, *(1,) * (inner.dim() - 2)), ignored), trials)
 
 
-def _plain_cross_entropy(logits_tbc: Tensor, target_tb: Tensor, given: Options) -> Tensor:
+def _uncast(logits: Tensor, trials: Trials) -> tuple[Tensor, torch.dtype]:
+    """Logits in the precision in which they are in memory, and that of their loss."""
+    pending = logits.pending if isinstance(logits, TrialTensor) else None
+    if isinstance(pending, PendingCast):
+        return pending.checked(), pending.like.dtype
+    plain = unwrap(logits, trials)
+    return plain, plain.dtype
+
+
+def _plain_cross_entropy(logits_tbc: tuple[Tensor, torch.dtype], target_tb: Tensor, given: Options) -> Tensor:
     """The common case: rows of all trials in one call, then a sum per trial."""
     ignored, reduction = given["ignore_index"], given["reduction"]
-    rows, targets = logits_tbc.flatten(0, 1), target_tb.flatten()
-    each = F.cross_entropy(rows, targets, ignore_index=ignored, reduction="none").view(target_tb.shape)
+    rows, targets = logits_tbc[0].flatten(0, 1), target_tb.flatten()
+    if can_run_on(rows) and rows.dtype != torch.float64:
+        from plait.fusion.kernels.cross_entropy import row_losses  # needs Triton
+
+        # Under autocast torch's function returns float32, too.
+        losses = row_losses(rows, targets, ignored)
+        each = losses if torch.is_autocast_enabled("cuda") else losses.to(logits_tbc[1])
+    else:
+        each = F.cross_entropy(rows, targets, ignore_index=ignored, reduction="none")
+    each = each.view(target_tb.shape)
     if reduction == "none":
         return each
     total = each.sum(1)

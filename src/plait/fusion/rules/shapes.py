@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from plait.fusion.dispatch.tensor import TrialTensor, leaves, trials_of, unwrap,
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.elementwise import align_operand, link_copy
 from plait.fusion.rules.reductions import shift, shift_all
+from plait.fusion.speed.lazy_cast import PendingCast
 
 
 def sizes(values: Sequence[Any]) -> tuple[int, ...]:
@@ -34,8 +35,16 @@ def reshape(function: Function, args: Arguments, kwargs: Options) -> Any:
     if -1 in shape:
         rest = -math.prod(shape)
         shape = tuple(math.prod(x.shape) // rest if size == -1 else size for size in shape) if rest else shape
+    if isinstance(x.pending, PendingCast):
+        return _cast_view(x, x.pending, lambda source: source.reshape(x.trials.count, *shape))
     # A view may need a copy here, since the trials axis may be between the merged axes.
     return _reshaped(x, x.stacked.reshape(x.trials.count, *shape), surely=function.__name__ == "view")
+
+
+def _cast_view(x: TrialTensor, cast: PendingCast, view: Callable[[Tensor], Tensor]) -> TrialTensor:
+    """A view of a tensor whose cast is not computed yet."""
+    seen = cast.seen_as(view)
+    return TrialTensor(seen.like, x.trials, seen)
 
 
 def _reshaped(x: TrialTensor, outcome: Tensor, surely: bool) -> TrialTensor:
@@ -59,6 +68,8 @@ def flatten(function: Function, args: Arguments, kwargs: Options) -> Any:
     end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
     if x.dim() == 0:
         return TrialTensor(x.stacked.unsqueeze(1), x.trials)
+    if isinstance(x.pending, PendingCast):
+        return _cast_view(x, x.pending, lambda source: source.flatten(shift(start), shift(end)))
     return _reshaped(x, x.stacked.flatten(shift(start), shift(end)), surely=False)
 
 
@@ -205,6 +216,8 @@ def get_item(function: Function, args: Arguments, kwargs: Options) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, TrialTensor) or not _is_simple(index):
         return _indexed_by_trials(function, x, args[1])
+    if isinstance(x.pending, PendingCast):
+        return _cast_view(x, x.pending, lambda source: source[(slice(None), *index)])
     return TrialTensor(x.stacked[(slice(None), *index)], x.trials)
 
 

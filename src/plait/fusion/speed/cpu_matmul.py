@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.speed.autotune import choose
+from plait.fusion.speed.gpu_matmul import gpu_dense
 from plait.pipeline.split_backward import DeferWeights, accumulate, deferring
 
 
@@ -81,6 +82,8 @@ def dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
     if x_tbc.dtype == weight_toc.dtype and (defer := deferring(weight_toc, bias_to)) is not None:
         product: Tensor = _DeferredDense.apply(x_tbc, weight_toc, bias_to, defer)  # type: ignore[no-untyped-call]
         return product
+    if x_tbc.is_cuda and (fast := gpu_dense(x_tbc, weight_toc, bias_to)) is not None:
+        return fast
     plain = x_tbc.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if not plain or x_tbc.dtype != weight_toc.dtype:
         return _straight(x_tbc, weight_toc, bias_to)

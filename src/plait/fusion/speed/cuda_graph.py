@@ -25,6 +25,8 @@ class CapturedStep:
         warm_up: int = 3,
         clear: Callable[[], None] | None = None,
     ) -> None:
+        # A replay writes to the weights and states that the step holds, which must not be freed before.
+        self._step = step
         self._inputs = [tensor.clone() for tensor in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,0 +1,97 @@
+"""Cross entropy of rows of logits, read as they are: no copy in float32, no table of log-likelihoods."""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    from plait.fusion.kernels import triton_stub as triton
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, ignored, BLOCK: tl.constexpr):
+    """The loss of one row, and the logarithm of the sum of its exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row)
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, classes, BLOCK):
+        at = start + lane
+        x = tl.load(x_ptr + row * classes + at, mask=at < classes, other=float("-inf")).to(tl.float32)
+        above = tl.maximum(largest, x)
+        # Lanes that have seen nothing but -inf would subtract it from itself.
+        base = tl.where(above == float("-inf"), 0.0, above)
+        total = total * tl.exp(largest - base) + tl.exp(x - base)
+        largest = above
+    top = tl.max(largest, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    lse = top + tl.log(tl.sum(total * tl.exp(largest - base), 0))
+    tl.store(lse_ptr + row, lse)
+    inside = (target >= 0) & (target < classes)
+    chosen = tl.load(x_ptr + row * classes + tl.where(inside, target, 0)).to(tl.float32)
+    loss = tl.where(inside, lse - chosen, float("nan"))
+    tl.store(loss_ptr + row, tl.where(target == ignored, 0.0, loss))
+
+
+@triton.jit
+def _backward(x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, classes, ignored, BLOCK: tl.constexpr):
+    """The gradient of one block of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    gradient = tl.where(target == ignored, 0.0, tl.load(g_ptr + row))
+    lse = tl.load(lse_ptr + row)
+    x = tl.load(x_ptr + row * classes + at, mask=at < classes, other=0.0).to(tl.float32)
+    chance = tl.exp(x - lse) - tl.where(at == target, 1.0, 0.0)
+    # A row that is ignored has no gradient, whatever its logits are.
+    out = tl.where(target == ignored, 0.0, chance * gradient)
+    tl.store(out_ptr + row * classes + at, out.to(out_ptr.dtype.element_ty), mask=at < classes)
+
+
+class _RowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignored: int) -> Tensor:
+        rows, classes = logits.shape
+        losses, lse = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
+        if rows:
+            _forward[(rows,)](logits, target, losses, lse, classes, ignored, _BLOCK, num_warps=8)
+        ctx.save_for_backward(logits, target, lse)
+        ctx.ignored = ignored
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        logits, target, lse = ctx.saved_tensors
+        rows, classes = logits.shape
+        if torch.is_grad_enabled():  # a gradient that is differentiated again
+            counts = target != ctx.ignored
+            chosen = F.one_hot(torch.where(counts, target, 0), classes)
+            each = (gradient * counts).unsqueeze(1)
+            return ((logits.float().softmax(1) - chosen) * each).to(logits.dtype), None, None
+        out = torch.empty_like(logits)
+        if rows:
+            grid = (rows, triton.cdiv(classes, _BLOCK))
+            _backward[grid](
+                logits, target, lse, gradient.contiguous(), out, classes, ctx.ignored, _BLOCK, num_warps=8
+            )
+        return out, None, None
+
+
+def row_losses(logits: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """The loss of each row of logits (rows, classes), in float32; 0 where the target is `ignored`.
+
+    A target that is no class gives NaN, since a kernel cannot raise.
+    """
+    losses: Tensor = _RowLosses.apply(logits.contiguous(), target.contiguous(), ignored)
+    return losses
