@@ -20,10 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from plait.fusion import FusedOptimizer, fuse
 from plait.fusion.speed.cuda_graph import CapturedStep
@@ -49,6 +47,8 @@ Step = Callable[[], Any]
 
 
 def base_of(size: str, device: torch.device) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     torch.manual_seed(0)
     with device:
         config = Qwen2Config(
@@ -60,6 +60,8 @@ def base_of(size: str, device: torch.device) -> nn.Module:
 
 def adapted(base: nn.Module, trials: int) -> list[nn.Module]:
     """A PEFT model for each trial, on the very tensors of `base`."""
+    from peft import LoraConfig, get_peft_model
+
     held = {id(tensor): tensor for tensor in (*base.parameters(), *base.buffers())}
     config = LoraConfig("CAUSAL_LM", r=8, lora_alpha=16, target_modules=PROJECTIONS)
     first = get_peft_model(copy.deepcopy(base, dict(held)), config)
