@@ -138,7 +138,7 @@ def _launch_elastic(content: bytes, workers: int, limits: ElasticRules, timeout_
         except WorkerError as failure:
             raise LaunchError(f"{failure}\n{failure.traceback}") from None
         except Interrupted:
-            if timer.is_alive():
+            if timeout_s is None or timer.is_alive():  # stopped from outside
                 raise
             raise LaunchError(f"no end of all workers within {timeout_s:g} s") from None
         finally:
