@@ -224,11 +224,6 @@ def test_a_model_with_several_inputs_is_profiled_as_it_is_trained(tmp_path: Path
     assert "--devices 2 --bandwidth 1e9" in shown
 
 
-def test_a_bench_without_a_shorter_course_says_so():
-    with pytest.raises(InputError, match="--quick: planner has no shorter course"):
-        plait("bench", "planner", "--quick")
-
-
 def test_a_bench_that_is_not_there_is_answered_with_the_nearest():
     with pytest.raises(InputError, match="did you mean 'planner'"):
         plait("bench", "planer")

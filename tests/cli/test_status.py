@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_a_run_that_nobody_holds_has_died_and_its_numbers_read_well(run: RunDir):
     shown = plait("status", str(run.path))
     assert f"{run.path}: died, last update" in shown
-    assert "step 3/20  loss 0.5  0.34 samples/s  0 s left" in shown
+    assert "step 3/20  loss 0.5  0.34 samples/s\n" in shown  # and no time that is left
     assert "worker 0 on localhost: pid 4000000, ended" in shown
 
 
@@ -96,6 +96,8 @@ def test_a_failed_run_shows_its_cause(run: RunDir, failure: str, cause: str | No
         ({"progress": {"step": "3", "steps": 4}}, "step: found '3', expected a whole number"),
         ({"progress": {"step": 3, "steps": 4, "left_s": [1]}}, "left_s: found [1], expected a number"),
         ({"progress": {"step": 3, "steps": 4, "loss": "x"}}, "loss: found 'x', expected a number or null"),
+        ({"progress": {"step": 3, "steps": 4, "trials": 2}}, "ended: missing, expected a whole number"),
+        ({"progress": {"step": 3, "steps": 4, "failed": 5}}, "failed: found 5, expected an object"),
         ({"workers": 3}, "workers: found 3, expected a list"),
         ({"workers": [3]}, "workers: found [3], expected an object for each worker"),
         ({"workers": [{"rank": 0, "host": "localhost"}]}, "pid: missing, expected a whole number"),

@@ -180,7 +180,7 @@ class Scaled(nn.Module):
 
 def test_the_models_themselves_are_run_not_copies_of_them(monkeypatch):
     """Where copies of wrapped functions call into what was copied, both sides would be wrong alike."""
-    monkeypatch.setattr("plait.fusion.trials.unfused.copied_closures", lambda module: nullcontext())
+    monkeypatch.setattr("plait.fusion.copies.copied_closures", lambda module: nullcontext())
     models = make_models(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
     for model in models:
         model[0].forward = (lambda forward: lambda x: 2 * forward(x))(model[0].forward)

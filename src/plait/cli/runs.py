@@ -21,7 +21,7 @@ from plait.core.logs import show_logs
 from plait.core.names import searching
 from plait.core.shown import printable
 from plait.core.units import count_of, show_seconds
-from plait.launcher.run_dir import RunDir, RunKind, find_run
+from plait.launcher.run_dir import GOING_ON, RunDir, RunKind, find_run
 from plait.schema.results import show_metrics
 
 RunArgument = Annotated[
@@ -61,9 +61,11 @@ def status(
 
     age = show_seconds(max(0.0, time.time() - content["updated"]))
     lines = [f"{folder.path}: {content['state']}, last update {age} ago"]
-    if content["progress"]:
-        lines.append(describe(content["progress"]))
-    for trial, why in content["progress"].get("failed", {}).items():
+    is_going_on = content["state"] in GOING_ON
+    progress = {key: value for key, value in content["progress"].items() if key != "left_s" or is_going_on}
+    if progress:
+        lines.append(describe(progress))
+    for trial, why in progress.get("failed", {}).items():
         lines.append(f"trial {trial} failed: {why}")
     if content["state"] == "failed" and cause is not None:
         lines.append(f"it ended with: {cause} (see {folder.failure})")

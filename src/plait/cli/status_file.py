@@ -14,7 +14,7 @@ import psutil
 from plait.core.artefact import read_json
 from plait.core.errors import ArtefactError, PlaitError
 from plait.core.shown import shortened, shown
-from plait.launcher.run_dir import RunDir
+from plait.launcher.run_dir import GOING_ON, RunDir
 from plait.schema.hosts import LOCAL
 
 # The beginning of the messages of failed runs; the path of a log or an agent's output follows.
@@ -30,7 +30,7 @@ def read_status(folder: RunDir) -> dict[str, Any]:
     content = read_json(folder.status, "status")
     _check(content, folder)
     running = folder.holder() is not None
-    if not running and content["state"] in ("starting", "running", "stopping"):
+    if not running and content["state"] in GOING_ON:
         content["state"] = "died"
     for worker in content["workers"]:
         # The end of a worker on another host ends the run soon, so there the run's state is used.
@@ -50,9 +50,12 @@ def _folders(path: Path, depth: int) -> Iterator[RunDir]:
         folder = RunDir(entry)
         if entry.is_symlink() or not entry.is_dir():
             continue
-        if any(os.path.lexists(file) for file in (folder.record, folder.status)):
+        # What cannot be looked into may be a run of another user.
+        if not os.access(entry, os.R_OK | os.X_OK) or any(
+            os.path.lexists(file) for file in (folder.record, folder.status)
+        ):
             yield folder
-        elif depth > 1 and os.access(entry, os.R_OK | os.X_OK):
+        elif depth > 1:
             yield from _folders(entry, depth - 1)
 
 
@@ -88,8 +91,10 @@ def _check(content: Mapping[str, Any], folder: RunDir) -> None:
     # A stream of unknown length has no number of steps.
     unknown = "steps" in progress and progress["steps"] is None
     expect(not progress or unknown or _is_whole(progress.get("steps")), progress, "steps", "a whole number")
+    is_sweep = "trials" in progress or "ended" in progress
     for key in ("trials", "ended"):
-        expect(_is_whole(progress.get(key, 0)), progress, key, "a whole number")
+        expect(not is_sweep or _is_whole(progress.get(key)), progress, key, "a whole number")
+    expect(isinstance(progress.get("failed", {}), dict), progress, "failed", "an object")
     for key in ("samples_per_s", "left_s"):
         expect(_is_number(progress.get(key, 0.0)), progress, key, "a number")
     for key in ("loss", *(key for key in progress if key.startswith("test_"))):

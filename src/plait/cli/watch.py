@@ -49,8 +49,8 @@ def watch(folder: RunDir, plan: Callable[[], Plan | None], host: str, port: int,
 
 def run_now(folder: RunDir) -> RunNow:
     """The run as its status and its lock have it, and what it can be asked for."""
+    from plait.launcher.run_dir import GOING_ON
     from plait.report.live.live_run import RunNow
-    from plait.report.run_data import GOING_ON
 
     state, progress, workers = "never started", {}, 0
     try:

@@ -53,6 +53,9 @@ MOST_ATTEMPTS = 20
 # Checkpoints that are being written.
 UNFINISHED = ".step-*"
 
+# The states of a run that has not ended.
+GOING_ON = ("starting", "running", "stopping")
+
 
 class RunKind(enum.Enum):
     """The kind of a run; a run of one kind is never resumed as the other."""

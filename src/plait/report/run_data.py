@@ -14,6 +14,7 @@ from plait.core.codec import decode
 from plait.core.events import Recorded
 from plait.core.shown import listed
 from plait.core.units import count_of, show_bytes, show_rate, show_seconds
+from plait.launcher.run_dir import GOING_ON
 from plait.report.curves import Points, curves_of, work_of
 from plait.report.occurrences import Occurrence, changes_of, faults_of
 from plait.report.record import OpArrays, RunRecorded
@@ -21,9 +22,6 @@ from plait.report.replicas import ReplicaRow, distances_of, replicas_of
 from plait.report.timeline import Timeline, make_timeline
 from plait.report.trials import TrialRow, trials_of
 from plait.schema.plans.plan import Plan
-
-# The states of a run that goes on.
-GOING_ON = ("starting", "running", "stopping")
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import Any
 
 from plait.core.names import in_words
 from plait.core.units import show_seconds
+from plait.launcher.run_dir import GOING_ON
 from plait.report.outputs.page import head_of, sections_of
 from plait.report.record import RunReader
-from plait.report.run_data import GOING_ON, make_data
+from plait.report.run_data import make_data
 from plait.report.terminal import describe
 from plait.schema.plans.plan import Plan
 

@@ -19,6 +19,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import socket
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
+log = logging.getLogger(__name__)
 
 # How often the run is read while a page is open, and each client looks for new sections.
 REFRESH_S = 1.0
@@ -165,7 +168,10 @@ class _Site:
     async def _keep_fresh(self) -> None:
         while True:
             if self._clients:
-                await self._refresh()
+                try:
+                    await self._refresh()
+                except Exception as failure:  # a damaged file, which may be whole again in a second
+                    log.debug("the page was not refreshed: %s", failure)
             await asyncio.sleep(REFRESH_S)
 
     async def _refresh(self) -> None:
