@@ -15,23 +15,32 @@ from plait.fusion.speed.gpu_matmul import _CastDense
 
 
 class OwnRMSNorm(nn.Module):
-    def __init__(self, offset: float = 0.0) -> None:
+    def __init__(self, offset: float = 0.0, added: float = 0.0, kind: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
-        self.eps, self.offset = 1e-6, offset
+        self.eps, self.offset, self.added, self.kind = 1e-6, offset, added, kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = x.float().square().mean(-1, keepdim=True)
-        return (self.weight + self.offset) * (x.float() * torch.rsqrt(size + self.eps)).to(x.dtype)
+        normal = x.float() * torch.rsqrt(size + self.eps + self.added)
+        return (self.weight + self.offset) * normal.to(self.kind or x.dtype)
 
 
-@pytest.mark.parametrize(("offset", "agrees"), [(0.0, True), (1.0, False)])
-def test_a_norm_is_replaced_only_where_it_is_torchs(offset, agrees):
-    fused = fuse([OwnRMSNorm(offset) for _ in range(2)], verify=False)
+@pytest.mark.parametrize(
+    ("options", "agrees"),
+    [
+        ({}, True),
+        ({"offset": 1.0}, False),
+        ({"added": 1e-6}, False),  # the epsilon is another than the one it names
+        ({"kind": torch.float32}, False),  # the result of 16 bits is not of 16 bits
+    ],
+)
+def test_a_norm_is_replaced_only_where_it_is_torchs(options, agrees):
+    fused = fuse([OwnRMSNorm(**options) for _ in range(2)], verify=False)
     assert isinstance(vars(fused.module).get("forward"), Patch) is agrees
     assert "forward" not in vars(fused.trial(0))
     x = torch.randn(2, 3, 8)
-    torch.testing.assert_close(fused(x)[1], OwnRMSNorm(offset)(x[1]), rtol=0, atol=0)
+    torch.testing.assert_close(fused(x)[1], OwnRMSNorm(**options)(x[1]), rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -40,25 +49,41 @@ def waiting_casts(monkeypatch):
     monkeypatch.setattr(lazy_cast, "_LEAST_ELEMENTS", 1)
 
 
-def test_a_cast_waits_through_views_and_is_as_if_it_had_not(waiting_casts):
-    fused = fuse([nn.Linear(4, 6).bfloat16() for _ in range(2)], verify=False)
+def seen(y):
+    """What a loss may do with a cast before it uses it."""
+    flat = y.float().view(-1, 6)
+    assert isinstance(flat.pending, lazy_cast.PendingCast)
+    return flat.square().sum()
+
+
+def written(y):
+    cast = y.float()
+    flat = cast.view(-1, 6)
+    cast[..., -1] = -5.0  # also in the view
+    return flat.square().sum() + flat[:, 2].sum()
+
+
+def without_gradients(y):
+    cast = y.float()
+    with torch.no_grad():
+        part = cast[:, :2]
+        fixed = y.float()
+    return (cast * 2.0).sum() + part.square().sum() + fixed.flatten().square().sum()
+
+
+@pytest.mark.parametrize("loss", [seen, written, without_gradients])
+def test_a_cast_that_waits_is_as_if_it_had_not(loss, waiting_casts):
+    models = [nn.Linear(4, 6).bfloat16() for _ in range(2)]
+    fused = fuse(models, verify=False)
     x = torch.randn(2, 5, 3, 4, dtype=torch.bfloat16)
-    pending = []
-
-    def logits(y):
-        cast = y.float()[:, :-1].flatten(0, 1).view(-1, 6)
-        pending.append(cast.pending)
-        return cast
-
-    found = fused.map(lambda y: logits(y).square().sum(), fused(x))
-    assert isinstance(pending[0], lazy_cast.PendingCast)
-    expected = fused(x).float()[:, :, :-1].square().sum((1, 2, 3))
-    torch.testing.assert_close(found, expected)
-    for loss in (found, expected):
-        loss.sum().backward()
-        loss.grads = fused.module.weight.grad.clone()
-        fused.module.weight.grad = None
-    torch.testing.assert_close(found.grads, expected.grads)
+    found = fused.map(loss, fused(x))
+    found.sum().backward()
+    plain = loss if loss is not seen else lambda y: y.float().view(-1, 6).square().sum()
+    for number, model in enumerate(models):
+        alone = plain(model(x[number]))
+        alone.backward()
+        torch.testing.assert_close(found[number], alone)
+        torch.testing.assert_close(fused.module.weight.grad[number], model.weight.grad)
 
 
 def test_a_tensor_that_is_written_while_its_cast_waits_is_refused(waiting_casts):

@@ -217,7 +217,7 @@ class Pipeline:
         """
         samples = samples_of(x)
         self._attributes.check()
-        self._inputs.check(x, y)
+        self._inputs.check(x, y, self.reads_inputs)
         self._largest = max(self._largest, samples)
         if self._never_drains and self._largest < self._microbatches:
             raise InputError(

@@ -120,7 +120,7 @@ def init(device: str | torch.device = "auto", timeout_s: float | None = None) ->
     refuses another device or time limit.
 
     `device` is `auto` (a GPU of this host if there is one), `cpu`, `cuda` or a device. `timeout_s` limits all
-    waits for other processes, and is 300 s unless given.
+    waits for other processes, and is 300 s unless given; under `plait run` it is that of its supervisor.
 
     Examples:
         ```python
@@ -142,7 +142,7 @@ def _check_same(world: World, device: str | torch.device, timeout_s: float | Non
     asked = None
     if device != "auto" and (chosen := choose_device(device, world.local_rank)) != world.device:
         asked = f"device {chosen}", str(world.device)
-    elif timeout_s not in (None, world.rendezvous.timeout_s):
+    elif _launched is None and timeout_s not in (None, world.rendezvous.timeout_s):
         asked = f"timeout_s={timeout_s:g}", f"{world.rendezvous.timeout_s:g}"
     if asked is not None:
         raise InputError(

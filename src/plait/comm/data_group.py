@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from plait.comm.collectives import all_gather_values
 from plait.comm.groups import interruptible
 from plait.comm.links.nccl import nccl_name_of
 from plait.comm.rendezvous import Rendezvous
@@ -43,13 +42,13 @@ class DataGroup:
     """The communicator of some members; `abort` ends all waits for its sums."""
 
     def __init__(self, rendezvous: Rendezvous, ranks: Sequence[int]) -> None:
-        self._rendezvous, self._ranks = rendezvous, tuple(ranks)
+        self._rendezvous, self.ranks = rendezvous, tuple(ranks)
         self._backend: Any = None
         self._is_aborted = False
 
     def connect(self, device: torch.device) -> None:
         """Make the communicator, and sum for the first time; all members call it together."""
-        meeting, ranks = self._rendezvous, self._ranks
+        meeting, ranks = self._rendezvous, self.ranks
         # Shorter than the wait of a member that failed at once for the outcome of the others.
         seconds = min(CONNECT_S, meeting.timeout_s / 3)
         store = dist.PrefixStore(f"{_place(meeting, ranks)}/nccl", meeting.store)
@@ -66,9 +65,10 @@ class DataGroup:
 
     def all_reduce(self, tensor: Tensor) -> DataSum:
         """Start summing `tensor` over the members, in place, after what this thread has queued on the GPU."""
+        options, backend = dist.AllreduceOptions(), self._backend
         if self._is_aborted:
             raise self._lost("they were ended", LostPeer.GONE)
-        return DataSum(self, self._backend.allreduce([tensor], dist.AllreduceOptions()))
+        return DataSum(self, backend.allreduce([tensor], options))
 
     def await_sum(self, work: Any) -> None:
         """Wait until a sum is complete; a loss, an error of NCCL or the deadline ends the wait."""
@@ -100,7 +100,7 @@ class DataGroup:
             threading.Thread(target=_abort, args=(backend,), name="plait-abort", daemon=True).start()
 
     def _lost(self, why: str, kind: LostPeer) -> PeerError:
-        others = [rank for rank in self._ranks if rank != self._rendezvous.rank]
+        others = [rank for rank in self.ranks if rank != self._rendezvous.rank]
         return PeerError(f"sums of worker {self._rendezvous.rank} with workers {others}: {why}", kind)
 
 
@@ -121,16 +121,17 @@ def find_data_group(rendezvous: Rendezvous, ranks: Sequence[int], device: torch.
     None if gloo sums for them: in a world whose members are fixed, which has NCCL itself, without NCCL, and
     where not every member has a GPU to itself. It is made once for a version of the members.
     """
-    known, key = rendezvous.data_groups, (rendezvous.worlds, *ranks)
+    known = rendezvous.data_groups
+    key: tuple[int | str, ...] = (rendezvous.worlds, device.type, *ranks)
     if rendezvous.check is None or len(ranks) < 2:
         return None
     if key not in known:
-        gpus = _exchange(rendezvous, ranks, "gpu", gpu_of(device))
+        gpus = _exchange(rendezvous, ranks, f"{device.type}/gpu", gpu_of(device))
         known[key] = None
         if "" not in gpus and len(set(gpus)) == len(ranks):
             # Known before it is connected: a loss meanwhile aborts it.
             made = known[key] = DataGroup(rendezvous, ranks)
-            failures = _exchange(rendezvous, ranks, "failed", _failure_of(made, device))
+            failures = _exchange(rendezvous, ranks, f"{device.type}/failed", _failure_of(made, device))
             if any(failures):
                 made.abort()
                 known[key] = None
@@ -144,12 +145,12 @@ def find_data_group(rendezvous: Rendezvous, ranks: Sequence[int], device: torch.
 
 
 def await_others(rendezvous: Rendezvous) -> None:
-    """Wait until all members have completed their sums, before this process ends; all call it together.
+    """Wait until those that sum with this process have completed their sums, before it ends.
 
     NCCL may still send what others need for a sum that is complete here.
     """
-    if any(rendezvous.data_groups.values()):
-        all_gather_values(0)
+    for group in [each for each in rendezvous.data_groups.values() if each is not None]:
+        _exchange(rendezvous, group.ranks, "end", "")
 
 
 def abort_all(rendezvous: Rendezvous) -> None:
@@ -187,7 +188,7 @@ def _failure_of(group: DataGroup, device: torch.device) -> str:
     """Why the members are not connected; empty if they are."""
     try:
         group.connect(device)
-    except RuntimeError as failure:
+    except (RuntimeError, PlaitError) as failure:
         return shortened(str(failure), 300) or type(failure).__name__
     return ""
 

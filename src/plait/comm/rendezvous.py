@@ -59,7 +59,7 @@ class Rendezvous:
         # The descriptors of the TCP connections of its process groups, by inode.
         self.connections: dict[int, int] = {}
         # By world and ranks: the communicator for sums of GPU tensors, None if gloo sums them.
-        self.data_groups: dict[tuple[int, ...], Any] = {}
+        self.data_groups: dict[tuple[int | str, ...], Any] = {}
         # The names of topologies that were chosen by measuring, by the ranks that sum and the size of their
         # sums; and the events of choices that no record has yet.
         self.topologies: dict[tuple[tuple[int, ...], int], str] = {}

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -189,12 +190,12 @@ class LaunchedWorker:
             store, self._secret, self.rank, self.hosts, self._address, self.timeout_s, check
         )
         if check is not None:
-            self.memberships.on_loss(self._cut_world)
+            self.memberships.on_loss(partial(self._cut_world, self.rendezvous))
 
     def leave_world(self) -> None:
         """Destroy the process group, also if a member of it is lost."""
         if (loss := self.memberships.loss()) is not None:
-            self._cut_world(loss)
+            self._cut_world(self.rendezvous, loss)
         if self.memberships.has_entered:
             abort_all(self.rendezvous)
         with self._world_lock:
@@ -202,11 +203,11 @@ class LaunchedWorker:
             if dist.is_initialized():
                 (dist.destroy_process_group if loss is None else abandon_world)()
 
-    def _cut_world(self, loss: PeerError) -> None:
-        """Wake threads that wait for peers in the process group."""
-        abort_all(self.rendezvous)
+    def _cut_world(self, rendezvous: Rendezvous, loss: PeerError) -> None:
+        """Wake threads that wait for peers in the process group of a version, which may be left meanwhile."""
+        abort_all(rendezvous)
         with self._world_lock:
-            if self._world is not None:
+            if self._world is not None and rendezvous is self.rendezvous:
                 self._world.cut()
 
     def stop_requested(self) -> bool:

@@ -29,8 +29,16 @@ class StepInputs:
         self._example = self._forms(example)
         self._compares = compares and workers > 1
 
-    def check(self, x: Any, y: Any) -> None:
-        """Refuse swapped arguments, a target that cannot be sent, and unlike batches in the first step."""
+    def check(self, x: Any, y: Any, reads: bool) -> None:
+        """Refuse swapped arguments, a target that cannot be sent, and unlike batches in the first step.
+
+        `reads` says whether this worker computes the first stage.
+        """
+        if reads and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves((x, y))):
+            raise InputError(
+                "step: found a tensor on the meta device, but this worker reads the inputs "
+                "(pipe.reads_inputs is True); expected the batch itself"
+            )
         if self._forms(x) != self._example == self._forms(y):
             raise InputError(
                 f"step: found inputs of {_describe(x)} and a target of {_describe(y)}, but it is the target "

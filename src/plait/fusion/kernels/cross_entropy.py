@@ -54,8 +54,9 @@ def _backward(x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, classes, ignored, BLOC
     lse = tl.load(lse_ptr + row)
     x = tl.load(x_ptr + row * classes + at, mask=at < classes, other=0.0).to(tl.float32)
     chance = tl.exp(x - lse) - tl.where(at == target, 1.0, 0.0)
-    # A row that is ignored has no gradient, whatever its logits are.
-    out = tl.where(target == ignored, 0.0, chance * gradient)
+    # A row that is ignored has no gradient, whatever its logits are; a target that is no class has none.
+    valid = (target >= 0) & (target < classes)
+    out = tl.where(target == ignored, 0.0, tl.where(valid, chance * gradient, float("nan")))
     tl.store(out_ptr + row * classes + at, out.to(out_ptr.dtype.element_ty), mask=at < classes)
 
 

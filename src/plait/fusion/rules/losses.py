@@ -127,7 +127,7 @@ def _uncast(logits: Tensor, trials: Trials) -> tuple[Tensor, torch.dtype]:
     """Logits in the precision in which they are in memory, and that of their loss."""
     pending = logits.pending if isinstance(logits, TrialTensor) else None
     if isinstance(pending, PendingCast):
-        return pending.checked(), pending.like.dtype
+        return pending.uncast(), pending.like.dtype
     plain = unwrap(logits, trials)
     return plain, plain.dtype
 
@@ -136,7 +136,9 @@ def _plain_cross_entropy(logits_tbc: tuple[Tensor, torch.dtype], target_tb: Tens
     """The common case: rows of all trials in one call, then a sum per trial."""
     ignored, reduction = given["ignore_index"], given["reduction"]
     rows, targets = logits_tbc[0].flatten(0, 1), target_tb.flatten()
-    if can_run_on(rows) and rows.dtype != torch.float64:
+    if reduction not in ("none", "mean", "sum"):  # torch's function says what is wrong
+        F.cross_entropy(rows, targets, reduction=reduction)
+    if can_run_on(rows) and rows.dtype != torch.float64 and targets.dtype == torch.int64:
         from plait.fusion.kernels.cross_entropy import row_losses  # needs Triton
 
         # Under autocast torch's function returns float32, too.

@@ -35,16 +35,16 @@ def reshape(function: Function, args: Arguments, kwargs: Options) -> Any:
     if -1 in shape:
         rest = -math.prod(shape)
         shape = tuple(math.prod(x.shape) // rest if size == -1 else size for size in shape) if rest else shape
-    if isinstance(x.pending, PendingCast):
-        return _cast_view(x, x.pending, lambda source: source.reshape(x.trials.count, *shape))
+    if (seen := _cast_view(x, lambda source: source.reshape(x.trials.count, *shape))) is not None:
+        return seen
     # A view may need a copy here, since the trials axis may be between the merged axes.
     return _reshaped(x, x.stacked.reshape(x.trials.count, *shape), surely=function.__name__ == "view")
 
 
-def _cast_view(x: TrialTensor, cast: PendingCast, view: Callable[[Tensor], Tensor]) -> TrialTensor:
-    """A view of a tensor whose cast is not computed yet."""
-    seen = cast.seen_as(view)
-    return TrialTensor(seen.like, x.trials, seen)
+def _cast_view(x: TrialTensor, view: Callable[[Tensor], Tensor]) -> TrialTensor | None:
+    """A view of a tensor whose cast is not computed yet; None if it is no such tensor, or is copied."""
+    seen = x.pending.seen_as(view) if isinstance(x.pending, PendingCast) else None
+    return None if seen is None else TrialTensor(seen.like, x.trials, seen)
 
 
 def _reshaped(x: TrialTensor, outcome: Tensor, surely: bool) -> TrialTensor:
@@ -68,8 +68,8 @@ def flatten(function: Function, args: Arguments, kwargs: Options) -> Any:
     end = args[2] if len(args) > 2 else kwargs.get("end_dim", -1)
     if x.dim() == 0:
         return TrialTensor(x.stacked.unsqueeze(1), x.trials)
-    if isinstance(x.pending, PendingCast):
-        return _cast_view(x, x.pending, lambda source: source.flatten(shift(start), shift(end)))
+    if (seen := _cast_view(x, lambda source: source.flatten(shift(start), shift(end)))) is not None:
+        return seen
     return _reshaped(x, x.stacked.flatten(shift(start), shift(end)), surely=False)
 
 
@@ -216,8 +216,8 @@ def get_item(function: Function, args: Arguments, kwargs: Options) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, TrialTensor) or not _is_simple(index):
         return _indexed_by_trials(function, x, args[1])
-    if isinstance(x.pending, PendingCast):
-        return _cast_view(x, x.pending, lambda source: source[(slice(None), *index)])
+    if (seen := _cast_view(x, lambda source: source[(slice(None), *index)])) is not None:
+        return seen
     return TrialTensor(x.stacked[(slice(None), *index)], x.trials)
 
 

@@ -13,23 +13,22 @@ from plait.fusion.kernels import can_run_on
 
 # Below, a cast costs less than to think about it.
 _LEAST_ELEMENTS = 1 << 20
+View = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class PendingCast:
-    """A cast of `source`, trials first, to float32; `like` has the shape and dtype of that, and no memory."""
+@dataclass
+class _Cast:
+    """A cast of `source`, trials first, to float32; `made` is its result, once something needs it."""
 
     source: Tensor
-    like: Tensor
     version: int
     grad: bool
+    made: Tensor | None = None
 
-    def outcome(self) -> Tensor:
-        with torch.set_grad_enabled(self.grad):
-            return self.checked().float()
-
-    def checked(self) -> Tensor:
-        """The tensor to be cast, unchanged since then."""
+    def current(self) -> Tensor:
+        """The result if there is one, else the tensor to be cast, unchanged since then."""
+        if self.made is not None:
+            return self.made
         if self.source._version != self.version:
             raise FusionError(
                 "a tensor was written in place after it was cast by float(), before that was used; write the "
@@ -37,19 +36,56 @@ class PendingCast:
             )
         return self.source
 
-    def seen_as(self, view: Callable[[Tensor], Tensor]) -> PendingCast:
-        """The cast of a view of the tensor."""
+    def outcome(self) -> Tensor:
+        if self.made is None:
+            with torch.set_grad_enabled(self.grad):
+                self.made = self.current().float()
+        return self.made
+
+
+@dataclass(frozen=True)
+class PendingCast:
+    """A view of a cast that may not be computed yet; all views of one are views of one result.
+
+    `like` has the shape and dtype of it, and no memory; `grad` says whether gradients pass.
+    """
+
+    cast: _Cast
+    view: View
+    like: Tensor
+    grad: bool
+
+    def outcome(self) -> Tensor:
+        return self._seen(self.cast.outcome())
+
+    def uncast(self) -> Tensor:
+        """The values, in 16 bits unless the cast was computed for something else."""
+        return self._seen(self.cast.current())
+
+    def _seen(self, tensor: Tensor) -> Tensor:
         with torch.set_grad_enabled(self.grad):
-            return _pending(view(self.checked()), self.grad)
+            seen = self.view(tensor)
+        return seen if self.grad else seen.detach()
+
+    def seen_as(self, view: View) -> PendingCast | None:
+        """The cast as seen through another view; None if that would be a copy."""
+        inner = self.view
+        with torch.no_grad():
+            seen = view(inner(self.cast.current()))
+        if seen.untyped_storage()._cdata != self.cast.current().untyped_storage()._cdata:
+            return None
+        grad = self.grad and torch.is_grad_enabled()
+        return PendingCast(self.cast, lambda tensor: view(inner(tensor)), _like(seen), grad)
 
 
 def pending_cast(source: Tensor) -> PendingCast | None:
     """The cast of a tensor; None if it is to be computed at once."""
     half = source.dtype in (torch.bfloat16, torch.float16)
-    waits = half and source.numel() >= _LEAST_ELEMENTS and can_run_on(source) and not source.is_inference()
-    return _pending(source, torch.is_grad_enabled()) if waits else None
+    if not half or source.numel() < _LEAST_ELEMENTS or source.is_inference() or not can_run_on(source):
+        return None
+    grad = torch.is_grad_enabled()
+    return PendingCast(_Cast(source, source._version, grad), lambda tensor: tensor, _like(source), grad)
 
 
-def _pending(source: Tensor, grad: bool) -> PendingCast:
-    like = source.new_empty((), dtype=torch.float32).expand(source.shape)
-    return PendingCast(source, like, source._version, grad)
+def _like(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((), dtype=torch.float32).expand(tensor.shape)

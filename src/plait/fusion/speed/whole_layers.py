@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.forward_patches import Patch
@@ -43,7 +44,7 @@ def _rows_on_gpu(x: Any) -> bool:
     """Whether `x` has rows of each trial in 16 bits on a GPU, and nothing else is to be done with it."""
     if type(x) is not TrialTensor or not x.is_cuda or x.dtype not in _HALF or x.dim() < 2:
         return False
-    return can_run_on(x.stacked) and not torch.is_autocast_enabled("cuda")
+    return can_run_on(x.stacked) and not torch.is_autocast_enabled("cuda") and not _watches_all()
 
 
 def _adapted_linear(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +75,8 @@ def _only_adapter(layer: Any) -> str | None:
     if name not in layer.lora_A or name in layer.lora_variant:
         return None
     dropout = layer.lora_dropout[name]
-    return name if isinstance(dropout, nn.Identity) or not dropout.training else None
+    keeps = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.training)
+    return name if keeps and not _is_watched(dropout) else None
 
 
 def _is_plain_linear(base: nn.Module, x: Tensor) -> bool:
@@ -92,15 +94,26 @@ def _is_adapter(part: nn.Module, x: Tensor) -> bool:
 
 def _is_untouched(part: nn.Module) -> bool:
     """Whether a module is a linear layer as torch has it, without hooks or a replaced forward."""
-    watched = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-    return type(part) is nn.Linear and not watched and "forward" not in vars(part)
+    return type(part) is nn.Linear and not _is_watched(part)
+
+
+def _is_watched(part: nn.Module) -> bool:
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(part)
+
+
+def _watches_all() -> bool:
+    """Whether hooks of all modules are registered, which want to see each layer's parts."""
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    found = [getattr(module_hooks, name) for name in (*names, "_global_backward_pre_hooks")]
+    return any(found)
 
 
 def _rms_norm(norm: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs or not _rows_on_gpu(x) or isinstance(norm.weight, TrialTensor):
+    weight = norm.weight
+    if args or kwargs or not _rows_on_gpu(x) or isinstance(weight, TrialTensor) or weight.dtype != x.dtype:
         return _own_forward(norm, x, *args, **kwargs)
     with torch._C.DisableTorchFunction():
-        weight = norm.weight.to(x.dtype)
         return TrialTensor(F.rms_norm(x.stacked, weight.shape, weight, _epsilon(norm)), x.trials)
 
 
@@ -115,11 +128,16 @@ def _is_rms_norm(part: nn.Module) -> bool:
     held = len(part._parameters) + len(part._buffers) + len(part._modules)
     if weight is None or held != 1 or weight.dim() != 1 or weight.requires_grad or weight.is_meta:
         return False
+    if _epsilon(part) is None or _is_watched(part):
+        return False
     try:
-        alone = copy.deepcopy(part).float()
-        size = _PROBE_ROWS * len(weight)
-        x = torch.arange(size, device=weight.device, dtype=torch.float32).sin().view(_PROBE_ROWS, -1)
+        alone, size = copy.deepcopy(part).float(), _PROBE_ROWS * len(weight)
+        rows = torch.arange(size, device=weight.device, dtype=torch.float32).sin().view(1, _PROBE_ROWS, -1)
+        # In rows of small numbers the epsilon is what counts.
+        x = torch.cat([rows, 1e-3 * rows])
         found = F.rms_norm(x, weight.shape, weight.float(), _epsilon(part))
-        return torch.allclose(found, alone(x), rtol=_PROBE_ERROR, atol=_PROBE_ERROR)
+        both = [alone.train(mode)(x) for mode in (True, False)]
+        half = alone.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+        return half and all(torch.allclose(found, own, rtol=_PROBE_ERROR, atol=0.0) for own in both)
     except Exception:  # it has another form, and its own forward
         return False

@@ -136,7 +136,11 @@ class AllReduce:
         self._over: OverTopology | None = None
         self._buffers: Sequence[Tensor] = []
         self._use_buffers([torch.zeros(s.count, dtype=s.dtype, device=s.device) for s in self._specs])
-        self._data = None if members is None else find_data_group(members.rendezvous, members.ranks, device)
+        # A model on several devices is summed over gloo.
+        summed_on = device if {spec.device for spec in specs} == {device} else torch.device("cpu")
+        self._data = (
+            None if members is None else find_data_group(members.rendezvous, members.ranks, summed_on)
+        )
         self._reducer: Reducer = Native(self._buffers, group, self._check, self._data)
         self._sending: list[Pending] = []
         self._next = 0
