@@ -101,8 +101,15 @@ def test_devices_are_chosen_in_words():
         assert choose_device("auto", 1) == torch.device("cpu")
         with pytest.raises(InputError, match="torch sees no GPU here; use device: cpu or auto"):
             choose_device("cuda", 0)
-    with pytest.raises(InputError, match="device: found 'gpu', expected auto, cpu, cuda or"):
-        choose_device("gpu", 0)
+    for wrong in ("gpu", None):
+        with pytest.raises(InputError, match=f"device: found {wrong!r}, expected auto, cpu, cuda or"):
+            choose_device(wrong, 0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), "x"])
+def test_a_limit_of_waits_is_a_time(wrong):
+    with pytest.raises(InputError, match=r"timeout_s: found .*, expected seconds, more than 0"):
+        plait.init(timeout_s=wrong)
 
 
 class FakeStore:

@@ -21,6 +21,7 @@ from plait.comm.groups import join_world
 from plait.comm.links.cuda_ipc import name_of
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import InputError, LaunchError
+from plait.core.shown import shown
 from plait.launcher.environment import Environment, find_environment
 from plait.launcher.worker_process import LaunchedWorker
 from plait.schema.hosts import interface_of
@@ -129,6 +130,8 @@ def init(device: str | torch.device = "auto", timeout_s: float | None = None) ->
         ```
     """
     global _world
+    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+        raise InputError(f"timeout_s: found {shown(timeout_s)}, expected seconds, more than 0")
     if _world is None:
         make = _from_torch if dist.is_initialized() else _join
         _world = make(device, TIMEOUT_S if timeout_s is None else timeout_s)
@@ -302,7 +305,7 @@ def choose_device(wanted: str | torch.device, local_rank: int) -> torch.device:
     if isinstance(wanted, torch.device) or wanted not in ("auto", "cpu", "cuda"):
         try:
             return torch.device(wanted)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             raise InputError(
                 f"device: found {wanted!r}, expected auto, cpu, cuda or a device of torch, such as cuda:1"
             ) from None

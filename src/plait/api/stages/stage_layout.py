@@ -13,7 +13,6 @@ from plait.api.world import World
 from plait.comm.collectives import broadcast_value
 from plait.core.codec import decode, encode
 from plait.core.errors import InputError
-from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.pipeline.cutting.whole_modules import Stages
 from plait.pipeline.layout import PipelineLayout, arrange, check_depths
@@ -103,8 +102,7 @@ def find_schedule(name: str) -> Schedule:
     """The schedule of that name."""
     names = [schedule.value for schedule in Schedule]
     if name not in names:
-        hint = did_you_mean(str(name), names)
-        raise InputError(f"schedule: found {shown(name)}, expected one of {', '.join(names)}{hint}")
+        raise InputError(f"schedule: found {shown(name)}, expected one of {', '.join(names)}")
     return Schedule(name)
 
 
