@@ -91,6 +91,11 @@ def test_adapters_of_all_ranks_and_scales_share_an_array_and_others_do_not():
     assert len(set(keys_of("data.kind=text_lines:text_lines,text_lines:synthetic_lines").values())) == 2
 
 
+def test_one_name_of_layers_stands_for_a_list_of_it():
+    adapter = job_of("runs", ("lora.target_modules", "all-linear")).settings().model.adapter
+    assert adapter.target_modules == ("all-linear",)
+
+
 def test_a_rank_that_is_a_word_is_refused():
     with pytest.raises(InputError, match="lora.r: found 'two', expected a valid integer"):
         make_sweep(job_of("runs"), {"lora.r": ["two", 4]})

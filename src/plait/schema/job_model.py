@@ -14,7 +14,7 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from plait.schema.limits import KeyLimits, MapContent, OneOf
@@ -97,8 +97,17 @@ def _list_of(arguments: tuple[Any, ...]) -> Any:
     """The list type of a tuple: of any length for `tuple[T, ...]`, else of the tuple's length."""
     items = types.GenericAlias(list, (_model_type(arguments[0]),))
     if arguments[-1] is Ellipsis:
-        return items
+        return Annotated[items, BeforeValidator(_listed)] if _is_text(arguments[0]) else items
     return Annotated[items, Field(min_length=len(arguments), max_length=len(arguments))]
+
+
+def _is_text(hint: Any) -> bool:
+    return hint is str or (typing.get_origin(hint) is Annotated and typing.get_args(hint)[0] is str)
+
+
+def _listed(value: Any) -> Any:
+    """One text stands for a list of it."""
+    return [value] if isinstance(value, str) else value
 
 
 def _limited(hint: Any, metadata: tuple[Any, ...]) -> Any:
