@@ -31,6 +31,7 @@ from plait.core.events import Recorded, read
 from plait.core.files import write_output, write_picture
 from plait.core.names import resolve
 from plait.core.shown import shortened
+from plait.core.units import show_cell
 from plait.launcher.display import Display
 from plait.launcher.messages import Launch
 from plait.launcher.run_dir import RunDir
@@ -183,7 +184,7 @@ def run_parts(
 def table(rows: Sequence[Row]) -> str:
     """Rows with aligned columns; the columns are those of all rows, in order of appearance."""
     columns = _columns(rows)
-    cells = [columns, *([_show(row.get(column)) for column in columns] for row in rows)]
+    cells = [columns, *([show_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(columns))]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
     return "\n".join(shown)
@@ -191,14 +192,6 @@ def table(rows: Sequence[Row]) -> str:
 
 def _columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row))
-
-
-def _show(cell: Cell) -> str:
-    if cell is None:
-        return "-"
-    if isinstance(cell, bool):
-        return "yes" if cell else "no"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
 def number(row: Row, column: str) -> float:

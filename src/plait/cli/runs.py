@@ -61,10 +61,9 @@ def status(
 
     age = show_seconds(max(0.0, time.time() - content["updated"]))
     lines = [f"{folder.path}: {content['state']}, last update {age} ago"]
-    is_going_on = content["state"] in GOING_ON
-    progress = {key: value for key, value in content["progress"].items() if key != "left_s" or is_going_on}
+    progress = content["progress"]
     if progress:
-        lines.append(describe(progress))
+        lines.append(describe(progress, content["state"] in GOING_ON))
     for trial, why in progress.get("failed", {}).items():
         lines.append(f"trial {trial} failed: {why}")
     if content["state"] == "failed" and cause is not None:

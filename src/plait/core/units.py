@@ -60,6 +60,15 @@ def show_rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 9.95 or per_s == 0 else f"{per_s:.2g}"
 
 
+def show_cell(value: object) -> str:
+    """A value in a table: `-` for none, four digits of a float."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def count_of(number: int, one: str, many: str | None = None) -> str:
     """`1 worker`, `2 workers`; `many` is the plural if it is not `one` with an s."""
     return f"{number} {one if number == 1 else many or one + 's'}"

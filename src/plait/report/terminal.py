@@ -197,12 +197,14 @@ class ScriptDisplay(RunDisplay):
             print(line, flush=True)
 
 
-def describe(progress: Mapping[str, Any]) -> str:
-    """`step 40/120  loss 0.41  test accuracy 93.1%  5120 samples/s  2.1 s left`"""
+def describe(progress: Mapping[str, Any], is_going_on: bool = True) -> str:
+    """`step 40/120  loss 0.41  test accuracy 93.1%  5120 samples/s  2.1 s left`; empty without progress"""
+    if not progress:
+        return ""
     parts = [f"step {describe_step(progress)}", *describe_metrics(progress)]
     if "samples_per_s" in progress:
         parts.append(f"{show_rate(progress['samples_per_s'])} samples/s")
-    if "left_s" in progress:
+    if is_going_on and "left_s" in progress:
         parts.append(f"{show_seconds(progress['left_s'])} left")
     if progress.get("failed"):
         parts.append(f"{count_of(len(progress['failed']), 'trial')} failed")

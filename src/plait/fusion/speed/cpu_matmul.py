@@ -78,7 +78,7 @@ _WAYS = {
 
 
 def dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
-    """x W^T + b for each trial; on a CPU by the way that is fastest for these shapes."""
+    """x W^T + b for each trial: on a CPU by the fastest way for these shapes, on a GPU by `gpu_dense`."""
     if x_tbc.dtype == weight_toc.dtype and (defer := deferring(weight_toc, bias_to)) is not None:
         product: Tensor = _DeferredDense.apply(x_tbc, weight_toc, bias_to, defer)  # type: ignore[no-untyped-call]
         return product

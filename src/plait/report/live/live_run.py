@@ -88,8 +88,7 @@ class LiveRun:
     def _head(self, now: RunNow) -> str:
         is_going_on = now.state in GOING_ON
         silent_s = time.time() - self._reader.last_t
-        progress = {k: v for k, v in (now.progress or {}).items() if k != "left_s" or is_going_on}
-        notes = [describe(progress).replace("  ", " · ") if progress else ""]
+        notes = [describe(now.progress or {}, is_going_on).replace("  ", " · ")]
         if not self._reader.last_t:
             notes.append("No events yet; a script that plait run starts records none.")
         elif is_going_on and silent_s > SILENT_S:

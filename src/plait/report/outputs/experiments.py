@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plait.core.units import count_of, show_bytes, show_seconds
+from plait.core.units import count_of, show_bytes, show_cell, show_seconds
 from plait.report.outputs.markup import document, table
 
 STYLE = (
@@ -113,7 +113,7 @@ def _section(run: ExperimentRun) -> str:
     claims = "".join(
         f'<tr><td class="words{" good" if claim["holds"] else " bad"}">'
         f"{'holds' if claim['holds'] else 'does not hold'}</td>"
-        f'<td class="words">{html.escape(claim["claim"])}</td><td>{_show(claim["value"])}</td>'
+        f'<td class="words">{html.escape(claim["claim"])}</td><td>{show_cell(claim["value"])}</td>'
         f'<td class="words">{html.escape(claim["goal"])}</td></tr>'
         for claim in run.content["claims"]
     )
@@ -132,7 +132,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    cells = [[_show(row.get(column)) for column in columns] for row in rows[:MOST_ROWS]]
+    cells = [[show_cell(row.get(column)) for column in columns] for row in rows[:MOST_ROWS]]
     words = tuple(
         number
         for number, column in enumerate(columns)
@@ -141,11 +141,3 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
     more = f"<p class=note>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
     body = f"{table(columns, cells, words)}{more}"
     return f"<details><summary>{count_of(len(rows), 'row')}</summary>{body}</details>"
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
