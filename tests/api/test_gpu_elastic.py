@@ -49,7 +49,7 @@ def count_sums() -> list[int]:
     before = DataGroup.all_reduce
 
     def counted(group: DataGroup, tensor: Tensor) -> Any:
-        sizes.append(len(group._ranks))
+        sizes.append(len(group.ranks))
         return before(group, tensor)
 
     DataGroup.all_reduce = counted  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from plait.core import run_events
 from plait.fusion import FusedOptimizer
 from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.verification import perturb
+from plait.workloads.transformer import transformer
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 
@@ -274,3 +275,78 @@ def test_lora_adapters_on_a_base_in_bf16_train_fused_as_alone():
             each.zero_grad()
         near(losses.detach(), torch.stack(alone).detach().double(), 0.01)
     assert fused.unfused == {}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("shape", [(3, 37, 50), (2, 300, 512), (2, 5, 5000), (1, 1, 7)])
+def test_norms_of_rows_with_weights_of_each_trial_are_those_of_float64(kind, centred, shape):
+    from plait.fusion.kernels.layer_norm import trial_norm
+
+    leaves = [torch.randn(shape, device=DEVICE).to(kind)]
+    leaves += [torch.randn(shape[0], shape[2], device=DEVICE) for _ in range(2 if centred else 1)]
+    leaves = [each.requires_grad_() for each in leaves]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    y = trial_norm(*leaves, *([] if centred else [None]), 1e-5, centred, torch.float32)
+    normed = nn.functional.layer_norm if centred else nn.functional.rms_norm
+    expected = normed(exact[0], shape[2:], eps=1e-5) * exact[1].unsqueeze(1)
+    if centred:
+        expected = expected + exact[2].unsqueeze(1)
+    gradient = torch.randn_like(y)
+    wanted = torch.autograd.grad(expected, exact, gradient.double())
+    near(y, expected, 1e-5)
+    for again in (False, True):
+        found = torch.autograd.grad(y, leaves, gradient, create_graph=again, retain_graph=True)
+        near(found[0], wanted[0], 1e-5 if kind == torch.float32 else 0.01)
+        for own, right in zip(found[1:], wanted[1:]):
+            near(own, right, 1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(6, 3, 20, 20, 16), (64, 8, 64, 64, 64), (8, 2, 5, 33, 32), (8, 8, 128, 128, 64)]
+)
+def test_attention_within_short_sequences_is_that_of_float64(causal, shape):
+    from plait.fusion.kernels.short_attention import short_attention, supports
+
+    batch, heads, queries, keys, width = shape
+    sizes = [(batch, heads, length, width) for length in (queries, keys, keys)]
+    leaves = [torch.randn(size, device=DEVICE).bfloat16().requires_grad_() for size in sizes]
+    assert supports(*leaves)
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    o = short_attention(*leaves, None, causal)
+    expected = nn.functional.scaled_dot_product_attention(*exact, is_causal=causal)
+    gradient = torch.randn_like(o)
+    wanted = torch.autograd.grad(expected, exact, gradient.double())
+    near(o, expected, 0.01)
+    for again in (False, True):
+        found = torch.autograd.grad(o, leaves, gradient, create_graph=again, retain_graph=True)
+        for own, right in zip(found, wanted):
+            near(own, right, 0.01)
+
+
+@pytest.mark.parametrize("vocabulary", [4096, 4099])
+def test_a_transformer_under_autocast_trains_fused_as_alone(vocabulary):
+    """A vocabulary that is no multiple of 8 is padded, gradients of attention are put together in place."""
+
+    def gradients(model, tokens, kind):
+        with autocast(kind):
+            logits = model(tokens)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    models = models_of(lambda: transformer(vocabulary, 64, 2, 4, 128, dropout=0.0))
+    tokens = torch.randint(vocabulary, (3, 16, 48), device=DEVICE)
+    fused = fuse(models)
+    with autocast(torch.bfloat16):
+        score = lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1).float(), t.flatten())  # noqa: E731
+        losses = fused.map(score, fused(tokens), tokens)
+    losses.sum().backward()
+    for trial, model in enumerate(models):
+        found = [losses[trial].detach(), *(p.grad[trial] for p in fused.module.parameters())]
+        exact = gradients(copy.deepcopy(model).double(), tokens[trial], None)
+        alone = gradients(copy.deepcopy(model), tokens[trial], torch.bfloat16)
+        for place, (own, one, right) in enumerate(zip(found, alone, exact)):
+            allowed = FACTOR * (one.double() - right).norm().item() + 1e-6
+            assert (own.double() - right).norm().item() <= allowed, (trial, place)

@@ -16,10 +16,11 @@ except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
 _BLOCK = 4096
+_MOST_PADDING = 64
 
 
 @triton.jit
-def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, ignored, BLOCK: tl.constexpr):
+def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, stride, ignored, BLOCK: tl.constexpr):
     """The loss of one row, and the logarithm of the sum of its exponentials."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
@@ -28,7 +29,7 @@ def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, ignored, BLOCK: tl.c
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, classes, BLOCK):
         at = start + lane
-        x = tl.load(x_ptr + row * classes + at, mask=at < classes, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + row * stride + at, mask=at < classes, other=float("-inf")).to(tl.float32)
         above = tl.maximum(largest, x)
         # Lanes that have seen nothing but -inf would subtract it from itself.
         base = tl.where(above == float("-inf"), 0.0, above)
@@ -39,25 +40,28 @@ def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, ignored, BLOCK: tl.c
     lse = top + tl.log(tl.sum(total * tl.exp(largest - base), 0))
     tl.store(lse_ptr + row, lse)
     inside = (target >= 0) & (target < classes)
-    chosen = tl.load(x_ptr + row * classes + tl.where(inside, target, 0)).to(tl.float32)
+    chosen = tl.load(x_ptr + row * stride + tl.where(inside, target, 0)).to(tl.float32)
     loss = tl.where(inside, lse - chosen, float("nan"))
     tl.store(loss_ptr + row, tl.where(target == ignored, 0.0, loss))
 
 
 @triton.jit
-def _backward(x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, classes, ignored, BLOCK: tl.constexpr):
-    """The gradient of one block of a row."""
+def _backward(
+    x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, classes, stride, ignored, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The gradient of one block of a row, and zeros in the padding after the row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
     gradient = tl.where(target == ignored, 0.0, tl.load(g_ptr + row))
     lse = tl.load(lse_ptr + row)
-    x = tl.load(x_ptr + row * classes + at, mask=at < classes, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * stride + at, mask=at < classes, other=0.0).to(tl.float32)
     chance = tl.exp(x - lse) - tl.where(at == target, 1.0, 0.0)
     # A row that is ignored has no gradient, whatever its logits are; a target that is no class has none.
     valid = (target >= 0) & (target < classes)
     out = tl.where(target == ignored, 0.0, tl.where(valid, chance * gradient, float("nan")))
-    tl.store(out_ptr + row * classes + at, out.to(out_ptr.dtype.element_ty), mask=at < classes)
+    out = tl.where(at < classes, out, 0.0)
+    tl.store(out_ptr + row * stride + at, out.to(out_ptr.dtype.element_ty), mask=at < stride)
 
 
 class _RowLosses(torch.autograd.Function):
@@ -66,7 +70,9 @@ class _RowLosses(torch.autograd.Function):
         rows, classes = logits.shape
         losses, lse = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
         if rows:
-            _forward[(rows,)](logits, target, losses, lse, classes, ignored, _BLOCK, num_warps=8)
+            _forward[(rows,)](
+                logits, target, losses, lse, classes, logits.stride(0), ignored, _BLOCK, num_warps=8
+            )
         ctx.save_for_backward(logits, target, lse)
         ctx.ignored = ignored
         return losses
@@ -80,13 +86,14 @@ class _RowLosses(torch.autograd.Function):
             chosen = F.one_hot(torch.where(counts, target, 0), classes)
             each = (gradient * counts).unsqueeze(1)
             return ((logits.float().softmax(1) - chosen) * each).to(logits.dtype), None, None
-        out = torch.empty_like(logits)
+        stride = logits.stride(0)
+        out = logits.new_empty(rows, stride)
         if rows:
-            grid = (rows, triton.cdiv(classes, _BLOCK))
-            _backward[grid](
-                logits, target, lse, gradient.contiguous(), out, classes, ctx.ignored, _BLOCK, num_warps=8
-            )
-        return out, None, None
+            _backward[(rows, triton.cdiv(stride, _BLOCK))](
+                logits, target, lse, gradient.contiguous(), out, classes, stride, ctx.ignored, _BLOCK,
+                num_warps=8,
+            )  # fmt: skip
+        return out[:, :classes], None, None
 
 
 def row_losses(logits: Tensor, target: Tensor, ignored: int) -> Tensor:
@@ -94,5 +101,8 @@ def row_losses(logits: Tensor, target: Tensor, ignored: int) -> Tensor:
 
     A target that is no class gives NaN, since a kernel cannot raise.
     """
-    losses: Tensor = _RowLosses.apply(logits.contiguous(), target.contiguous(), ignored)
+    # Rows may have a little padding, as a product with an odd number of classes has.
+    padded = logits.stride(1) == 1 and 0 <= logits.stride(0) - logits.shape[1] <= _MOST_PADDING
+    rows = logits if padded else logits.contiguous()
+    losses: Tensor = _RowLosses.apply(rows, target.contiguous(), ignored)
     return losses

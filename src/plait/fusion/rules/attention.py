@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.fusion.dispatch.fallback import vmap_rule
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.dropout import drop
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.trials.batch_axis import require_rows_first
@@ -46,12 +47,20 @@ def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
     if dims == 3:
         return wrap(function(query, key, value, mask, **options), trials)
-    folded = function(
-        *(part.flatten(0, 1) for part in (query, key, value)),
-        None if mask is None else _fold_mask(mask, query),
-        **options,
-    )
+    rows = [part.flatten(0, 1) for part in (query, key, value)]
+    folded = _short(rows, options) if mask is None else None
+    if folded is None:
+        folded = function(*rows, None if mask is None else _fold_mask(mask, query), **options)
     return wrap(folded.unflatten(0, query.shape[:2]), trials)
+
+
+def _short(rows: list[Tensor], options: Options) -> Tensor | None:
+    """Attention within short sequences by our kernel; None if it does not support these."""
+    if not can_run_on(rows[0]):
+        return None
+    from plait.fusion.kernels.short_attention import short_attention, supports  # needs Triton
+
+    return short_attention(*rows, options["scale"], options["is_causal"]) if supports(*rows) else None
 
 
 def _mask(mask: Any, dims: int) -> Tensor | None:

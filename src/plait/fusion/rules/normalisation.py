@@ -196,6 +196,8 @@ def layer_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     if not _has_own(given["weight"], given["bias"]):
         options = {name: given[name] for name in names.split()[1:]}
         return wrap(F.layer_norm(x.stacked, **options), trials)
+    if (fast := _rows_norm(x, given, torch.is_autocast_enabled("cuda"))) is not None:
+        return fast
     normal = F.layer_norm(x.stacked, given["normalized_shape"], eps=given["eps"])
     return wrap(_affine(normal, given["weight"], given["bias"], x), trials)
 
@@ -208,8 +210,29 @@ def rms_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = wrap(unwrap(given["input"], trials), trials)
     if not _has_own(given["weight"]):
         return wrap(F.rms_norm(x.stacked, given["normalized_shape"], given["weight"], given["eps"]), trials)
+    if (fast := _rows_norm(x, given, False)) is not None:
+        return fast
     normal = F.rms_norm(x.stacked, given["normalized_shape"], eps=given["eps"])
     return wrap(_affine(normal, given["weight"], None, x), trials)
+
+
+def _rows_norm(x: TrialTensor, given: Options, widens: bool) -> TrialTensor | None:
+    """A norm over the last axis by our kernels, in float32 if it `widens`; None if they do not support it."""
+    own = [given.get(name) for name in ("weight", "bias")]
+    parts = [None if part is None else part.stacked for part in own if part is None or _has_own(part)]
+    wide = torch.float32 if widens else x.dtype
+    kinds = {wide, *(part.dtype for part in parts if part is not None)}
+    axis = tuple(given["normalized_shape"]) == x.shape[-1:]
+    if not can_run_on(x.stacked) or len(parts) < 2 or not axis or torch.float64 in {x.dtype, *kinds}:
+        return None
+    from plait.fusion.kernels.layer_norm import MOST_CHANNELS, trial_norm  # needs Triton
+
+    if len(kinds) > 1 or x.dim() < 2 or x.shape[-1] > MOST_CHANNELS:
+        return None
+    eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
+    rows = x.stacked.reshape(x.trials.count, -1, x.shape[-1])
+    y = trial_norm(rows, *parts, eps, "bias" in given, wide)
+    return TrialTensor(y.view(x.stacked.shape), x.trials)
 
 
 def _affine(normal: Tensor, weight: Any, bias: Any, x: TrialTensor) -> Tensor:

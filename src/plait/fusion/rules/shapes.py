@@ -16,6 +16,7 @@ from plait.fusion.dispatch.tensor import TrialTensor, leaves, trials_of, unwrap,
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.elementwise import align_operand, link_copy
 from plait.fusion.rules.reductions import shift, shift_all
+from plait.fusion.speed.gpu_parts import parts_of
 from plait.fusion.speed.lazy_cast import PendingCast
 
 
@@ -190,15 +191,16 @@ def cut(function: Function, args: Arguments, kwargs: Options) -> Any:
         return vmap_rule(function, args, kwargs)
     if name == "flip":
         return TrialTensor(x.stacked.flip(shift_all(sizes(args[1:] or (kwargs["dims"],)))), x.trials)
-    if name in ("unbind", "narrow", "select"):
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        rest = {k: v for k, v in kwargs.items() if k != "dim"}
-        return wrap(function(x.stacked, shift(dim), *args[2:], **rest), x.trials)
     if name == "roll":
         return vmap_rule(function, args, kwargs)
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     rest = {k: v for k, v in kwargs.items() if k != "dim"}
-    return wrap(function(x.stacked, *args[1:2], dim=shift(dim), **rest), x.trials)
+    if name in ("unbind", "narrow", "select"):
+        dim = shift(args[1] if len(args) > 1 else kwargs.get("dim", 0))
+        if name != "unbind":
+            return wrap(function(x.stacked, dim, *args[2:], **rest), x.trials)
+        return wrap(parts_of(x.stacked, lambda whole: function(whole, dim, **rest)), x.trials)
+    dim = shift(args[2] if len(args) > 2 else kwargs.get("dim", 0))
+    return wrap(parts_of(x.stacked, lambda whole: function(whole, *args[1:2], dim=dim, **rest)), x.trials)
 
 
 @rule("gather")
