@@ -21,6 +21,8 @@ except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
 _ROWS, _CHANNELS = 32, 128
+# Of its channels a program reads the table once, and then this many tiles.
+_TILES = 8
 # Enough programs to fill a GPU several times.
 _PROGRAMS = 132 * 16
 # The rows of the table.
@@ -60,12 +62,15 @@ def _before_cut(dy, y, SLOPE: tl.constexpr):
 
 
 @triton.jit
-def _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, count):
-    """dx = a (dy - mean of dy - normalised x times the mean of its product with dy)."""
-    normal = (x - _known(table_ptr, 2, offs_c, channels)) * _known(table_ptr, 3, offs_c, channels)
+def _before_norm(table_ptr, totals_ptr, offs_c, channels, count):
+    """The numbers of dx = a (dy - mean of dy - (x - shift) factor), the factor being the inverse deviation
+    times the mean product of dy and the normalised x.
+    """
+    a = _known(table_ptr, 0, offs_c, channels)
     mean = _known(totals_ptr, 0, offs_c, channels) / count
     product = _known(totals_ptr, 1, offs_c, channels) / count
-    return _known(table_ptr, 0, offs_c, channels) * (dy - mean - normal * product)
+    shift = _known(table_ptr, 2, offs_c, channels)
+    return a, mean, shift, _known(table_ptr, 3, offs_c, channels) * product
 
 
 @triton.jit
@@ -133,13 +138,15 @@ def _normalise(
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y = a x + b, multiplied by the slope below zero."""
-    offs_r = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     offs_c, real = _columns(channels, BLOCK_C)
-    mask = (offs_r < rows)[:, None] & real[None, :]
-    at = offs_r[:, None] * channels + offs_c[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y = x * _known(table_ptr, 0, offs_c, channels) + _known(table_ptr, 1, offs_c, channels)
-    tl.store(y_ptr + at, _cut(y, SLOPE).to(y_ptr.dtype.element_ty), mask=mask)
+    a = _known(table_ptr, 0, offs_c, channels)
+    b = _known(table_ptr, 1, offs_c, channels)
+    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+        offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (offs_r < rows)[:, None] & real[None, :]
+        at = offs_r[:, None] * channels + offs_c[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, _cut(x * a + b, SLOPE).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -173,16 +180,17 @@ def _gradient(
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x from that of the activation, and from the sums over it."""
-    offs_r = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     offs_c, real = _columns(channels, BLOCK_C)
-    mask = (offs_r < rows)[:, None] & real[None, :]
-    at = offs_r[:, None] * channels + offs_c[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y = x * _known(table_ptr, 0, offs_c, channels) + _known(table_ptr, 1, offs_c, channels)
-    dy = _before_cut(dy, y, SLOPE)
-    dx = _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, rows)
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    a, mean, shift, factor = _before_norm(table_ptr, totals_ptr, offs_c, channels, rows)
+    b = _known(table_ptr, 1, offs_c, channels)
+    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+        offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (offs_r < rows)[:, None] & real[None, :]
+        at = offs_r[:, None] * channels + offs_c[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dx = a * (_before_cut(dy, x * a + b, SLOPE) - mean - (x - shift) * factor)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -217,16 +225,19 @@ def _gradient_of_largest(
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Same as `_gradient`, with dy nonzero at only one point of each sample and channel."""
-    offs_r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_c, real = _columns(channels, BLOCK_C)
     sample = tl.program_id(2).to(tl.int64)
-    mask = (offs_r < points)[:, None] & real[None, :]
-    at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
+    a, mean, shift, factor = _before_norm(table_ptr, totals_ptr, offs_c, channels, count)
     index = _known(index_ptr, sample, offs_c, channels)
-    dy = tl.where(offs_r[:, None] == index, _known(dy_ptr, sample, offs_c, channels), 0.0)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    dx = _before_norm(dy, x, table_ptr, totals_ptr, offs_c, channels, count)
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    of_largest = _known(dy_ptr, sample, offs_c, channels)
+    for start in range(tl.program_id(1) * BLOCK_R, points, tl.num_programs(1) * BLOCK_R):
+        offs_r = start + tl.arange(0, BLOCK_R)
+        mask = (offs_r < points)[:, None] & real[None, :]
+        at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.where(offs_r[:, None] == index, of_largest, 0.0)
+        dx = a * (dy - mean - (x - shift) * factor)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 def statistics(
@@ -269,7 +280,7 @@ class _Norm(torch.autograd.Function):
         y = torch.empty_like(x)
         channels = x.shape[-1]
         rows = x.numel() // channels
-        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS))
+        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS * _TILES))
         _normalise[grid](x, table, y, rows, channels, slope, _ROWS, _CHANNELS)
         ctx.save_for_backward(x, table)
         ctx.slope = slope
@@ -286,7 +297,7 @@ class _Norm(torch.autograd.Function):
         _gradient_sums[_shares(sums)](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _CHANNELS)
         totals = sums.sum(0)
         dx = torch.empty_like(x)
-        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS))
+        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS * _TILES))
         _gradient[grid](x, dy, table, totals, dx, rows, channels, ctx.slope, _ROWS, _CHANNELS)
         return dx, totals[1], totals[0], None, None
 
@@ -320,7 +331,7 @@ class _NormLargest(torch.autograd.Function):
         batch, points, channels = x.shape
         totals = torch.stack((dy.sum(0), (dy * (at - table[2]) * table[3]).sum(0)))
         dx = torch.empty_like(x)
-        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(points, _ROWS), batch)
+        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(points, _ROWS * _TILES), batch)
         _gradient_of_largest[grid](
             x, dy, index, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
         )

@@ -136,13 +136,16 @@ def _box_product(
 
 @triton.jit(do_not_specialize=["tiles", "tiles_y", "tiles_x"])
 def _box_gradient(
-    large_desc, small_desc, dw_ptr, channels, outs, dw_trial, tiles, tiles_y, tiles_x,
+    large_desc, small_desc, dw_ptr, sums_ptr, channels, outs, dw_trial, tiles, tiles_y, tiles_x,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BOX_B: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dw[out, tap, channel] = sum over pixels of small[pixel, out] * large[shifted pixel, channel]."""
+    """dw[out, tap, channel] = sum over pixels of small[pixel, out] * large[shifted pixel, channel].
+
+    Sums of small alone, as of the gradients of a bias, are one more column of the product.
+    """
     BLOCK_M: tl.constexpr = BOX_B * BOX_Y * BOX_X
     trial = tl.program_id(1)
     tiles_c = tl.cdiv(channels, BLOCK_C)
@@ -151,6 +154,8 @@ def _box_gradient(
     first_o = (part // tiles_c) * BLOCK_O
     first_c = (part % tiles_c) * BLOCK_C
     acc = tl.zeros((BLOCK_O, BLOCK_C), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_O, 16), dtype=tl.float32)
+    one = tl.where(tl.arange(0, 16)[None, :] + tl.zeros((BLOCK_M, 16), dtype=tl.int32) == 0, 1.0, 0.0)
     for tile in range(tl.program_id(2), tiles, tl.num_programs(2)):
         x0 = (tile % tiles_x) * BOX_X
         y0 = (tile // tiles_x % tiles_y) * BOX_Y
@@ -162,11 +167,16 @@ def _box_gradient(
         small = small_desc.load([image0, y0, x0, trial, first_o])
         small = tl.reshape(small, (BLOCK_M, BLOCK_O))
         acc = tl.dot(tl.trans(small), tl.reshape(large, (BLOCK_M, BLOCK_C)), acc)
+        if HAS_SUMS:
+            sums = tl.dot(tl.trans(small), one.to(small.dtype), sums)
     offs_o = first_o + tl.arange(0, BLOCK_O)
     offs_c = first_c + tl.arange(0, BLOCK_C)
     share = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + trial) * dw_trial
     to = share + (offs_o[:, None] * (KERNEL_H * KERNEL_W) + tap) * channels + offs_c[None, :]
     tl.store(dw_ptr + to, acc, mask=(offs_o < outs)[:, None] & (offs_c < channels)[None, :])
+    if HAS_SUMS:
+        to = (tl.program_id(2) * tl.num_programs(1) + trial) * outs + offs_o
+        tl.store(sums_ptr + to, tl.sum(sums, 1), mask=(offs_o < outs) & (tap == 0) & (first_c == 0))
 
 
 def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool:
@@ -304,8 +314,13 @@ def _multiply(
     )  # fmt: skip
 
 
-def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
-    """The gradient of the taps, in float32, from the large image and the small one; one is a gradient."""
+def taps_gradient(
+    large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the taps, in float32, from the large image and the small one; one is a gradient.
+
+    Also the `sums` over the pixels of the small one, if asked for, of shape (trials, out).
+    """
     trials, outs, kernel_h, kernel_w, channels = taps.shape
     if _is_point(taps, stride, pad):
         large, small = _one_row(large), _one_row(small)
@@ -316,11 +331,12 @@ def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: 
     parts = triton.cdiv(outs, tile.rows) * triton.cdiv(channels, tile.columns) * kernel_h * kernel_w
     shares = max(1, min(_PROGRAMS // (parts * trials), steps // 8))
     gradient = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
+    totals = gradient.new_empty(shares, trials, outs) if sums else gradient
     _box_gradient[(parts, trials, shares)](
         _described(large, trials, stride, box, tile.columns), _described(small, trials, 1, box, tile.rows),
-        gradient, channels, outs, gradient.stride(1),
+        gradient, totals, channels, outs, gradient.stride(1),
         steps, triton.cdiv(out_h, box[1]), triton.cdiv(out_w, box[2]),
-        kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns,
+        kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns, sums,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return gradient[0] if shares == 1 else gradient.sum(0)
+    return gradient[0] if shares == 1 else gradient.sum(0), totals.sum(0) if sums else None

@@ -1,7 +1,7 @@
 """Layer and RMS norms of rows, with a weight and a bias for each trial, in one pass forward and one back.
 
-Values have shape (trials, rows, channels). Torch's function knows one weight; with one for each trial it would
-take two passes more forward and six more back.
+Values have shape (trials, rows, channels). Torch's function knows one weight; with one for each trial it
+would take two passes more forward and six more back.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
 
@@ -175,5 +175,6 @@ def trial_norm(
     A norm that is not centred is RMS norm.
     """
     parts = (None if part is None else part.contiguous() for part in (weight, bias))
-    y: Tensor = _Norm.apply(x.contiguous(), *parts, eps, centred, kind)
+    # As alone, x may be written in place later if the norm is that of a cast.
+    y: Tensor = _Norm.apply(x.to(kind).contiguous(), *parts, eps, centred, kind)
     return y

@@ -47,17 +47,19 @@ def _up(
 
 
 def _taps_gradient(
-    large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, kind: torch.dtype
-) -> Tensor:
+    large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, kind: torch.dtype, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the taps, and sums of the small images if asked for and at no cost."""
+    totals = None
     if im2col.fits(taps):
         gradient = im2col.taps_gradient(large, small, taps, stride, pad)
     elif conv_tma.fits(large, taps, stride, large.shape[2:]) and conv_tma.fits(
         small, taps, stride, large.shape[2:]
     ):
-        gradient = conv_tma.taps_gradient(large, small, taps, stride, pad)
+        gradient, totals = conv_tma.taps_gradient(large, small, taps, stride, pad, sums)
     else:
         gradient = gather.taps_gradient(large, small, taps, stride, pad)
-    return gradient.to(kind).movedim(-1, 2)
+    return gradient.to(kind).movedim(-1, 2), totals
 
 
 class _TrialConvolution(torch.autograd.Function):
@@ -89,8 +91,8 @@ class _TrialConvolution(torch.autograd.Function):
             )
         if ctx.needs_input_grad[1]:
             large, small = (x, dy) if size is None else (dy, x)
-            dw = _taps_gradient(large, small, taps, stride, pad, kind)
-        if has_bias:
+            dw, db = _taps_gradient(large, small, taps, stride, pad, kind, has_bias and size is None)
+        if has_bias and db is None:
             db = dy.sum((0, 2, 3), dtype=torch.float32).view(taps.shape[0], -1)
         return dx, dw, db, None, None, None
 

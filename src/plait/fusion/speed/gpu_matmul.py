@@ -29,7 +29,7 @@ class _CastDense(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if bias is None:
             return _without_padding(torch.bmm(x, weight.mT), ctx.width)
-        y = fill_rows(_padded(bias, kind), x.shape[1])
+        y = _fill_rows(_padded(bias, kind), x.shape[1])
         return _without_padding(y.baddbmm_(x, weight.mT), ctx.width)
 
     @staticmethod
@@ -37,10 +37,10 @@ class _CastDense(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.kinds
-        db = dy.sum(1, dtype=of_bias) if ctx.needs_input_grad[2] else None
+        db = _sum_rows(dy).to(of_bias) if ctx.needs_input_grad[2] else None
         dy = _with_padding(dy, weight.shape[1])
         dx = _product(dy, weight, of_x) if ctx.needs_input_grad[0] else None
-        dw = _product(dy[..., : ctx.width].mT, x, of_weight) if ctx.needs_input_grad[1] else None
+        dw = _product(dy.mT, x, of_weight)[:, : ctx.width] if ctx.needs_input_grad[1] else None
         return dx, dw, db, None
 
 
@@ -50,7 +50,8 @@ def _padded(own: Tensor, kind: torch.dtype) -> Tensor:
     if width < _LEAST_PADDED or width % _ROUND == 0:
         return own.to(kind)
     padded = own.new_empty((len(own), width + -width % _ROUND, *own.shape[2:]), dtype=kind)
-    padded[:, :width] = own
+    # One trial after another, since torch copies what is not contiguous one number at a time.
+    torch._foreach_copy_([part[:width] for part in padded], list(own))
     padded[:, width:] = 0
     return padded
 
@@ -83,7 +84,15 @@ def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     return torch.bmm(a, b).to(kind)
 
 
-def fill_rows(bias: Tensor, rows: int) -> Tensor:
+def _sum_rows(dy: Tensor) -> Tensor:
+    if not can_run_on(dy):
+        return dy.sum(1, dtype=torch.float32)
+    from plait.fusion.kernels.rows import summed  # needs Triton
+
+    return summed(dy)
+
+
+def _fill_rows(bias: Tensor, rows: int) -> Tensor:
     """A row for each trial, `rows` times; torch's copy writes one number at a time."""
     if not can_run_on(bias):
         return bias.unsqueeze(1).repeat(1, rows, 1)
