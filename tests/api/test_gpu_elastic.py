@@ -122,7 +122,7 @@ def run_job(settings: TrainSettings, folder: Path, versions: Versions, **more: A
     store = StoreServer(SECRET)
     may_die = (more["victim"],) if "victim" in more else ()
     try:
-        arguments = (replace(settings, device="cuda:0"), folder, store.address.text, versions)
+        arguments = (replace(settings, device="cuda"), folder, store.address.text, versions)
         return run_ranks(3, job_on_gpu, *arguments, may_die=may_die, deadline_s=LAUNCH_S, **more)
     finally:
         store.close()

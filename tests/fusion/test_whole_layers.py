@@ -10,7 +10,7 @@ from plait.fusion import fuse
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
-from plait.fusion.speed import lazy_cast
+from plait.fusion.speed import gpu_matmul, gpu_parts, lazy_cast
 from plait.fusion.speed.gpu_matmul import _CastDense
 
 
@@ -95,9 +95,59 @@ def test_a_tensor_that_is_written_while_its_cast_waits_is_refused(waiting_casts)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_a_dense_layer_with_its_own_backward_has_autograds_gradients(has_bias):
+@pytest.mark.parametrize("least_padded", [1, 4096])
+def test_a_dense_layer_with_its_own_backward_has_autograds_gradients(has_bias, least_padded, monkeypatch):
+    monkeypatch.setattr(gpu_matmul, "_LEAST_PADDED", least_padded)
     sizes = [(2, 3, 5), (2, 7, 5)] + [(2, 7)] * has_bias
     given = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
     assert torch.autograd.gradcheck(
         lambda x, w, *b: _CastDense.apply(x, w, *(b or (None,)), torch.float64), given
     )
+
+
+def test_the_gradient_of_a_padded_product_is_read_with_its_padding_where_the_loss_made_that(monkeypatch):
+    monkeypatch.setattr(gpu_matmul, "_LEAST_PADDED", 1)
+    x, weight = torch.randn(2, 3, 5), torch.randn(2, 7, 5)
+    y = _CastDense.apply(x.requires_grad_(), weight, None, torch.float32)
+    assert (y.stride(), y._is_view()) == ((24, 8, 1), False)
+    gradient = torch.randn(2, 3, 8)
+    expected = gradient[..., :7] @ weight
+    # What follows a row is multiplied by zero.
+    for own in (gradient[..., :7], gradient[..., :7].contiguous()):
+        (found,) = torch.autograd.grad(y, x, own, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+    assert gpu_matmul._with_padding(gradient[..., :7], 8).data_ptr() == gradient.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cut", [lambda x: x.unbind(1), lambda x: x.split([1, 2], 1), lambda x: x.chunk(3, 1)]
+)
+def test_gradients_of_the_parts_of_a_tensor_are_autograds(cut, kind, monkeypatch):
+    monkeypatch.setattr(gpu_parts, "can_run_on", lambda x: True)
+    monkeypatch.setattr(gpu_parts, "_LEAST_ELEMENTS", 1)
+    joined = torch.randn(2, 4, 5, 3 * 2 * 8).to(kind).requires_grad_()
+
+    def loss(parts):
+        whole = joined.unflatten(-1, (3, 2, 8)).permute(0, 3, 1, 4, 2, 5)
+        taken = parts(whole)
+        return (taken[0].sin() * taken[1].sum(1, keepdim=True).reshape(2, -1)[0, 0]).double().sum()
+
+    wanted = torch.autograd.grad(loss(cut), joined, create_graph=True)[0]
+    for again in (False, True):
+        ours = loss(lambda whole: gpu_parts.parts_of(whole, cut))
+        (found,) = torch.autograd.grad(ours, joined, create_graph=again)
+        torch.testing.assert_close(found, wanted)
+    twice = [torch.autograd.grad(each.double().square().sum(), joined)[0] for each in (found, wanted)]
+    torch.testing.assert_close(*twice)
+
+
+def test_gradients_that_are_parts_of_one_tensor_are_not_copied(monkeypatch):
+    monkeypatch.setattr(gpu_parts, "can_run_on", lambda x: True)
+    monkeypatch.setattr(gpu_parts, "_LEAST_ELEMENTS", 1)
+    whole = torch.randn(2, 3, 4, requires_grad=True)
+    gradient = torch.randn(2, 3, 4)
+    for parts, shared in ((gradient.unbind(1), True), (gradient.clone().unbind(1)[::-1], False)):
+        (found,) = torch.autograd.grad(gpu_parts.parts_of(whole, lambda x: x.unbind(1)), whole, parts)
+        assert torch.equal(found, torch.stack(parts, 1))
+        assert (found.data_ptr() == gradient.data_ptr()) is shared

@@ -12,7 +12,7 @@ try:
 except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
-_BLOCK = 2048
+_BLOCK = 1024
 
 
 @triton.jit
@@ -58,5 +58,5 @@ def adam(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, de
     if g.stride() != p.stride():
         g = torch.empty_like(p).copy_(g)
     _adam[(triton.cdiv(size, _BLOCK), trials)](
-        p, g, mean, square, numbers, size, trials, decoupled, _BLOCK, num_warps=8
+        p, g, mean, square, numbers, size, trials, decoupled, _BLOCK, num_warps=4
     )

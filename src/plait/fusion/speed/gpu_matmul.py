@@ -37,7 +37,7 @@ class _CastDense(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.kinds
-        db = _sum_rows(dy).to(of_bias) if ctx.needs_input_grad[2] else None
+        db = dy.sum(1, dtype=of_bias) if ctx.needs_input_grad[2] else None
         dy = _with_padding(dy, weight.shape[1])
         dx = _product(dy, weight, of_x) if ctx.needs_input_grad[0] else None
         dw = _product(dy.mT, x, of_weight)[:, : ctx.width] if ctx.needs_input_grad[1] else None
@@ -82,14 +82,6 @@ def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
         wide: Tensor = torch.bmm(a, b, out_dtype=kind)
         return wide
     return torch.bmm(a, b).to(kind)
-
-
-def _sum_rows(dy: Tensor) -> Tensor:
-    if not can_run_on(dy):
-        return dy.sum(1, dtype=torch.float32)
-    from plait.fusion.kernels.rows import summed  # needs Triton
-
-    return summed(dy)
 
 
 def _fill_rows(bias: Tensor, rows: int) -> Tensor:
