@@ -22,7 +22,7 @@ except ImportError:
 
 _ROWS, _CHANNELS = 32, 128
 # Of its channels a program reads the table once, and then this many tiles.
-_TILES = 8
+_TILES = 16
 # Enough programs to fill a GPU several times.
 _PROGRAMS = 132 * 16
 # The rows of the table.
