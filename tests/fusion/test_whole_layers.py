@@ -11,7 +11,7 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.speed import lazy_cast
-from plait.fusion.speed.gpu_matmul import _CastDense
+from plait.fusion.speed.gpu_matmul import cast_dense
 
 
 class OwnRMSNorm(nn.Module):
@@ -98,6 +98,26 @@ def test_a_tensor_that_is_written_while_its_cast_waits_is_refused(waiting_casts)
 def test_a_dense_layer_with_its_own_backward_has_autograds_gradients(has_bias):
     sizes = [(2, 3, 5), (2, 7, 5)] + [(2, 7)] * has_bias
     given = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    assert torch.autograd.gradcheck(
-        lambda x, w, *b: _CastDense.apply(x, w, *(b or (None,)), torch.float64), given
-    )
+
+    def dense(x, w, *b):
+        return cast_dense(x, w, *(b or (None,)), torch.float64)
+
+    assert torch.autograd.gradcheck(dense, given)
+    assert torch.autograd.gradgradcheck(dense, given)
+
+
+def test_a_gradient_penalty_passes_through_the_casts_of_a_dense_layer():
+    torch.manual_seed(0)
+    given = [torch.randn(size, requires_grad=True) for size in ((2, 3, 5), (2, 7, 5), (2, 7))]
+
+    def plain(x, w, b, kind):
+        x, w, b = (each.to(kind) for each in (x, w, b))
+        return torch.baddbmm(b.unsqueeze(1), x, w.mT)
+
+    def penalty(dense):
+        y = dense(*given, torch.bfloat16).float().tanh().sum()
+        (gradient,) = torch.autograd.grad(y, given[0], create_graph=True)
+        return torch.autograd.grad((gradient.norm(dim=-1) - 1.0).square().sum(), given)
+
+    for found, wanted in zip(penalty(cast_dense), penalty(plain)):
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
