@@ -20,7 +20,9 @@ class _CastDense(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, half: Tensor, own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, half: Tensor, own: Tensor
+    ) -> Tensor:
         ctx.kinds = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(half, own)
         if bias is None:
