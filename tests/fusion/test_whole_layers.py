@@ -92,12 +92,33 @@ def test_a_cast_that_waits_is_as_if_it_had_not(loss, waiting_casts):
         torch.testing.assert_close(fused.module.weight.grad[number], model.weight.grad)
 
 
-def test_a_tensor_that_is_written_while_its_cast_waits_is_refused(waiting_casts):
-    x = TrialTensor(torch.ones(2, 3, dtype=torch.bfloat16), Trials(2))
-    cast = lazy_cast.pending_cast(x.stacked)
-    x.stacked.add_(1)
+def add_in_place(y):
+    y.add_(1)
+
+
+def add_to_data(y):
+    y.data.add_(1)
+
+
+def add_to_row(y):
+    y[0] = 1
+
+
+def other_data(y):
+    y.data = y.data + 1
+
+
+@pytest.mark.parametrize("write", [add_in_place, add_to_data, add_to_row, other_data])
+def test_a_tensor_that_is_written_while_its_cast_waits_is_refused(write, waiting_casts):
+    def loss(y):
+        y = y + 0
+        cast = y.float()
+        write(y)
+        return cast.sum()
+
+    fused = fuse([nn.Linear(4, 6).bfloat16() for _ in range(2)], verify=False)
     with pytest.raises(FusionError, match="written in place after it was cast"):
-        cast.outcome()
+        fused.map(loss, fused(torch.ones(2, 3, 4, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

@@ -2,7 +2,8 @@
 
 In a single model `y.view(-1)` shares memory with `y`. With the trials axis between the merged axes it has to
 be a copy. An `AliasLink` between the two storages repeats each write on the other side, or raises if it is
-unclear whether the single model would share memory. Layers that keep their input for backward are told, too.
+unclear whether the single model would share memory. What
+reads a tensor again later, such as a layer in its backward, can ask whether it was written to since.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.fusion.errors import FusionError, user_line
 
 # Whether any link was made in this process; if not, no lookup is needed.
 made = False
-# Layers whose input was written to after they had read it.
-readers_of_written: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Layers, and casts that are not computed yet, whose input was written to after they had read it.
+readers_of_written: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ def link(base: Tensor, copy: Tensor, exact: bool) -> None:
         storage.__dict__.setdefault("plait_links", []).append(AliasLink(source, other, exact))
 
 
-def note_reader(tensor: Tensor, layer: nn.Module) -> None:
+def note_reader(tensor: Tensor, reader: Any) -> None:
     """Let a later write to `tensor` be noted in `readers_of_written`."""
     global made
     made = True
-    tensor.untyped_storage().__dict__.setdefault("plait_readers", weakref.WeakSet()).add(layer)
+    tensor.untyped_storage().__dict__.setdefault("plait_readers", weakref.WeakSet()).add(reader)
 
 
 def repeat_writes(written: Tensor, seen: tuple[Any, ...] = ()) -> None:
