@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.fusion import FusedOptimizer, fuse
 from plait.fusion.dispatch.random import is_kept
-from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.kernels import low_rank
