@@ -20,6 +20,9 @@ import plait
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.fusion import FusedOptimizer
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.speed import whole_layers
+from plait.fusion.verify.plain_run import drawing_as
 from plait.schema.settings import ModelSettings, OptimizerSettings
 from plait.verification import perturb
 from plait.workloads.transformer import transformer
@@ -199,8 +202,9 @@ def near(found, expected, error):
 @pytest.mark.parametrize("rank", [4, 20, 128])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("of_adapter", [torch.float32, None])
+@pytest.mark.parametrize("chances", [None, (0.1, 0.0, 0.75)])
 def test_a_linear_layer_with_adapters_is_that_of_float64_but_for_the_rounding_of_its_output(
-    rank, kind, of_adapter
+    rank, kind, of_adapter, chances
 ):
     from plait.fusion.kernels.low_rank import adapted_linear
 
@@ -212,8 +216,13 @@ def test_a_linear_layer_with_adapters_is_that_of_float64_but_for_the_rounding_of
     scale = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)
     leaves = [each.requires_grad_() for each in (x, a, b)]
     exact = [each.detach().double().requires_grad_() for each in leaves]
-    y = adapted_linear(x, weight, bias, a, b, scale)
-    own = (exact[0].flatten(1, 2) @ exact[1].mT) @ exact[2].mT * scale.view(3, 1, 1)
+    keys, kept = None, torch.ones(3, 1, inputs, device=DEVICE, dtype=torch.float64)
+    if chances is not None:
+        seeds, steps = (torch.tensor(each, device=DEVICE) for each in ([3, 1, 4], [5, 9, 2]))
+        keys = Streams(seeds, steps).dropout_keys(chances)
+        kept = Streams(seeds, steps).keep((*rows[1:], inputs), chances, torch.float64).flatten(1, 2).sign()
+    y = adapted_linear(x, weight, bias, a, b, scale, keys)
+    own = ((exact[0].flatten(1, 2) * kept) @ exact[1].mT) @ exact[2].mT * scale.view(3, 1, 1)
     expected = exact[0] @ weight.double().T + bias.double() + own.view(*rows, outputs)
     gradient = torch.randn_like(y)
     found = torch.autograd.grad(y, leaves, gradient)
@@ -243,7 +252,8 @@ def test_the_cross_entropy_of_rows_is_torchs(kind):
     near(own, right, 1e-5 if kind == torch.float32 else 0.01)
 
 
-def test_lora_adapters_on_a_base_in_bf16_train_fused_as_alone():
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_lora_adapters_on_a_base_in_bf16_train_fused_as_alone(dropout, monkeypatch):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 20_000}
@@ -254,22 +264,27 @@ def test_lora_adapters_on_a_base_in_bf16_train_fused_as_alone():
     base = base.to(DEVICE, torch.bfloat16)
     models = []
     for rank, alpha in ((4, 8), (8, 8), (8, 32)):
-        config = peft.LoraConfig("CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear")
+        options = {"lora_dropout": dropout, "target_modules": "all-linear"}
+        config = peft.LoraConfig("CAUSAL_LM", r=rank, lora_alpha=alpha, **options)
         models.append(peft.get_peft_model(copy.deepcopy(base), config))
+        models[-1].train()
     rates = [1e-3, 3e-3, 1e-2]
     fused = fuse(copy.deepcopy(models))
+    monkeypatch.setattr(whole_layers, "_own_forward", None)  # all layers are computed at once
     optimizer = FusedOptimizer(fused, "adamw", lr=rates)
     others = [
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
         for model, rate in zip(models, rates)
     ]
     ids = torch.randint(20_000, (3, 4, 48), device=DEVICE)
-    for _ in range(5):
+    for step in range(5):
         losses = fused(input_ids=ids, labels=ids).loss
         losses.sum().backward()
-        alone = [model(input_ids=own, labels=own).loss for model, own in zip(models, ids)]
-        for loss in alone:
-            loss.backward()
+        alone = []
+        for number, (model, own) in enumerate(zip(models, ids)):
+            with drawing_as(model, number, step, {}):
+                alone.append(model(input_ids=own, labels=own).loss)
+                alone[-1].backward()
         for each in (optimizer, *others):
             each.step()
             each.zero_grad()

@@ -1,8 +1,9 @@
-"""Copies of trial tensors that are views in a single model: a write to one must reach the other.
+"""Writes to trial tensors: they must reach copies that are views in a single model.
 
 In a single model `y.view(-1)` shares memory with `y`. With the trials axis between the merged axes it has to
 be a copy. An `AliasLink` between the two storages repeats each write on the other side, or raises if it is
-unclear whether the single model would share memory.
+unclear whether the single model would share memory. What
+reads a tensor again later, such as a layer in its backward, can ask whether it was written to since.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from plait.fusion.errors import FusionError, user_line
 
 # Whether any link was made in this process; if not, no lookup is needed.
 made = False
+# Layers, and casts that are not computed yet, whose input was written to after they had read it.
+readers_of_written: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,17 @@ def link(base: Tensor, copy: Tensor, exact: bool) -> None:
         storage.__dict__.setdefault("plait_links", []).append(AliasLink(source, other, exact))
 
 
+def note_reader(tensor: Tensor, reader: Any) -> None:
+    """Let a later write to `tensor` be noted in `readers_of_written`."""
+    global made
+    made = True
+    tensor.untyped_storage().__dict__.setdefault("plait_readers", weakref.WeakSet()).add(reader)
+
+
 def repeat_writes(written: Tensor, seen: tuple[Any, ...] = ()) -> None:
     """After a write to `written`, repeat it in all linked tensors."""
     storage = written.untyped_storage()
+    readers_of_written.update(getattr(storage, "plait_readers", ()))
     for one in getattr(storage, "plait_links", ()):
         target = one.other.storage()
         if target is not None and all(target is not other for other in seen):

@@ -36,6 +36,10 @@ class Streams:
 
     def bits(self, shape: tuple[int, ...]) -> Tensor:
         """32 random bits as int32 for each trial and element, of shape (trials, *shape)."""
+        return _bits(*self._next_keys(), shape)
+
+    def _next_keys(self) -> tuple[Tensor, Tensor]:
+        """The offset and the factor of each trial's next draw, which is counted."""
         if torch._C._current_graph_task_id() != -1 and not self.is_repeated:
             raise FusionError(
                 f"{user_line()}\n  draws random numbers in backward, where trials have no streams; "
@@ -45,10 +49,7 @@ class Streams:
             self._keys = _keys(self.seeds, self.rng_steps)
         offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
         self._count()
-        counter = torch.arange(math.prod(shape), dtype=torch.int32, device=self.seeds.device)
-        bits = counter * (factor | 1).unsqueeze(1)
-        bits += offset.unsqueeze(1)
-        return _scramble(bits).view(len(self.seeds), *shape)
+        return offset, factor | 1
 
     def of_trial(self, trial: int) -> Streams:
         """The stream of one trial, at its current position."""
@@ -106,6 +107,15 @@ class Streams:
         self._uncount(before, chance)
         return mask
 
+    def dropout_keys(self, chance: tuple[float, ...]) -> Tensor:
+        """What `is_kept` needs to know of the next dropout mask, for kernels that compute it themselves."""
+        threshold, _ = _thresholds(chance, 0, self.seeds.device, torch.float32)
+        before = self.calls
+        offset, factor = self._next_keys()
+        self._uncount(before, chance)
+        least = threshold if isinstance(threshold, Tensor) else torch.full_like(offset, threshold)
+        return torch.stack((offset, factor, least), 1)
+
     def _uncount(self, before: int | tuple[int, ...], chance: float | tuple[float, ...]) -> None:
         """Do not count a draw of trials that drop nothing, which they do not make alone."""
         chances = (chance,) * len(self.seeds) if isinstance(chance, float) else chance
@@ -113,6 +123,18 @@ class Streams:
             pairs = [(n,) * len(chances) if isinstance(n, int) else n for n in (before, self.calls)]
             counts = tuple(old if p == 0.0 else new for old, new, p in zip(*pairs, chances))
             self.calls = counts[0] if len(set(counts)) == 1 else counts
+
+
+def is_kept(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The elements that a dropout with these keys keeps, of shape (trials, *shape)."""
+    offset, factor, least = keys.unbind(1)
+    return _bits(offset, factor, shape) >= least.view(-1, *(1,) * len(shape))
+
+
+def _bits(offset: Tensor, factor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=offset.device) * factor.unsqueeze(1)
+    bits += offset.unsqueeze(1)
+    return _scramble(bits).view(len(offset), *shape)
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch import alias_links
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 
@@ -16,12 +17,12 @@ _LEAST_ELEMENTS = 1 << 20
 View = Callable[[Tensor], Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Cast:
     """A cast of `source`, trials first, to float32; `made` is its result, once something needs it."""
 
     source: Tensor
-    version: int
+    mark: tuple[int, int]
     grad: bool
     made: Tensor | None = None
 
@@ -29,7 +30,8 @@ class _Cast:
         """The result if there is one, else the tensor to be cast, unchanged since then."""
         if self.made is not None:
             return self.made
-        if self.source._version != self.version:
+        # A write through `.data` does not change the version.
+        if _mark(self.source) != self.mark or self in alias_links.readers_of_written:
             raise FusionError(
                 "a tensor was written in place after it was cast by float(), before that was used; write the "
                 "in-place operation out of place"
@@ -84,8 +86,15 @@ def pending_cast(source: Tensor) -> PendingCast | None:
     if not half or source.numel() < _LEAST_ELEMENTS or source.is_inference() or not can_run_on(source):
         return None
     grad = torch.is_grad_enabled()
-    return PendingCast(_Cast(source, source._version, grad), lambda tensor: tensor, _like(source), grad)
+    cast = _Cast(source, _mark(source), grad)
+    alias_links.note_reader(source, cast)
+    return PendingCast(cast, lambda tensor: tensor, _like(source), grad)
 
 
 def _like(tensor: Tensor) -> Tensor:
     return tensor.new_empty((), dtype=torch.float32).expand(tensor.shape)
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """What changes when a tensor is written to, or gets other memory."""
+    return tensor._version, tensor.data_ptr()

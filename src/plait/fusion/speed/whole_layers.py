@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.forward_patches import Patch
 from plait.fusion.kernels import can_run_on
@@ -23,6 +25,8 @@ _HALF = (torch.bfloat16, torch.float16)
 _LORA = "peft.tuners.lora.layer", "Linear"
 # Rows on which a norm is compared with torch's function, and how far it may be from that.
 _PROBE_ROWS, _PROBE_ERROR = 4, 1e-4
+# The random streams of each layer's first forward, which tell it from the next ones.
+_first_forwards: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def patch_layers(module: nn.Module) -> None:
@@ -52,31 +56,64 @@ def _adapted_linear(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     name = None if args or kwargs or not _rows_on_gpu(x) else _only_adapter(layer)
     if name is None or not _is_plain_linear(base := layer.base_layer, x):
         return _own_forward(layer, x, *args, **kwargs)
-    down, up, scale = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+    down, up, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     weights = down.weight, up.weight
     from plait.fusion.kernels.low_rank import MOST_RANK, adapted_linear  # needs Triton
 
     if not all(_is_adapter(part, x) for part in (down, up)) or len(weights[0]) > MOST_RANK:
         return _own_forward(layer, x)
-    values = scale.values if isinstance(scale, PerTrial) else (float(scale),) * x.trials.count
+    if not _draws_at_once(dropout, x):
+        return _own_forward(layer, x)
+    scales = _each(layer.scaling[name], x)
+    chances = _each(dropout.p, x) if dropout.training and type(dropout) is nn.Dropout else ()
+    keys = x.trials.streams.dropout_keys(chances) if any(chances) else None
+    if keys is not None:
+        # The mask itself is of zeros and ones.
+        scales = tuple(s / (1.0 - p) if p < 1.0 else 0.0 for s, p in zip(scales, chances))
     a, b = (weight.stacked for weight in weights)
-    inner = x.stacked
     with torch._C.DisableTorchFunction():
-        scales = on_device(values, torch.float32, inner.device)
-        y = adapted_linear(inner, base.weight, base.bias, a, b, scales)
-    return TrialTensor(y, x.trials)
+        scale = on_device(scales, torch.float32, x.device)
+        y = adapted_linear(_input(layer, x), base.weight, base.bias, a, b, scale, keys)
+    return _output(y, x)
+
+
+def _input(layer: nn.Module, x: TrialTensor) -> Tensor:
+    """What a layer reads and keeps for backward: x, or a copy if the model writes to x later (h += layer(h)).
+
+    The layer's own forward keeps a cast. Whether x is written to is known after a layer's first forward.
+    """
+    inner, streams = x.stacked, x.trials.streams
+    alias_links.note_reader(inner, layer)
+    is_first = _first_forwards.setdefault(layer, streams) is streams
+    if torch.is_grad_enabled() and (is_first or layer in alias_links.readers_of_written):
+        return inner.clone()
+    return inner
+
+
+def _output(y: Tensor, x: TrialTensor) -> TrialTensor:
+    made = TrialTensor(y, x.trials)
+    made.rows_at = x.rows_at
+    return made
+
+
+def _each(value: float, x: TrialTensor) -> tuple[float, ...]:
+    """A number of each trial."""
+    return value.values if isinstance(value, PerTrial) else (float(value),) * x.trials.count
 
 
 def _only_adapter(layer: Any) -> str | None:
-    """The name of the one adapter that is added, without dropout; None if it is otherwise."""
+    """The name of the one adapter that is added; None if it is otherwise."""
     if layer.disable_adapters or layer.merged or len(layer.active_adapters) != 1:
         return None
     (name,) = layer.active_adapters
-    if name not in layer.lora_A or name in layer.lora_variant:
-        return None
-    dropout = layer.lora_dropout[name]
-    keeps = type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.training)
-    return name if keeps and not _is_watched(dropout) else None
+    return name if name in layer.lora_A and name not in layer.lora_variant else None
+
+
+def _draws_at_once(dropout: nn.Module, x: TrialTensor) -> bool:
+    """Whether a dropout is torch's, and what it drops is drawn for all trials at once."""
+    if type(dropout) not in (nn.Identity, nn.Dropout) or _is_watched(dropout):
+        return False
+    return x.trials.rows is None or not x.rows_at
 
 
 def _is_plain_linear(base: nn.Module, x: Tensor) -> bool:
@@ -114,7 +151,7 @@ def _rms_norm(norm: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or not _rows_on_gpu(x) or isinstance(weight, TrialTensor) or weight.dtype != x.dtype:
         return _own_forward(norm, x, *args, **kwargs)
     with torch._C.DisableTorchFunction():
-        return TrialTensor(F.rms_norm(x.stacked, weight.shape, weight, _epsilon(norm)), x.trials)
+        return _output(F.rms_norm(_input(norm, x), weight.shape, weight, _epsilon(norm)), x)
 
 
 def _epsilon(norm: Any) -> Any:
