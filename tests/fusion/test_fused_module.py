@@ -9,6 +9,7 @@ from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_mod
 from torch import nn
 
 from plait.fusion import FusionError, Shared, group_by_shape
+from plait.fusion.dispatch import random
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.single_trial import SingleTrialMode
@@ -172,6 +173,29 @@ def test_random_words_are_uniform_and_uncorrelated():
     normal = fused.map(lambda x: torch.randn_like(x), torch.ones(2, 100_000))
     assert normal.mean().abs() < 0.01
     assert abs(normal.std() - 1) < 0.01
+
+
+def test_draws_that_repeat_are_computed_at_once_and_are_those_of_each_call(monkeypatch):
+    seeds, steps = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    computed, scrambled = [], random._scrambled
+    monkeypatch.setattr(random, "_scrambled", lambda *keys: computed.append(1) or scrambled(*keys))
+
+    def forward(step, after, shapes=((3, 4), (5,), (2, 1))):
+        made, plain = Streams(seeds, steps + step, 0, after), Streams(seeds, steps + step)
+        computed.clear()
+        found = [made.bits(shape) for shape in shapes]
+        counted = len(computed)
+        assert all(torch.equal(one, plain.bits(shape)) for one, shape in zip(found, shapes))
+        return Streams(seeds, steps, 0, made), counted  # a loss draws nothing
+
+    after, counts = None, []
+    for step in range(4):
+        after, count = forward(step, after)
+        counts.append(count)
+    assert counts == [3, 3, 1, 1]
+    after, count = forward(4, after, ((3, 4), (6,), (2, 1)))
+    assert count == 2  # what was not expected, and what was
+    assert forward(5, after)[1] == 3
 
 
 def filled(x):

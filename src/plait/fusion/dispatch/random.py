@@ -16,6 +16,10 @@ from plait.fusion.errors import FusionError, user_line
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 32) - 1
+# The most numbers of all trials that are computed before they are asked for, of 4 bytes each.
+_MOST_AHEAD = 1 << 20
+# The count of draws before, of all trials or of each, and the number of elements in a trial.
+Draw = tuple[int | tuple[int, ...], int]
 
 
 class Streams:
@@ -26,13 +30,27 @@ class Streams:
     ran one by one with different numbers of draws.
     """
 
-    def __init__(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...] = 0) -> None:
+    def __init__(
+        self,
+        seeds: Tensor,
+        rng_steps: Tensor,
+        calls: int | tuple[int, ...] = 0,
+        after: Streams | None = None,
+    ) -> None:
+        """`after` are the streams of the forward before, which probably made the same draws."""
         self.seeds = seeds
         self.rng_steps = rng_steps
         self.calls = calls
         # Whether activation checkpointing is recomputing.
         self.is_repeated = False
         self._keys: tuple[Tensor, Tensor] | None = None
+        # The draws of this forward and of the last one with any; those that the last two have made alike.
+        self._made: list[Draw] = []
+        self._before: list[Draw] = [] if after is None else after._made or after._before
+        self._expected: list[Draw] = [] if after is None or after._made else after._expected
+        if after is not None and after._made == after._before:
+            self._expected = after._made
+        self._ahead: dict[Draw, Tensor] | None = None
 
     def bits(self, shape: tuple[int, ...]) -> Tensor:
         """32 random bits as int32 for each trial and element, of shape (trials, *shape)."""
@@ -43,12 +61,29 @@ class Streams:
             )
         if self._keys is None:
             self._keys = _keys(self.seeds, self.rng_steps)
-        offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
+        if self._ahead is None:
+            self._ahead = self._expected_bits(self._keys)
+        draw = self.calls, math.prod(shape)
+        self._made.append(draw)
+        bits = self._ahead.pop(draw, None)
+        if bits is None:
+            offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
+            counter = torch.arange(draw[1], dtype=torch.int32, device=self.seeds.device)
+            bits = _scrambled(counter, offset.unsqueeze(1), factor.unsqueeze(1))
         self._count()
-        counter = torch.arange(math.prod(shape), dtype=torch.int32, device=self.seeds.device)
-        bits = counter * (factor | 1).unsqueeze(1)
-        bits += offset.unsqueeze(1)
-        return _scramble(bits).view(len(self.seeds), *shape)
+        return bits.view(len(self.seeds), *shape)
+
+    def _expected_bits(self, keys: tuple[Tensor, Tensor]) -> dict[Draw, Tensor]:
+        """All draws that are expected, computed at once: each by itself takes a dozen launches."""
+        sizes = [size for _, size in self._expected]
+        # A CUDA graph cannot contain the copy to the device.
+        captures = self.seeds.is_cuda and torch.cuda.is_current_stream_capturing()
+        few = 0 < sum(sizes) * len(self.seeds) <= _MOST_AHEAD
+        if captures or not few or any(not isinstance(calls, int) for calls, _ in self._expected):
+            return {}
+        counter, *call_keys = _counters(tuple(self._expected), self.seeds.device)
+        offset, factor = (key.unsqueeze(1) ^ of_call for key, of_call in zip(keys, call_keys))
+        return dict(zip(self._expected, _scrambled(counter, offset, factor).split(sizes, 1)))
 
     def of_trial(self, trial: int) -> Streams:
         """The stream of one trial, at its current position."""
@@ -115,6 +150,16 @@ class Streams:
             self.calls = counts[0] if len(set(counts)) == 1 else counts
 
 
+@lru_cache(maxsize=16)
+def _counters(draws: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """The number of each element within its draw, and the two keys of its call."""
+    sizes = torch.tensor([size for _, size in draws])
+    keys = [[_signed(_mix(calls * 2 + number)) for calls, _ in draws] for number in (0, 1)]
+    of_calls = [torch.tensor(each, dtype=torch.int32).repeat_interleave(sizes) for each in keys]
+    counter = torch.cat([torch.arange(size, dtype=torch.int32) for _, size in draws])
+    return tuple(each.to(device) for each in (counter, *of_calls))
+
+
 @lru_cache(maxsize=1024)
 def _call_keys(calls: tuple[int, ...], number: int, device: torch.device) -> Tensor:
     """One key per trial; cached, since a CUDA graph cannot contain the copy to the device."""
@@ -150,8 +195,10 @@ def _keys(seeds: Tensor, rng_steps: Tensor) -> tuple[Tensor, Tensor]:
     return word.to(torch.int32), (word >> 32).to(torch.int32)
 
 
-def _scramble(bits: Tensor) -> Tensor:
-    """The finalizer of murmur3 on each int32, in place; shifts of signed integers need a mask."""
+def _scrambled(counter: Tensor, offset: Tensor, factor: Tensor) -> Tensor:
+    """The finalizer of murmur3 on each counter, by the keys; shifts of signed integers need a mask."""
+    bits = counter * (factor | 1)
+    bits += offset
     bits ^= (bits >> 16) & 0xFFFF
     bits *= _signed(0x85EBCA6B)
     bits ^= (bits >> 13) & 0x7FFFF
