@@ -76,10 +76,11 @@ class Streams:
     def _expected_bits(self, keys: tuple[Tensor, Tensor]) -> dict[Draw, Tensor]:
         """All draws that are expected, computed at once: each by itself takes a dozen launches."""
         sizes = [size for _, size in self._expected]
-        # A CUDA graph cannot contain the copy to the device.
-        captures = self.seeds.is_cuda and torch.cuda.is_current_stream_capturing()
         few = 0 < sum(sizes) * len(self.seeds) <= _MOST_AHEAD
-        if captures or not few or any(not isinstance(calls, int) for calls, _ in self._expected):
+        # Fake tensors must not be cached, and a CUDA graph cannot contain the copy to the device.
+        is_real = type(keys[0]) is Tensor
+        captures = self.seeds.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (few and is_real) or captures or any(type(calls) is not int for calls, _ in self._expected):
             return {}
         counter, *call_keys = _counters(tuple(self._expected), self.seeds.device)
         offset, factor = (key.unsqueeze(1) ^ of_call for key, of_call in zip(keys, call_keys))
