@@ -9,7 +9,10 @@ from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_mod
 from torch import nn
 
 from plait.fusion import FusionError, Shared, group_by_shape
+from plait.fusion.dispatch import random
+from plait.fusion.dispatch.random import Streams
 from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.single_trial import SingleTrialMode
 
 
 class Decides(nn.Module):
@@ -170,6 +173,78 @@ def test_random_words_are_uniform_and_uncorrelated():
     normal = fused.map(lambda x: torch.randn_like(x), torch.ones(2, 100_000))
     assert normal.mean().abs() < 0.01
     assert abs(normal.std() - 1) < 0.01
+
+
+def test_draws_that_repeat_are_computed_at_once_and_are_those_of_each_call(monkeypatch):
+    seeds, steps = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    computed, scrambled = [], random._scrambled
+    monkeypatch.setattr(random, "_scrambled", lambda *keys: computed.append(1) or scrambled(*keys))
+
+    def forward(step, after, shapes=((3, 4), (5,), (2, 1))):
+        made, plain = Streams(seeds, steps + step, 0, after), Streams(seeds, steps + step)
+        computed.clear()
+        found = [made.bits(shape) for shape in shapes]
+        counted = len(computed)
+        assert all(torch.equal(one, plain.bits(shape)) for one, shape in zip(found, shapes))
+        return Streams(seeds, steps, 0, made), counted  # a loss draws nothing
+
+    after, counts = None, []
+    for step in range(4):
+        after, count = forward(step, after)
+        counts.append(count)
+    assert counts == [3, 3, 1, 1]
+    after, count = forward(4, after, ((3, 4), (6,), (2, 1)))
+    assert count == 2  # what was not expected, and what was
+    assert forward(5, after)[1] == 3
+
+
+def filled(x):
+    noise = torch.empty(x.shape[0], 1, dtype=x.dtype)
+    noise.bernoulli_(0.5)
+    noise[:, :] = noise.div_(0.5)
+    return x * noise.expand(-1, x.shape[1])
+
+
+DROP_PATHS = {
+    "a tensor of the trials": lambda x: x * x.new_empty((x.shape[0], 1)).bernoulli_(0.5).div_(0.5),
+    "a new tensor": lambda x: x * torch.empty((x.shape[0], 1), dtype=x.dtype).bernoulli_(p=0.5).div_(0.5),
+    "a new tensor by its name": filled,
+    "probabilities": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "probabilities that trials share": lambda x: x * torch.full((4,), 0.5, dtype=x.dtype).bernoulli(),
+}
+
+
+@pytest.mark.parametrize("drop", DROP_PATHS.values(), ids=DROP_PATHS)
+def test_each_trial_draws_its_own_zeros_and_ones_as_it_does_alone(drop):
+    models = make_models(lambda: nn.Linear(4, 4))
+    fused, singles = fuse(models), alone(models)
+    x = data(3, 6, 4)
+    run = lambda layer, x: drop(layer(x)) + drop(x)  # noqa: E731
+    for _ in range(2):
+        together = fused.call(run, x)
+        assert not torch.equal(together[0] == 0, together[1] == 0)
+        for number, (single, model) in enumerate(zip(singles, models)):
+            streams = Streams(single.seeds, single.ages.clone())
+            torch.testing.assert_close(together[number], single.call(run, x[number : number + 1])[0], **CLOSE)
+            with SingleTrialMode(streams):
+                torch.testing.assert_close(together[number], run(model, x[number]), **CLOSE)
+
+
+def test_zeros_and_ones_are_drawn_with_their_probability_and_have_a_gradient_of_zeros():
+    fused = fuse([nn.Identity(), nn.Identity()])
+    chances = torch.tensor([0.0, 0.3, 1.0]).expand(2, 20_000, 3).clone().requires_grad_()
+    drawn = fused.map(torch.bernoulli, chances)
+    torch.testing.assert_close(drawn.mean(1), chances[:, 0].detach(), atol=0.02, rtol=0)
+    drawn.sum().backward()
+    assert not chances.grad.any()
+    with pytest.raises(RuntimeError, match="1.5"):
+        fused.map(lambda x: x.detach().clone().bernoulli_(1.5), chances)
+
+
+def test_a_part_of_a_new_tensor_is_not_filled_with_numbers_of_the_trials():
+    fused = fuse([nn.Identity(), nn.Identity()])
+    with pytest.raises(FusionError, match=r"draws from torch's generator \(bernoulli_\)"):
+        fused.map(lambda x: x + torch.zeros(4, 4)[0].bernoulli_(0.5), torch.zeros(2, 4))
 
 
 def test_a_look_at_a_value_is_refused_with_the_line_that_looks():

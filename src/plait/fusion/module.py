@@ -222,7 +222,7 @@ class FusedModule(nn.Module):
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
-        self._trials.streams = Streams(self.seeds, self.ages, self.draws_before)
+        self._trials.streams = Streams(self.seeds, self.ages, self.draws_before, self._trials.streams)
         entered_args = [_each_leaf(self._enter, value) for value in args]
         entered_kwargs = {name: _each_leaf(self._enter, value) for name, value in kwargs.items()}
         with running(self._again, self._apply_alone), self._mode():

@@ -12,6 +12,7 @@ from plait.fusion.dispatch.fallback import (
     find_rule,
     is_in_place,
     loop,
+    may_write,
     recover,
     refuse_outside,
     refuse_transformed,
@@ -37,8 +38,8 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
     """The result of `function` for all trials; `rule` is None if the table has none yet."""
     if rule is None:
         rule = RULES[function] = find_rule(function)
-    if rule in READING_RULES:
-        return rule(function, args, kwargs)
+        if rule in READING_RULES:
+            return rule(function, args, kwargs)
     if not RUNNING:
         refuse_outside(function)
     if peek_interpreter_stack() is not None:
@@ -47,7 +48,7 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
         args, kwargs = usual_form(function, args, kwargs)
     if PerTrial.made_any and rule not in PER_TRIAL_RULES and PerTrial in map(type, (*args, *kwargs.values())):
         rule = loop
-    written = _aliased(args) if alias_links.made else None
+    written = _aliased(args) if alias_links.made and may_write(function) else None
     before = -1 if written is None or written.is_inference() else written._version
     try:
         outcome = rule(function, args, kwargs)

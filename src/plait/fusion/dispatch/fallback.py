@@ -49,7 +49,7 @@ _METADATA = (
 _READING = ("__int__", "__index__", "__invert__")
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
 RANDOM = (
-    "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like bernoulli bernoulli_ multinomial "
+    "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like multinomial "
     "normal_ uniform_ normal poisson random_"
 )
 
@@ -295,6 +295,13 @@ def is_in_place(function: Function) -> bool:
     return name.endswith("_") and name not in ("requires_grad_", "share_memory_")
 
 
+@cache
+def may_write(function: Function) -> bool:
+    """Whether `function` writes to its first argument, or does if it is told so by `inplace`."""
+    code = getattr(function, "__code__", None)
+    return is_in_place(function) or (code is not None and "inplace" in code.co_varnames)
+
+
 def refuse_shared_target(function: Function, args: Arguments) -> None:
     """Raise FusionError if values that differ between trials are written to a tensor that they share."""
     if not isinstance(args[0], TrialTensor):
@@ -381,7 +388,7 @@ def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
     name = _name(function)
     raise FusionError(
         f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use dropout, "
-        f"torch.rand_like or torch.randn_like, which have a stream for each trial"
+        f"torch.rand_like, torch.randn_like or bernoulli_, which have a stream for each trial"
     )
 
 

@@ -20,18 +20,19 @@ from plait.fusion.dispatch.fallback import (
     stack_outcomes,
 )
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
-from plait.fusion.dispatch.separation import Separation
+from plait.fusion.dispatch.separation import Separation, is_whole
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.rules.dropout import NEW, draw_new, streams_of
 from plait.fusion.trials.per_trial import PerTrial
 
 _DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
-_LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout))
+_LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout, *spellings(["bernoulli"])))
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 # Functions with a dropout inside.
 _DRAWS_INSIDE = _ATTENTION | _RECURRENT | {F.multi_head_attention_forward}
 REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
+_RANDOM = _DRAWS | _LIKE | _DRAWS_INSIDE | NEW | REFUSED | {torch.Tensor.bernoulli_}
 
 
 class TrialMode(TorchFunctionMode):
@@ -51,15 +52,17 @@ class TrialMode(TorchFunctionMode):
         # A generator is the user's, whose numbers are the same for all trials.
         if self.trials.is_alone or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **kwargs)
-        if func in _DRAWS or func in _LIKE:
-            return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
-        if func in _DRAWS_INSIDE and not _has_trials((args, kwargs)):
-            return self._draw_inside(func, args, kwargs)
-        if func in NEW:
-            drawn = draw_new(streams_of(self.trials), func, args, kwargs)
-            return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
-        if func in REFUSED and not _has_trials(args):
-            return refuse_random(func, args, kwargs)
+        if func in _RANDOM:
+            if func in _DRAWS or func in _LIKE:
+                return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
+            if func in NEW:
+                drawn = draw_new(streams_of(self.trials), func, args, kwargs)
+                return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
+            if not _has_trials((args, kwargs)):
+                if func is torch.Tensor.bernoulli_:
+                    return self._fill(func, args, kwargs)
+                inside = func in _DRAWS_INSIDE
+                return (self._draw_inside if inside else refuse_random)(func, args, kwargs)
         # Calls on trial tensors are checked by `compute`.
         is_checked = not PerTrial.made_any or TrialTensor in types
         if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
@@ -83,6 +86,18 @@ class TrialMode(TorchFunctionMode):
         if args:
             return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
         return RULES[func](func, args, {**kwargs, "query": self._with_trials_axis(kwargs["query"])})
+
+    def _fill(self, func: Function, args: Arguments, kwargs: Options) -> Any:
+        """A new tensor that is filled with numbers: each trial's, also where the tensor is used later."""
+        x, *rest = args
+        if not is_whole(x):
+            return refuse_random(func, args, kwargs)
+        own = TrialTensor(x.new_empty((self.trials.count, *x.shape)), self.trials)
+        filled = RULES[func](func, (own, *rest), kwargs)
+        if self._separation is None:
+            self._separation = Separation((), self.trials)
+        self._separation.replace(x, filled.stacked)
+        return filled
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""

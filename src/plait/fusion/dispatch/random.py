@@ -16,6 +16,10 @@ from plait.fusion.errors import FusionError, user_line
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 32) - 1
+# The most numbers of all trials that are computed before they are asked for, of 4 bytes each.
+_MOST_AHEAD = 1 << 20
+# The count of draws before, of all trials or of each, and the number of elements in a trial.
+Draw = tuple[int | tuple[int, ...], int]
 
 
 class Streams:
@@ -26,20 +30,42 @@ class Streams:
     ran one by one with different numbers of draws.
     """
 
-    def __init__(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...] = 0) -> None:
+    def __init__(
+        self,
+        seeds: Tensor,
+        rng_steps: Tensor,
+        calls: int | tuple[int, ...] = 0,
+        after: Streams | None = None,
+    ) -> None:
+        """`after` are the streams of the forward before, which probably made the same draws."""
         self.seeds = seeds
         self.rng_steps = rng_steps
         self.calls = calls
         # Whether activation checkpointing is recomputing.
         self.is_repeated = False
         self._keys: tuple[Tensor, Tensor] | None = None
+        # The draws of this forward and of the last one with any; those that the last two have made alike.
+        self._made: list[Draw] = []
+        self._before: list[Draw] = [] if after is None else after._made or after._before
+        self._expected: list[Draw] = [] if after is None or after._made else after._expected
+        if after is not None and after._made == after._before:
+            self._expected = after._made
+        self._ahead: dict[Draw, Tensor] | None = None
 
     def bits(self, shape: tuple[int, ...]) -> Tensor:
         """32 random bits as int32 for each trial and element, of shape (trials, *shape)."""
-        return _bits(*self._next_keys(), shape)
+        keys = self._keys_of_forward()
+        if self._ahead is None:
+            self._ahead = self._expected_bits(keys)
+        draw = self.calls, math.prod(shape)
+        self._made.append(draw)
+        bits = self._ahead.pop(draw, None)
+        if bits is None:
+            return _bits(*self._next_keys(), shape)
+        self._count()
+        return bits.view(len(self.seeds), *shape)
 
-    def _next_keys(self) -> tuple[Tensor, Tensor]:
-        """The offset and the factor of each trial's next draw, which is counted."""
+    def _keys_of_forward(self) -> tuple[Tensor, Tensor]:
         if torch._C._current_graph_task_id() != -1 and not self.is_repeated:
             raise FusionError(
                 f"{user_line()}\n  draws random numbers in backward, where trials have no streams; "
@@ -47,9 +73,27 @@ class Streams:
             )
         if self._keys is None:
             self._keys = _keys(self.seeds, self.rng_steps)
-        offset, factor = (key ^ self._call_key(number) for number, key in enumerate(self._keys))
+        return self._keys
+
+    def _next_keys(self) -> tuple[Tensor, Tensor]:
+        """The offset and the factor of each trial's next draw, which is counted."""
+        keys = self._keys_of_forward()
+        offset, factor = (key ^ self._call_key(number) for number, key in enumerate(keys))
         self._count()
-        return offset, factor | 1
+        return offset, factor
+
+    def _expected_bits(self, keys: tuple[Tensor, Tensor]) -> dict[Draw, Tensor]:
+        """All draws that are expected, computed at once: each by itself takes a dozen launches."""
+        sizes = [size for _, size in self._expected]
+        few = 0 < sum(sizes) * len(self.seeds) <= _MOST_AHEAD
+        # Fake tensors must not be cached, and a CUDA graph cannot contain the copy to the device.
+        is_real = type(keys[0]) is Tensor
+        captures = self.seeds.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (few and is_real) or captures or any(type(calls) is not int for calls, _ in self._expected):
+            return {}
+        counter, *call_keys = _counters(tuple(self._expected), self.seeds.device)
+        offset, factor = (key.unsqueeze(1) ^ of_call for key, of_call in zip(keys, call_keys))
+        return dict(zip(self._expected, _scrambled(counter, offset, factor).split(sizes, 1)))
 
     def of_trial(self, trial: int) -> Streams:
         """The stream of one trial, at its current position."""
@@ -114,7 +158,7 @@ class Streams:
         offset, factor = self._next_keys()
         self._uncount(before, chance)
         least = threshold if isinstance(threshold, Tensor) else torch.full_like(offset, threshold)
-        return torch.stack((offset, factor, least), 1)
+        return torch.stack((offset, factor | 1, least), 1)
 
     def _uncount(self, before: int | tuple[int, ...], chance: float | tuple[float, ...]) -> None:
         """Do not count a draw of trials that drop nothing, which they do not make alone."""
@@ -132,9 +176,18 @@ def is_kept(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _bits(offset: Tensor, factor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    bits = torch.arange(math.prod(shape), dtype=torch.int32, device=offset.device) * factor.unsqueeze(1)
-    bits += offset.unsqueeze(1)
-    return _scramble(bits).view(len(offset), *shape)
+    counter = torch.arange(math.prod(shape), dtype=torch.int32, device=offset.device)
+    return _scrambled(counter, offset.unsqueeze(1), factor.unsqueeze(1)).view(len(offset), *shape)
+
+
+@lru_cache(maxsize=16)
+def _counters(draws: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, ...]:
+    """The number of each element within its draw, and the two keys of its call."""
+    sizes = torch.tensor([size for _, size in draws])
+    keys = [[_signed(_mix(calls * 2 + number)) for calls, _ in draws] for number in (0, 1)]
+    of_calls = [torch.tensor(each, dtype=torch.int32).repeat_interleave(sizes) for each in keys]
+    counter = torch.cat([torch.arange(size, dtype=torch.int32) for _, size in draws])
+    return tuple(each.to(device) for each in (counter, *of_calls))
 
 
 @lru_cache(maxsize=1024)
@@ -172,8 +225,10 @@ def _keys(seeds: Tensor, rng_steps: Tensor) -> tuple[Tensor, Tensor]:
     return word.to(torch.int32), (word >> 32).to(torch.int32)
 
 
-def _scramble(bits: Tensor) -> Tensor:
-    """The finalizer of murmur3 on each int32, in place; shifts of signed integers need a mask."""
+def _scrambled(counter: Tensor, offset: Tensor, factor: Tensor) -> Tensor:
+    """The finalizer of murmur3 on each counter, by the keys; shifts of signed integers need a mask."""
+    bits = counter * (factor | 1)
+    bits += offset
     bits ^= (bits >> 16) & 0xFFFF
     bits *= _signed(0x85EBCA6B)
     bits ^= (bits >> 13) & 0x7FFFF

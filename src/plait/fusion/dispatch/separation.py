@@ -6,7 +6,7 @@ writes to memory of a shared tensor; the call, and all later ones of the forward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,14 @@ class Separation:
             for value in (*args, *kwargs.values()):
                 if _is_plain(value) and not isinstance(value, nn.Parameter):
                     self._separate(value)
-        if not self._separated:
+        if not self._separated or not _has_plain((*args, *kwargs.values())):
             return args, kwargs
         changed: tuple[Arguments, Options] = pytree.tree_map(self._current, (args, kwargs))
         return changed
+
+    def replace(self, tensor: Tensor, stacked: Tensor) -> None:
+        """Use the trials' own values in the place of a tensor, from the next call on."""
+        self._separated.append((tensor, stacked))
 
     def _separate(self, written: Tensor) -> None:
         """Give each trial a copy of the shared tensors in the memory that is about to be written."""
@@ -90,6 +94,26 @@ def _trains(args: Arguments, kwargs: Options) -> bool:
     return any(args[_TRAINING_AT : _TRAINING_AT + 1]) or any(
         kwargs.get(name) for name in ("training", "use_input_stats")
     )
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory, so that every tensor in that memory is a view of it."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+
+
+def _has_plain(values: Iterable[Any]) -> bool:
+    """Whether a tensor without trials is among the values; faster than a look at all leaves."""
+    for value in values:
+        kind = type(value)
+        if kind is not TrialTensor and (isinstance(value, Tensor) or _has_plain(_within(value, kind))):
+            return True
+    return False
+
+
+def _within(value: Any, kind: type) -> Iterable[Any]:
+    if issubclass(kind, (tuple, list)):
+        return value  # type: ignore[no-any-return]
+    return value.values() if issubclass(kind, dict) else ()
 
 
 def _is_plain(value: Any) -> bool:

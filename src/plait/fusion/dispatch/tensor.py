@@ -90,7 +90,7 @@ class TrialTensor(torch.Tensor):
         if self._stacked is None:
             assert self.pending is not None
             self._stacked, self.pending = self.pending.outcome(), None
-        if self._stacked.shape[0] != self.trials.count:
+        if self._stacked.size(0) != self.trials.count:
             raise FusionError(
                 f"{user_line()}\n  uses a tensor kept from when the model had {self._stacked.shape[0]} "
                 f"trials; now it has {self.trials.count}, so clear what the model keeps between forwards"

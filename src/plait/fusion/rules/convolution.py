@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options, argumen
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.dense import batched_linear
-from plait.fusion.speed.autotune import choose
+from plait.fusion.speed.autotune import Way, choose
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -81,25 +82,38 @@ def _per_trial(
     spatial = weight.dim() - 3
     numbers = {name: _each(options[name], spatial) for name in options}
     if groups == 1 and _is_pointwise(weight, numbers):
-        return choose("pointwise", _fitting(_POINTWISE, x), x, weight, bias)
+        return choose("pointwise", _fitting_pointwise(_needs_channels_last(x)), x, weight, bias)
     if groups == 1 and spatial == 2 and "same" not in numbers["padding"]:
-        ways = {
-            name: lambda a, w, b, way=way: way(function, a, w, b, numbers)
-            for name, way in _fitting(_WAYS, x).items()
-        }
-        return choose(f"conv2d{sorted(numbers.items())}", ways, x, weight, bias)
+        operation, ways = _fitting(function, tuple(numbers.items()), _needs_channels_last(x))
+        return choose(operation, ways, x, weight, bias)
     return _grouped(function, x, weight, bias, options, groups)
 
 
-def _fitting(ways: dict[str, Function], x: Tensor) -> dict[str, Function]:
-    """On a GPU in 16 bits, only the ways that return channels-last tensors, fastest for norms and pools.
+def _needs_channels_last(x: Tensor) -> bool:
+    """Whether `x` is on a GPU in 16 bits, where channels-last tensors are fastest for norms and pools.
 
     A way that is faster itself but returns another layout causes copies in later operations.
     """
-    half = torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16)
-    if not (x.is_cuda and half):
-        return ways
-    return {name: way for name, way in ways.items() if name in ("gathered", "grouped channels_last")}
+    return x.is_cuda and (torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16))
+
+
+_RETURN_CHANNELS_LAST = ("gathered", "grouped channels_last")
+
+
+@cache
+def _fitting(function: Function, options: tuple[Any, ...], channels_last: bool) -> tuple[str, dict[str, Way]]:
+    """The name of a convolution with these options, and the ways to compute it."""
+    numbers = dict(options)
+    return f"conv2d{sorted(options)}", {
+        name: lambda x, weight, bias, way=way: way(function, x, weight, bias, numbers)
+        for name, way in _WAYS.items()
+        if not channels_last or name in _RETURN_CHANNELS_LAST
+    }
+
+
+@cache
+def _fitting_pointwise(channels_last: bool) -> dict[str, Way]:
+    return {k: way for k, way in _POINTWISE.items() if not channels_last or k in _RETURN_CHANNELS_LAST}
 
 
 def _each(value: Any, spatial: int) -> tuple[Any, ...]:

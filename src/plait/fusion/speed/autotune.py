@@ -1,4 +1,7 @@
-"""Selects the fastest implementation of an operation by measuring: once for each shape, then cached."""
+"""Selects the fastest implementation of an operation by measuring: once for each shape, then cached.
+
+Choices on a GPU are kept on disk, too (`choice_cache`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from plait.fusion.speed.choice_cache import choices_on
 
 Way = Callable[..., Tensor]
 
@@ -37,8 +42,30 @@ def choose(operation: str, ways: Mapping[str, Way], *operands: Tensor | None) ->
     if name is None:
         if not _can_measure(operands[0]):
             return _first_that_works(ways, operands)
-        name = _CHOSEN[key] = _measure(ways, operands)
+        name = _CHOSEN[key] = _kept_or_measured(key, ways, operands)
     return ways[name](*operands)
+
+
+def _kept_or_measured(
+    key: tuple[Any, ...], ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]
+) -> str:
+    first = operands[0]
+    kept = None if first is None else choices_on(first.device)
+    if kept is None:
+        return _measure(ways, operands)
+    text = _text(key)
+    name = kept.get(text)
+    if name is None or name not in ways:  # another version may have had other ways
+        name = _measure(ways, operands)
+        kept.keep(text, name)
+    return name
+
+
+def _text(key: tuple[Any, ...]) -> str:
+    """A key without what another process may have otherwise: the number of the device, the threads."""
+    operation, described, cast, _, grad = key
+    operands = [x and (tuple(x[0]), x[1], str(x[2]), x[4]) for x in described]
+    return f"{operation} of {operands} cast {cast} grad {grad}"
 
 
 def _first_that_works(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> Tensor:

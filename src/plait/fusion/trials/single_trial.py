@@ -31,7 +31,7 @@ _DROPOUT_NAMES = (
     "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
 )  # fmt: skip
 _DROPOUTS = frozenset(spellings(_DROPOUT_NAMES))
-_LIKE = frozenset((torch.rand_like, torch.randn_like))
+_LIKE = frozenset((torch.rand_like, torch.randn_like, *spellings(["bernoulli", "bernoulli_"])))
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 # Functions that torch implements in Python with random functions inside.
