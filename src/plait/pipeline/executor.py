@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from plait.comm.channels import Channels
 from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.data.call_model import as_arguments, compile_in_place, evaluation_mode
+from plait.data.call_model import compile_in_place, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.check_model import check_buffers, check_stages
@@ -40,7 +40,7 @@ from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
-from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner, ordered_inputs
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
 from plait.planner.schedules.in_flight import Schedule
@@ -52,13 +52,6 @@ from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
 _TIMINGS_AT_ONCE = 1024
-
-
-def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
-    """The tensors of a microbatch in the order of a trace's inputs; refuses those it does not hold for."""
-    tensors = traced.order_inputs(as_arguments(inputs))
-    traced.check_inputs(tensors)
-    return tensors
 
 
 @dataclass(frozen=True)
