@@ -37,7 +37,7 @@ from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import next_audited
 from plait.training.batch_streams import sample_order
 from plait.training.checks.replicas import check_no_rows
-from plait.training.components import DataPair, TrialInit
+from plait.training.components import TrialInit
 from plait.training.components import build as build_components
 from plait.training.engines.averaging_member import (
     MakeMember,
@@ -53,6 +53,7 @@ from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.setup.data import DataPair
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import WorkerGroup
 

@@ -40,8 +40,8 @@ from plait.sweeping.search.study import NO_STUDY, OptunaTrials, StudyTrials, che
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
-from plait.training import components
 from plait.training.process import begin_process
+from plait.training.trial import total_steps
 from plait.workloads.metrics import find_metrics, find_modes, modes_of, unknown_mode
 
 REPORT_S = 0.2
@@ -194,7 +194,7 @@ class Coordinator:
                 f"trials are compared after known numbers of steps; give steps instead, or the data set a "
                 f"__len__"
             )
-        return components.total_steps(settings, samples, 0, Position())
+        return total_steps(settings, samples, 0, Position())
 
     def _data_of(self, settings: TrainSettings) -> DataDescription:
         key = data_key(settings)
