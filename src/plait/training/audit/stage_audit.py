@@ -19,8 +19,9 @@ from torch import Tensor
 
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
 from plait.launcher.worker_process import Worker
-from plait.pipeline.executor import PipelineExecutor, pack_tree, unpack_tree
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, tensors_of
+from plait.pipeline.transfers import pack_tree, unpack_tree
 from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.replica_audit import unlike_replicas
