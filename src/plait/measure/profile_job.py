@@ -88,7 +88,6 @@ def profile_job(
     *,
     threads: int | None = 1,
     repeats: int = 5,
-    least_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
     verify: bool = False,
 ) -> Profile:
@@ -97,7 +96,7 @@ def profile_job(
     `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
     the layers are compared with the model first, see `verify_layers`.
     """
-    request = ProfileRequest(settings, (batch_size or settings.data.batch_size,), repeats, least_s)
+    request = ProfileRequest(settings, (batch_size or settings.data.batch_size,), repeats)
     components.check(settings)
     device = choose_device(settings.device, 0)
     verified = verify_layers(settings, device) if verify else Verification()
@@ -225,9 +224,9 @@ def _with_updates(graph: Graph, updates: dict[str, UpdateTimes]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
+def trace_job(settings: TrainSettings) -> TracedModel:
     """The job's model as its layers, traced on a few samples of its data."""
-    model, inputs, _ = _example(settings, samples, torch.device("cpu"))
+    model, inputs, _ = _example(settings, 4, torch.device("cpu"))
     return trace_inputs(model, inputs)
 
 
