@@ -207,16 +207,17 @@ class ArrayEngine:
         try:
             entries = [each.entry for each in joining]
             self._check_entering(entries)
-            with fused_work():
-                numbers = [each.trial.number for each in joining]
-                self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
+            if self._builder.width(self.group) > 1:
+                with fused_work():
+                    numbers, first = [each.trial.number for each in joining], self.trials[0].settings
+                    self._builder.verifier.verify_joining(self.group, first, entries, numbers)
         except TrialsFailedError as failure:
             others = [each for each in joining if each.trial.number not in failure.reasons]
             admission = self.admit(others)
             return replace(admission, failed={**admission.failed, **failure.reasons})
         except NotFusedError as failure:
             admission = self._split(
-                joining, self._builder.first_model(self.trials[0].settings, joining[0].entry)
+                joining, self._builder.verifier.first_model(self.trials[0].settings, joining[0].entry)
             )
             if admission.apart and admission.joining:
                 return replace(self.admit(admission.joining), apart=admission.apart)

@@ -462,7 +462,7 @@ class SweepLoop(Loop):
 
     def _offer_trials(self) -> None:
         """In an elastic sweep, return trials for idle workers."""
-        if not self._offers or self._builder.has_python_state(self.engine.group):
+        if not self._offers or self._builder.verifier.has_python_state(self.engine.group):
             return
         self._offered = time.monotonic()
         staying = [slot for slot in range(len(self.trials)) if slot not in self._leaving]
