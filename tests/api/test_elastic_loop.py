@@ -46,13 +46,17 @@ def test_workers_that_are_killed_join_leave_and_end_change_no_step():
     assert all(0 < seconds < 10 for seconds in last["stalls"])
 
 
-def half_summed(rank: int, address: str) -> dict[str, Any] | None:
-    """The loop of worker `rank` of 3; worker 1 dies in the last step of an epoch, taken by worker 0 alone."""
+def half_summed(rank: int, address: str, topology: str) -> dict[str, Any] | None:
+    """The loop of worker `rank` of 3; worker 1 dies in the last step of an epoch, taken by worker 0 alone.
+
+    A thread that has learnt of the loss in time says so when the others have gone on.
+    """
     torch.distributed.destroy_process_group()
     agent = ScriptedAgent(rank, membership(2, (0, 2), lost=(1,)), store=address)
     worlds.set_launched(elastic_worker(rank, [(0, (0, 1, 2))], address, agent))
     store = StoreClient(Address(address), SECRET, rank)
-    loop = Loop()
+    loop = Loop(topology=topology)
+    late_calls = [each() for each in agent.memberships._on_loss]
 
     def look_at(flags: Any) -> bool:
         if loop.elastic.step == 5 and not loop.elastic.changes:
@@ -70,16 +74,21 @@ def half_summed(rank: int, address: str) -> dict[str, Any] | None:
     kept = loop.model.rules.are_gradients_kept
     with mock.patch.object(loop.model.rules, "are_gradients_kept", look_at):
         for batch in loop.batches():
+            if loop.elastic.changes and late_calls:
+                for call in filter(None, late_calls):
+                    call(PeerError("worker 1 is lost", LostPeer.GONE, 1))
+                late_calls.clear()
             loop.step(*batch)
     loop.elastic.finish()
     return loop.result()
 
 
-def test_a_worker_that_missed_the_last_sum_of_an_epoch_goes_on_from_one_that_has_it():
+@pytest.mark.parametrize("topology", ["default", "ring"])
+def test_a_worker_that_missed_the_last_sum_of_an_epoch_goes_on_from_one_that_has_it(topology: str):
     (alone,) = run_ranks(1, run_alone)
     store = StoreServer(SECRET)
     try:
-        first, _, other = run_ranks(3, half_summed, store.address.text, may_die=(1,))
+        first, _, other = run_ranks(3, half_summed, store.address.text, topology, may_die=(1,))
     finally:
         store.close()
     for found in (first, other):

@@ -282,7 +282,9 @@ def say_what_is_wrong(rank: int) -> list[str]:
         attempt(lambda: pipe.step(y, x))
         attempt(lambda: pipe.step(x + rank, y))
         assert pipe.reads_inputs == (rank == 0)
+        attempt(lambda: pipe.step(x if pipe.reads_inputs else x[:, :3].to("meta"), y))
         pipe.step(x if pipe.reads_inputs else x.to("meta"), y)
+        attempt(lambda: pipe.step(x[:, None].to("meta" if rank else "cpu"), y))
         attempt(lambda: pipe.step(x[: 6 - 2 * rank], y[: 6 - 2 * rank]).item())
         attempt(lambda: pipe.step(x, object()))
         attempt(lambda: pipe.step(x[:0], y[:0]))
@@ -314,6 +316,9 @@ EXPECTED = (
     "inputs of shape [6] (int64) and a target of shape [6, 4] (float64), but it is the target that looks",
     "inputs of rank 1 are others than those of rank 0 in the first step; all workers call step with the same "
     "whole batch: leave a DistributedSampler out",
+    "inputs of shape [6, 3] (float64) on rank 1, but of shape [6, 4] (float64) on rank 0 in the first step; "
+    "all workers call step with the same whole batch, or with tensors of its shapes and types on the meta",
+    "found an input of 3 dimensions, where the trace had 2",
     "this worker has a batch of",
     "which the workers of a pipeline cannot send each other",
     "a batch without samples",

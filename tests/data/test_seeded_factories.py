@@ -17,7 +17,8 @@ from plait.core.codec import encode
 from plait.jobs.evaluate import measure_run
 from plait.launcher.run_dir import RunDir
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
-from plait.training import components
+from plait.training.setup.data import build_data
+from plait.training.setup.model import build_model
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job, train_here
 
@@ -70,7 +71,7 @@ def job(factory: str = "by_torch", **changes: Any) -> TrainSettings:
 
 
 def indices_of(settings: TrainSettings, split: Any) -> list[int]:
-    source = components.build_data(settings, split)
+    source = build_data(settings, split)
     assert source is not None
     return list(source.dataset.indices)
 
@@ -84,9 +85,7 @@ def test_a_random_split_gives_parts_that_complement_each_other(factory: str):
 
 
 def test_two_models_of_one_seed_are_equal_whatever_they_drew_from():
-    first, again, other = (
-        components.build_model(job().model, seed).state_dict()["layer.weight"] for seed in (0, 0, 1)
-    )
+    first, again, other = (build_model(job().model, seed).state_dict()["layer.weight"] for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -106,7 +105,7 @@ def test_a_module_that_draws_while_it_is_imported_is_the_same_whoever_imports_it
         )
         settings = job(data=DataSettings(f"{name}:data", 20), model=ModelSettings(f"{name}:model"))
         if first == "model":
-            components.build_model(settings.model, settings.seed)
+            build_model(settings.model, settings.seed)
         found.append(indices_of(settings, "train"))
     assert found[0] == found[1]
 

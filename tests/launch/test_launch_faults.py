@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from plait.core.errors import LaunchError
+from plait.jobs.run_script import run_script
 from plait.launcher.launchers import agent_stream
 from plait.launcher.membership_decisions import ControlRequest
 from plait.launcher.supervision import host_agents
@@ -47,6 +48,23 @@ def test_a_worker_that_hangs_is_the_one_that_is_named(where: str, how: str, tmp_
         launch_entry("hang", tmp_path, Memory(), settings=settings, hosts=(Host(LOCAL, 4),), timeout_s=2.0)
     assert caught.value.rank == 2
     assert str(caught.value).startswith("worker 2 on localhost failed: hangs: ")
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        ("sys.exit(3 if os.environ['RANK'] == '1' else 0)", 3, "worker 1 .*: its script ended with status 3"),
+        ("argparse.ArgumentParser().parse_args(['--lr'])", 2, "its script ended with status 2"),
+        ("sys.exit('no data')", 1, "no data"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL, "SIGKILL|workers? (is|are) left"),
+    ],
+)
+def test_plait_run_has_the_exit_status_of_its_script(end: str, status: int, words: str, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import argparse, os, signal, sys\n{end}\n")
+    with pytest.raises(LaunchError, match=words) as caught:
+        run_script(script, [], 2, None, None, "2", tmp_path / "runs", Memory())
+    assert caught.value.exit_status == status
 
 
 def test_a_job_that_may_lose_workers_waits_for_the_slowest_to_finish(tmp_path: Path):

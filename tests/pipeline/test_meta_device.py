@@ -18,8 +18,8 @@ from plait.launcher.run_dir import RunDir
 from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, TrainSettings
-from plait.training import components
 from plait.training.checkpoint import list_checkpoints, load
+from plait.training.setup.memory import find_local_tensors
 from support.further import but_further
 from support.pieces import LAYERS, WIDE, Mixed, MostBytes
 from support.plans import in_stages, planned, straight_layout, unverified_plan
@@ -152,8 +152,8 @@ def test_a_model_larger_than_a_workers_memory_starts_trains_saves_and_resumes(tm
 
 def test_workers_hold_pieces_where_the_whole_would_not_fit(monkeypatch: pytest.MonkeyPatch):
     settings = planned((1, 1), Schedule.FLUSH, model=ModelSettings("support.pieces:Mixed"))
-    assert components.find_local_tensors(settings, CPU) is None
+    assert find_local_tensors(settings, CPU) is None
     limit = psutil.Process().memory_info().data + 1000
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
-    assert components.find_local_tensors(settings, CPU) is not None
-    assert components.find_local_tensors(replace(settings, pipeline=None), CPU) is None
+    assert find_local_tensors(settings, CPU) is not None
+    assert find_local_tensors(replace(settings, pipeline=None), CPU) is None

@@ -36,7 +36,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training.audit.schedule import USUAL_COST, is_audited
-from plait.training.components import build_model
+from plait.training.setup.model import build_model
 from plait.workloads.losses import build_loss
 from support.plans import in_stages, straight_layout
 

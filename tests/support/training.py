@@ -32,6 +32,7 @@ from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from plait.training.components import Components
+from plait.training.setup.memory import make_local_tensors
 from plait.workloads import data
 from plait.workloads.data.stored import Images, Split
 from support.averaging import open_store
@@ -254,7 +255,7 @@ def train_with(
     """The result of a run as this worker gives it, and what it was trained on."""
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    local_tensors = components.make_local_tensors(settings, cpu) if in_pieces else None
+    local_tensors = make_local_tensors(settings, cpu) if in_pieces else None
     parts = components.build(settings, cpu, local_tensors=local_tensors)
     return make_loop(worker, settings, parts, RunDir(folder)).train(resume), parts
 

@@ -24,9 +24,10 @@ from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, with_lora_array, with_values
 from plait.training import components
-from plait.training.components import build_model
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.shared_bases import base_held_once
+from plait.training.setup import model as models
+from plait.training.setup.model import build_model
 from plait.training.worker_group import ALONE
 from support.sweeping import sweep_here
 from support.training import train_here
@@ -127,7 +128,7 @@ def test_a_sweep_over_ranks_is_one_array_that_is_refilled_and_its_best_adapter_i
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(base)
     job = job_of(tmp_path, ("model_args", {"path": str(base)}))
     over = ("lora.r=1,4,8", "optimizer.lr=0.003,0.03")
-    with mock.patch.object(components, "_made", wraps=components._made) as built:
+    with mock.patch.object(models, "_made", wraps=models._made) as built:
         found, alone = swept(job, tmp_path, *over, kind="asha", width=2, least_steps=2)
     assert built.call_count == 1  # the base, for all trials
     (array,) = found["arrays"]

@@ -20,9 +20,9 @@ from plait.core.errors import InputError, JobError
 from plait.core.run_events import TrialStep
 from plait.schema.settings import EvaluateSettings, ModelSettings, TrainSettings
 from plait.sweeping.array_record import Arrays
-from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.progress import SweepProgress
 from plait.sweeping.scheduler import Report, TrialScheduler
+from plait.sweeping.search.compared_by import check_comparable, choose_metric
 from plait.sweeping.search.pruning import goes_on
 from plait.sweeping.search.tpe import Past
 from plait.sweeping.search.values import Search

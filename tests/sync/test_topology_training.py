@@ -117,6 +117,23 @@ def test_a_run_that_switches_after_every_step_takes_the_steps_of_one_process(tmp
     ]
 
 
+def train_over_chain(rank: int, steps: int, folder: Path) -> tuple[str, int]:
+    """Take steps, over the topology of a function after the first; or go on from the checkpoint."""
+    settings = dataclasses.replace(JOB, steps=steps, topology=read_topology_spec("ring"))
+    run = Run(PlainWorker(), settings, components.build(settings, choose_device("cpu", 0)), RunDir(folder))
+    changes = StepTable({1: TopologyChange("test_topology_training:chain")})
+    result = RunLoop(run, whole_model_engine(run), [changes]).train(resume=steps > 2)
+    return run.settings.topology.name, result.step
+
+
+@pytest.mark.parametrize(("workers", "kept"), [(3, "test_topology_training:chain"), (2, "ring")])
+def test_a_run_goes_on_over_the_function_that_a_policy_chose_if_it_has_graphs_for_the_workers(
+    workers: int, kept: str, tmp_path: Path
+):
+    run_ranks(3, train_over_chain, 2, tmp_path)
+    assert run_ranks(workers, train_over_chain, 4, tmp_path) == [(kept, 4)] * workers
+
+
 def job(**parallel: Any) -> dict[str, Any]:
     return {
         "name": "t",

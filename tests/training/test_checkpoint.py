@@ -29,6 +29,7 @@ from plait.schema.settings import (
 )
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint
+from plait.training.stages.tensor_file import find_broken
 from support.training import largest_difference, train_here, train_rank, unverified_job
 from support.world import run_ranks
 
@@ -233,11 +234,11 @@ def test_two_writers_of_one_step_do_not_disturb_each_other(tmp_path: Path, monke
 def test_values_that_are_no_numbers_are_found_by_name(dtype: torch.dtype):
     good = {"w": torch.ones(3).to(dtype), "count": torch.tensor(4), "empty": torch.zeros(0)}
     nan, inf = (torch.tensor([1.0, value]).to(dtype) for value in (float("nan"), -float("inf")))
-    assert checkpoints.find_broken(good) is None
-    assert checkpoints.find_broken({**good, "b": nan}) == "b"
-    assert checkpoints.find_broken({**good, "b": inf}) == "b"
-    assert checkpoints.find_broken({**good, "b": inf}, {"w"}) is None
-    assert checkpoints.find_broken({**good, "b": nan}, {"w"}) == "b"
+    assert find_broken(good) is None
+    assert find_broken({**good, "b": nan}) == "b"
+    assert find_broken({**good, "b": inf}) == "b"
+    assert find_broken({**good, "b": inf}, {"w"}) is None
+    assert find_broken({**good, "b": nan}, {"w"}) == "b"
 
 
 def test_the_last_k_and_the_best_are_kept(tmp_path: Path):

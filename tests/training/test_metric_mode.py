@@ -18,7 +18,7 @@ from plait.schema.settings import (
     OptimizerSettings,
     TrainSettings,
 )
-from plait.sweeping.coordinator import choose_metric
+from plait.sweeping.search.compared_by import choose_metric
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.trial import EarlyStopping

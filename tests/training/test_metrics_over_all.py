@@ -19,7 +19,7 @@ from plait.schema.settings import (
     MetricSettings,
     TrainSettings,
 )
-from plait.sweeping.coordinator import choose_metric
+from plait.sweeping.search.compared_by import choose_metric
 from plait.training import checkpoint, components
 from support.sweeping import sweep_of
 from support.training import digits_job, train_here, train_rank, unverified_job

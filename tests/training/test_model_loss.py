@@ -15,7 +15,7 @@ from plait.core.errors import DataError, JobError
 from plait.data.sampler import Position, batches
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.settings import UNVERIFIED, DataSettings, ModelSettings, OptimizerSettings, TrainSettings
-from plait.training import components
+from plait.training.setup.model import build_model
 from plait.workloads.losses import model_loss
 from support.plans import cut_in_two
 from support.sweeping import sweep_here, sweep_of, trial_alone
@@ -78,7 +78,7 @@ def job(model: str = "bert", **changes: Any) -> TrainSettings:
 
 def plain_loop(settings: TrainSettings) -> tuple[dict[str, torch.Tensor], float]:
     """The weights of a loop as anyone would write it, and the loss on the test split."""
-    model = components.build_model(settings.model, settings.seed).double()
+    model = build_model(settings.model, settings.seed).double()
     train, test = (Labelled(split, **settings.data.options) for split in ("train", "test"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     order = batches(Position(), SAMPLES, 6, seed=0, shuffle=True, keep_last=True)

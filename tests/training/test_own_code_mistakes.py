@@ -15,6 +15,8 @@ from plait.core.names import resolve
 from plait.schema.job import make_job
 from plait.schema.settings import DataSettings, EvaluateSettings, ModelSettings
 from plait.training import components
+from plait.training.setup.data import build_train_data
+from plait.training.setup.model import find_model
 from support.training import digits_job, train_here
 
 HERE = "test_own_code_mistakes"
@@ -65,7 +67,7 @@ def test_what_makes_no_data_set_is_refused_in_a_sentence(kind: str):
 
 def test_a_model_that_is_made_already_is_refused_with_what_to_write():
     with pytest.raises(JobError, match=r"model: .*:a_model is a Linear.*function or class.*def make\(\)"):
-        components.find_model(ModelSettings(f"{HERE}:a_model"))
+        find_model(ModelSettings(f"{HERE}:a_model"))
 
 
 def each(output: Any, target: Any) -> Any:
@@ -151,5 +153,5 @@ def test_an_error_while_a_module_is_imported_names_its_line(tmp_path: Path, monk
 
 
 def test_a_data_set_that_is_no_class_of_torchs_is_taken_as_before():
-    source = components.build_train_data(digits_job(data=DataSettings("digits", 4)))
+    source = build_train_data(digits_job(data=DataSettings("digits", 4)))
     assert len(source) > 0

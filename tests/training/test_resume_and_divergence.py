@@ -29,6 +29,7 @@ from plait.schema.settings import (
 from plait.training import checkpoint as checkpoints
 from plait.training import components
 from plait.training.run_record import RunRecorder
+from plait.training.setup.precision import emulated
 from support.averaging import job_store
 from support.plans import cut_in_two
 from support.training import PlainWorker, saved_weights, train_here, train_rank, unverified_job
@@ -227,9 +228,9 @@ def test_a_processor_that_emulates_bf16_is_warned_of(
 ):
     monkeypatch.setattr(Path, "read_text", lambda self: f"Features : {flags}\n")
     cpu = torch.device("cpu")
-    assert (components.emulated("bf16", cpu) is None) == ("bf16" in flags)
-    assert components.emulated("float32", cpu) is None
-    assert components.emulated("bf16", torch.device("cuda")) is None
+    assert (emulated("bf16", cpu) is None) == ("bf16" in flags)
+    assert emulated("float32", cpu) is None
+    assert emulated("bf16", torch.device("cuda")) is None
 
 
 def test_an_evaluation_is_no_time_of_the_steps_that_are_yet_to_be_recorded(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from plait.sweeping.array_builder import check_replicated
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.sweep_loop import make_entry
 from plait.training import components
+from plait.training.setup.model import build_model
 from plait.training.worker_group import WorkerGroup
 from plait.workloads.data import build
 from plait.workloads.data.continued_text import synthetic_text
@@ -64,7 +65,7 @@ def job(**changes: Any) -> TrainSettings:
 
 def plain_loop() -> tuple[dict[str, torch.Tensor], float]:
     """Truncated backpropagation as anyone would write it: the state is a variable of the loop."""
-    model = components.build_model(job().model, 0).double()
+    model = build_model(job().model, 0).double()
     train, test = (synthetic_text(split, **DATA) for split in ("train", "test"))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
     state: Any = None

@@ -20,6 +20,7 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait.training import components
+from plait.training.setup.model import build_model
 from plait.workloads.data import build
 from plait.workloads.from_transformers import from_config
 from support.training import digits_job, largest_difference, train_here
@@ -57,7 +58,7 @@ def job(model: str, **changes: Any) -> TrainSettings:
 def plain_loop(model: str) -> tuple[dict[str, torch.Tensor], float]:
     """Weights and test loss of a loop over batches in two halves, whose means padding makes unlike."""
     settings = job(model)
-    module = components.build_model(settings.model, settings.seed).double()
+    module = build_model(settings.model, settings.seed).double()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     train, test = (Arguments(split, images=model == "vit") for split in ("train", "test"))
     for batch in islice(batches(Position(), SAMPLES, BATCH, seed=0, shuffle=True, keep_last=True), STEPS):

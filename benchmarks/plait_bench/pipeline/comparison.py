@@ -50,8 +50,9 @@ from plait.schema.settings import TrainSettings
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducers import whole_world
-from plait.training import components
 from plait.training.optimizers.build import build_optimizer
+from plait.training.setup.data import build_train_data
+from plait.training.setup.model import build_model
 from plait.workloads.losses import build_loss
 from plait_bench.harness import (
     BenchClaim,
@@ -157,9 +158,9 @@ class _World:
         self.worker = worker
         self.size = worker.world_size
         self.settings = settings
-        self.model = components.build_model(settings.model, 0)
+        self.model = build_model(settings.model, 0)
         self.loss = build_loss(settings.loss)
-        data = components.build_train_data(settings)
+        data = build_train_data(settings)
         groups = [range(i * minibatch, (i + 1) * minibatch) for i in range(PIECES)]
         self.content = [data.batch(0, group, 0) for group in groups]
         (self.profile,) = profile_here(worker, ProfileRequest(settings, (minibatch,)))

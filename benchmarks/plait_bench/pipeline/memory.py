@@ -48,8 +48,9 @@ from plait.planner import (
 from plait.profiler.profile import Profile
 from plait.profiler.trace import trace
 from plait.schema.settings import DataSettings, ModelSettings, TrainSettings
-from plait.training import components
 from plait.training.optimizers.build import build_optimizer
+from plait.training.setup.data import build_train_data
+from plait.training.setup.model import build_model
 from plait.workloads.losses import build_loss
 from plait_bench.harness import BenchClaim, Found, Row, in_world, number, within, workers
 from plait_bench.pipeline.models import job
@@ -175,10 +176,10 @@ def peak_bytes(worker: Worker, order: dict[str, Any], planned: dict[str, Any], s
     plan = decode(Plan, planned, "plan")
     device = choose_device(settings.device, worker.local_rank)
     use_libraries(device)
-    data = components.build_train_data(settings)
+    data = build_train_data(settings)
     x, y = to_device(data.batch(0, range(size), 0), device, None)
     layout = arrange(plan)
-    model = components.build_model(settings.model, 0).to(device)
+    model = build_model(settings.model, 0).to(device)
     traced = trace(model, (x,))
     parts = PipelineParts(
         build_loss(settings.loss),

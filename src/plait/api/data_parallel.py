@@ -21,6 +21,7 @@ from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
 from plait.core.shown import shown
+from plait.launcher.membership import Memberships
 from plait.schema.topology_spec import TopologySpec, check_topology, fitting, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
 from plait.sync.allreduce.buckets import AllReduce
@@ -164,10 +165,10 @@ class DataParallel(nn.Module):
         if self._norms is not None:
             self.measure_parts()
 
-    def fail(self, loss: BaseException) -> None:
-        """End the waits of a sum, from any thread: a worker is lost."""
-        if (sync := self._sync) is not None:
-            sync.fail(loss)
+    def follow_losses(self, memberships: Memberships) -> None:
+        """Have the loss of a worker end the waits for its gradients, but no sum after the next `connect`."""
+        if self._sync is not None:
+            memberships.on_loss(self._sync.fail)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy of the model; workers that train it, too, are connected at its first forward."""

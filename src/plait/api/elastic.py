@@ -317,7 +317,7 @@ class Elastic(StepRules):
             if self._has_changed:
                 self.model.topology = topology
                 self.model.connect()
-            members.worker.memberships.on_loss(self.model.fail)
+            self.model.follow_losses(members.worker.memberships)
         for loader in self._state.loaders() if world.world_size > 1 else ():
             loader.check_alike()
         members.is_joining = False

@@ -35,6 +35,17 @@ if TYPE_CHECKING:
     from plait.launcher.worker_process import LaunchedWorker
 
 T = TypeVar("T")
+
+
+class ScriptExit(LaunchError):
+    """A script ended itself: with a status other than 0, or with a text, as `sys.exit` takes them."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"its script ended with status {code}" if isinstance(code, int) else str(code))
+        if isinstance(code, int):
+            self.exit_status = code % 256 or 1
+
+
 # How long the others may go on after one has failed: they usually fail because of it.
 _AFTER_FAILURE_S = 1.0
 # Imported once for all elastic workers. Torch imports the second with the first optimizer of a process.
@@ -173,7 +184,7 @@ def run_launched(worker: LaunchedWorker, run: Callable[[], object]) -> None:
         run()
     except SystemExit as end:
         if end.code not in (None, 0):
-            raise
+            raise ScriptExit(end.code) from None
     finish()
 
 

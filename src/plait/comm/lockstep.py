@@ -44,16 +44,15 @@ class Lockstep:
         message.release()
         return value
 
-    def send_to_first(self, tensors: Sequence[Tensor], note: str = "") -> None:
+    def send_to_first(self, tensors: Sequence[Tensor]) -> None:
         """Send something to the first worker, which waits for it."""
         self._sent += 1
-        self._channels.send(self.first, Tag.TO_FIRST, self._sent, tensors, "what the first waits for", note)
+        self._channels.send(self.first, Tag.TO_FIRST, self._sent, tensors, "what the first waits for")
 
-    def receive_from(self, other: int, what: str) -> tuple[list[Tensor], str]:
+    def receive_from(self, other: int, what: str) -> list[Tensor]:
         """On the first worker: receive from another one; `what` describes it in errors."""
         self._received[other] += 1
         message = self._channels.receive(other, Tag.TO_FIRST, self._received[other], what)
         tensors = [tensor.clone() for tensor in message.content.tensors if tensor is not None]
-        note = message.content.note
         message.release()
-        return tensors, note
+        return tensors

@@ -29,9 +29,9 @@ class _Short(reprlib.Repr):
 _short = _Short()
 
 
-def shown(value: Any, most: int = 80) -> str:
-    """`repr(value)` on one line, cut to about `most` characters."""
-    return shortened(" ".join(_short.repr(value).split("\n")), most)
+def shown(value: Any) -> str:
+    """`repr(value)` on one line, cut to about 80 characters."""
+    return shortened(" ".join(_short.repr(value).split("\n")))
 
 
 def shortened(text: str, most: int = 80) -> str:

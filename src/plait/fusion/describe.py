@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from plait.verification.attributes import is_full
-from plait.verification.python_state import slots_of_class
+from plait.verification.python_values import slots_of_class
 
 _PLAIN = (
     bool,

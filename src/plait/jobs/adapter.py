@@ -9,7 +9,8 @@ from typing import Any
 from plait.jobs.evaluate import read_settings, read_state
 from plait.launcher.run_dir import RunDir
 from plait.pipeline.named_state import unpacked
-from plait.training.components import build_model, dtype_of
+from plait.training.setup.model import build_model
+from plait.training.setup.precision import dtype_of
 
 
 def save_adapter(folder: RunDir) -> Path | None:

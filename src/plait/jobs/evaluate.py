@@ -20,9 +20,10 @@ from plait.pipeline import named_state
 from plait.schema.settings import TrainSettings
 from plait.training import checkpoint as checkpoints
 from plait.training.checks.first_evaluation import try_evaluation
-from plait.training.components import Components, as_source, build_without_data
+from plait.training.components import Components, build_without_data
 from plait.training.components import build as build_components
 from plait.training.evaluate import evaluate_parts
+from plait.training.setup.data import as_source
 from plait.workloads.metrics import NamedMetric
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.api.launching import PRELOAD, read_limits
-from plait.core.errors import InputError
+from plait.core.errors import InputError, LaunchError
 from plait.core.names import nearest
 from plait.launcher.display import Display
 from plait.launcher.environment import check_alone
@@ -92,6 +92,8 @@ def run_script(
                 supervisor.run(status.write)
         except BaseException as failure:
             status.write(state="stopped" if isinstance(failure, Interrupted) else "failed")
+            if isinstance(failure, LaunchError):
+                failure.exit_status = supervisor.exit_status(failure)
             raise
         status.write(state="finished")
     return folder

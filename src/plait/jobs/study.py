@@ -18,7 +18,7 @@ from plait.core.shown import shown
 from plait.launcher.run_dir import RunDir, RunKind, find_run
 from plait.schema.results import SweepResult
 from plait.schema.settings import StudySettings
-from plait.sweeping.coordinator import choose_metric, study_url
+from plait.sweeping.search.compared_by import choose_metric
 from plait.sweeping.search.space import Dimension
 from plait.sweeping.search.study import (
     ATTRIBUTE,
@@ -28,6 +28,7 @@ from plait.sweeping.search.study import (
     final,
     open_study,
     optuna_for_study,
+    study_url,
     value_of,
 )
 from plait.sweeping.search.tpe import distribution_of

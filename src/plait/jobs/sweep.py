@@ -31,10 +31,10 @@ from plait.schema.placement import Placement
 from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
 from plait.schema.settings import SEARCHES, SearchSettings, StudySettings, SyncSettings, TrainSettings
-from plait.sweeping.coordinator import choose_metric
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
 from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.running_trial import trial_folder
+from plait.sweeping.search.compared_by import choose_metric
 from plait.sweeping.search.space import (
     MOST_VALUES,
     Dimension,

@@ -42,6 +42,14 @@ class RankState:
         return self.status is not None
 
     @property
+    def exit_status(self) -> int:
+        """The status of its process for a shell, where a signal adds its number to 128; 1 if it has none."""
+        if self.failure is not None:
+            return self.failure.exit_status
+        status = self.status or 1
+        return 128 - status if status < 0 else status
+
+    @property
     def is_answering(self) -> bool:
         """Whether it is done or has reported a failure, so it does not hang."""
         return self.done or self.failure is not None

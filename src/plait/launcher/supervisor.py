@@ -26,7 +26,7 @@ from plait.launcher.messages import (
     Launch,
 )
 from plait.launcher.supervision.host_agents import HostAgents
-from plait.launcher.supervision.launch_errors import Interrupted
+from plait.launcher.supervision.launch_errors import Interrupted, WorkerError
 from plait.launcher.supervision.losses import Losses
 from plait.launcher.supervision.member_changes import MemberChanges
 from plait.launcher.supervision.stop_signals import handling_stop_signals
@@ -80,6 +80,15 @@ class Supervisor:
                 return self._await_results()
             finally:
                 self._hosts.end()
+
+    def exit_status(self, failure: LaunchError) -> int:
+        """The status of the worker whose end made the launch fail; that of `failure` if it was no worker."""
+        troubled = [state for state in self._workers.ranks if state.trouble_index is not None]
+        if isinstance(failure, WorkerError):
+            return self._workers[failure.rank].exit_status
+        if type(failure) is LaunchError and troubled:  # too few workers are left
+            return max(troubled, key=lambda state: state.trouble_index or 0).exit_status
+        return failure.exit_status
 
     def request_stop(self) -> None:
         """Ask the workers to finish their step, write a checkpoint and end. Safe in a signal handler."""

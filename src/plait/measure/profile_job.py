@@ -45,6 +45,9 @@ from plait.training import components
 from plait.training.engines.train_step import TrainStep
 from plait.training.optimizers.build import build_optimizer
 from plait.training.process import begin_process, use_device
+from plait.training.setup.data import build_train_data
+from plait.training.setup.model import build_model
+from plait.training.setup.precision import AUTOCAST, dtype_of
 from plait.training.worker_group import group_of_world
 from plait.verification import same_random_numbers
 from plait.verification.verify import Mismatch, verify
@@ -85,7 +88,6 @@ def profile_job(
     *,
     threads: int | None = 1,
     repeats: int = 5,
-    least_s: float = 0.0,
     on_progress: Callable[[int, int], None] | None = None,
     verify: bool = False,
 ) -> Profile:
@@ -94,7 +96,7 @@ def profile_job(
     `threads` is what one worker will have; the job's whole batch serves where no size is given. With `verify`
     the layers are compared with the model first, see `verify_layers`.
     """
-    request = ProfileRequest(settings, (batch_size or settings.data.batch_size,), repeats, least_s)
+    request = ProfileRequest(settings, (batch_size or settings.data.batch_size,), repeats)
     components.check(settings)
     device = choose_device(settings.device, 0)
     verified = verify_layers(settings, device) if verify else Verification()
@@ -127,10 +129,8 @@ def _profile_sizes(
                     name=settings.model.factory,
                     on_progress=on_progress,
                 )
-            if settings.precision in components.AUTOCAST:
-                profile = replace(
-                    profile, dtype=str(components.AUTOCAST[settings.precision]).removeprefix("torch.")
-                )
+            if settings.precision in AUTOCAST:
+                profile = replace(profile, dtype=str(AUTOCAST[settings.precision]).removeprefix("torch."))
             profiles.append(replace(profile, loading_s=_loading_s(settings, profile.batch, device)))
         if device.type == "cpu":
             # Stages may store weights transposed, which changes the time of updates.
@@ -146,9 +146,9 @@ def _profile_sizes(
 
 def _autocast(settings: TrainSettings, device: torch.device) -> AbstractContextManager[Any]:
     """The autocast context of the job; weights are cast in every step, as in a run."""
-    if settings.precision not in components.AUTOCAST:
+    if settings.precision not in AUTOCAST:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, components.AUTOCAST[settings.precision], cache_enabled=False)
+    return torch.autocast(device.type, AUTOCAST[settings.precision], cache_enabled=False)
 
 
 def _loss_of(settings: TrainSettings, target: Any) -> Callable[[Any], torch.Tensor]:
@@ -224,9 +224,9 @@ def _with_updates(graph: Graph, updates: dict[str, UpdateTimes]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def trace_job(settings: TrainSettings, samples: int = 4) -> TracedModel:
+def trace_job(settings: TrainSettings) -> TracedModel:
     """The job's model as its layers, traced on a few samples of its data."""
-    model, inputs, _ = _example(settings, samples, torch.device("cpu"))
+    model, inputs, _ = _example(settings, 4, torch.device("cpu"))
     return trace_inputs(model, inputs)
 
 
@@ -261,7 +261,7 @@ def verify_layers(settings: TrainSettings, device: torch.device) -> Verification
     started = time.perf_counter()
 
     def make_model() -> nn.Module:
-        return components.build_model(settings.model, settings.seed).to(device, components.dtype_of(settings))
+        return build_model(settings.model, settings.seed).to(device, dtype_of(settings))
 
     batches, model = _batches(settings, device), make_model()
     choices = Choices(lambda: _autocast(settings, device), quick=False)
@@ -304,17 +304,17 @@ def _layer_mismatch(model: nn.Module, example: Example, whole: frozenset[str]) -
 def _batches(settings: TrainSettings, device: torch.device) -> list[Any]:
     """Two batches of a few samples of the job's data, as pairs of inputs and target."""
     with same_random_numbers(settings.seed):
-        contents = components.build_train_data(settings).example_batches((4, 3), settings.seed)
-    return [to_device(content, device, components.dtype_of(settings)) for content in contents]
+        contents = build_train_data(settings).example_batches((4, 3), settings.seed)
+    return [to_device(content, device, dtype_of(settings)) for content in contents]
 
 
 def _example(settings: TrainSettings, batch_size: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The model, its inputs as a tuple or dict, and the target, for one batch of training data."""
-    dtype = components.dtype_of(settings)
+    dtype = dtype_of(settings)
     # A set with fewer samples than a microbatch begins again: what they hold costs no time.
-    content = components.build_train_data(settings).first_batch(batch_size, settings.seed)
+    content = build_train_data(settings).first_batch(batch_size, settings.seed)
     inputs, target = to_device(content, device, dtype)
-    model = components.build_model(settings.model, settings.seed).to(dtype=dtype)
+    model = build_model(settings.model, settings.seed).to(dtype=dtype)
     return model, as_arguments(inputs), target
 
 
@@ -402,7 +402,7 @@ def profile_here(worker: Worker, request: ProfileRequest) -> tuple[Profile, ...]
     profiles = tuple(replace(each, graph=_mean_of_workers(each.graph)) for each in profiles)
     if worker.world_size == 1:
         return profiles
-    model = components.build_model(settings.model, settings.seed)
+    model = build_model(settings.model, settings.seed)
     links = measure_links(worker.rendezvous, _two_of_each(worker.hosts), device=device)
     overhead_s = measure_overhead(worker.rendezvous)
     sums = measure_sums(model, worker.rendezvous, settings.topology, device=device)
@@ -418,9 +418,9 @@ def _loading_s(settings: TrainSettings, batch_size: int, device: torch.device, r
     """Seconds in which a worker loads a microbatch; 0 if loader processes prefetch it."""
     if settings.data.loaders > 0:
         return 0.0
-    source = components.build_train_data(settings)
+    source = build_train_data(settings)
     numbers = itertools.count()
-    dtype = components.dtype_of(settings)
+    dtype = dtype_of(settings)
     seconds = []
     for _ in range(repeats):
         taken = itertools.islice(numbers, batch_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils import _pytree as pytree
 
 from plait.comm.channels import Channels
-from plait.comm.links.packing import Message
 from plait.comm.rendezvous import Rendezvous
-from plait.data.call_model import as_arguments, compile_in_place, evaluation_mode
+from plait.data.call_model import compile_in_place, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.check_model import check_buffers, check_stages
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
-from plait.pipeline.cutting.edges import StageEdge, find_routes
+from plait.pipeline.cutting.edges import find_routes
 from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import (
     MembersOf,
@@ -40,9 +37,10 @@ from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import OpTiming
-from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner, ordered_inputs
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
+from plait.pipeline.transfers import Hop, StageTransfers
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced_model import TracedModel
@@ -52,13 +50,6 @@ from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
 _TIMINGS_AT_ONCE = 1024
-
-
-def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
-    """The tensors of a microbatch in the order of a trace's inputs; refuses those it does not hold for."""
-    tensors = traced.order_inputs(as_arguments(inputs))
-    traced.check_inputs(tensors)
-    return tensors
 
 
 @dataclass(frozen=True)
@@ -104,14 +95,6 @@ class PipelineParts:
     compile: bool = False
 
 
-@dataclass(frozen=True)
-class _Hop:
-    """A route as one stage sees it: its number serves as channel, even for forward, odd for backward."""
-
-    number: int
-    route: StageEdge
-
-
 @dataclass
 class _LocalStage:
     """A stage of this worker, with its hops and what is in flight in it.
@@ -120,11 +103,11 @@ class _LocalStage:
     """
 
     runner: StageRunner
-    incoming: list[_Hop]
-    outgoing: list[_Hop]
+    incoming: list[Hop]
+    outgoing: list[Hop]
     # Those of an evaluation, for which other values may pass between stages.
-    evaluation_incoming: list[_Hop]
-    evaluation_outgoing: list[_Hop]
+    evaluation_incoming: list[Hop]
+    evaluation_outgoing: list[Hop]
     flights: dict[int, InFlight] = field(default_factory=dict)
     landing: InFlight | None = None
 
@@ -165,9 +148,8 @@ class PipelineExecutor:
         # Seconds that all operations so far have taken.
         self.busy_s = 0.0
         self.clock_offset_s = 0.0
-        self._channels = channels
         self._parts = parts
-        self._local: dict[tuple[int, int], Any] = {}
+        self._transfers = StageTransfers(rank, self.layout, channels, parts.device, parts.stages.unpacked)
         stages = {
             s: parts.stages.make(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
         }
@@ -231,9 +213,9 @@ class PipelineExecutor:
         self._traced, self._evaluated = (
             replace(each, model=nn.Module(), constants={}, evaluation=None) for each in (traced, evaluated)
         )
-        hops = [_Hop(2 * i, route) for i, route in enumerate(find_routes(traced, layout.stages))]
+        hops = [Hop(2 * i, route) for i, route in enumerate(find_routes(traced, layout.stages))]
         routes = enumerate(find_routes(evaluated, evaluated_stages), len(hops))
-        further = [_Hop(2 * i, route) for i, route in routes]
+        further = [Hop(2 * i, route) for i, route in routes]
         self._held: dict[int, _LocalStage] = {}
         for number, stage in stages.items():
             runner = StageRunner(
@@ -425,7 +407,7 @@ class PipelineExecutor:
         self._seen[op.stage] += torch.tensor(work.samples(op.microbatch))
         if flight.loss is not None:
             self.losses[op.microbatch] = flight.loss.detach()
-        self._send_forward(op, flight)
+        self._transfers.send_forward(held.outgoing, op, flight)
         flight.free_outputs()
         self.record_timing(op, start)
 
@@ -444,60 +426,13 @@ class PipelineExecutor:
         held = self._held[op.stage]
         carries = self.carries_random_state and not evaluating
         for hop in held.evaluation_incoming if evaluating else held.incoming:
-            self._receive_forward(hop, op, flight, carries)
+            self._transfers.receive_forward(hop, op, flight, carries)
         return flight
-
-    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight, carries: bool) -> None:
-        route = hop.route
-        peer = self.layout.worker(route.source, op.microbatch)
-        if peer == self.rank:
-            tensors, target, random_state = self._local.pop((hop.number, op.microbatch))
-        else:
-            what = f"the forward of microbatch {op.microbatch} into stage {op.stage}"
-            message = self._channels.receive(peer, hop.number, op.microbatch, what)
-            received = self._arrived(message, flight)
-            random_state = self._parts.stages.unpacked(received.pop()) if carries else None
-            tensors, rest = received[: len(route.names)], received[len(route.names) :]
-            target = unpack_tree(rest, message.content.note) if route.takes_target else None
-        for name, tensor in zip(route.names, tensors):
-            leaf = tensor.detach()
-            flight.inputs[name] = leaf.requires_grad_() if name in route.grad_names else leaf
-        if route.takes_target:
-            flight.target = target
-        # Of several stages before, the last: random numbers go on from there.
-        if random_state is not None and route.source >= flight.random_from:
-            flight.random_state, flight.random_from = random_state, route.source
-
-    def _arrived(self, message: Message, flight: InFlight) -> list[Any]:
-        """The tensors on this worker's device; the sender owns those already there until `release`."""
-        tensors = message.content.tensors
-        moved = [None if t is None else t.to(self._parts.device) for t in tensors]
-        if any(new is not None and new is old for new, old in zip(moved, tensors)):
-            flight.messages.append(message)
-        else:
-            message.release()
-        return moved
-
-    def _send_forward(self, op: Forward, flight: InFlight, evaluating: bool = False) -> None:
-        values = {**flight.inputs, **flight.outputs}
-        held = self._held[op.stage]
-        for hop in held.evaluation_outgoing if evaluating else held.outgoing:
-            tensors = [values[name] for name in hop.route.names]
-            peer = self.layout.worker(hop.route.target, op.microbatch)
-            target = flight.target if hop.route.takes_target else None
-            if peer == self.rank:
-                self._local[hop.number, op.microbatch] = tensors, target, flight.random_after
-                continue
-            leaves, note = pack_tree(target) if hop.route.takes_target else ([], "")
-            if flight.random_after is not None:
-                leaves = [*leaves, flight.random_after.packed()]
-            what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
-            self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
 
     def _backward(self, op: Backward | BackwardInput) -> InFlight:
         held = self._held[op.stage]
         flight = held.flights[op.microbatch]
-        grads, messages = self._receive_backward(op, held)
+        grads, messages = self._transfers.receive_backward(held.outgoing, op)
         start = time.time()
         with self._parts.slowed():
             held.runner.backward(flight, grads)
@@ -506,45 +441,11 @@ class PipelineExecutor:
         self._updates.keep_tied(op.stage, flight.versions)
         # What is left of a split backward may still read the gradients.
         flight.messages += messages
-        self._send_backward(op, held, flight)
+        self._transfers.send_backward(held.incoming, op, flight)
         if isinstance(op, Backward):
             del held.flights[op.microbatch]
         self.record_timing(op, start)
         return flight
-
-    def _receive_backward(
-        self, op: Backward | BackwardInput, held: _LocalStage
-    ) -> tuple[dict[str, Tensor], list[Message]]:
-        """The gradients of the stage's outputs, summed over the stages that used them."""
-        grads: dict[str, Tensor] = {}
-        messages: list[Message] = []
-        for hop in held.outgoing:
-            if not hop.route.grad_names:
-                continue
-            peer = self.layout.worker(hop.route.target, op.microbatch)
-            if peer == self.rank:
-                found = self._local.pop((hop.number + 1, op.microbatch))
-            else:
-                what = f"the backward of microbatch {op.microbatch} into stage {op.stage}"
-                message = self._channels.receive(peer, hop.number + 1, op.microbatch, what)
-                messages.append(message)
-                found = [t if t is None else t.to(self._parts.device) for t in message.content.tensors]
-            for name, grad in zip(hop.route.grad_names, found):
-                if grad is not None:
-                    grads[name] = grads[name] + grad if name in grads else grad
-        return grads, messages
-
-    def _send_backward(self, op: Backward | BackwardInput, held: _LocalStage, flight: InFlight) -> None:
-        for hop in held.incoming:
-            if not hop.route.grad_names:
-                continue
-            grads = [flight.inputs[name].grad for name in hop.route.grad_names]
-            peer = self.layout.worker(hop.route.source, op.microbatch)
-            if peer == self.rank:
-                self._local[hop.number + 1, op.microbatch] = grads
-            else:
-                what = f"the backward of microbatch {op.microbatch} from stage {op.stage}"
-                self._channels.send(peer, hop.number + 1, op.microbatch, grads, what)
 
     def _update(self, updates: Sequence[Update], work: Work) -> None:
         """Agree with the other holders of this worker's parameters and write their next version."""
@@ -602,27 +503,11 @@ class PipelineExecutor:
                     if stage == self.pipeline_layout.last:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
-                    self._send_forward(op, flight, evaluating=True)
+                    self._transfers.send_forward(held.evaluation_outgoing, op, flight)
                     flight.release()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
-
-
-def pack_tree(target: Any) -> tuple[list[Tensor | None], str]:
-    """The tensors of a batch, and a note of the rest: its form, and text and numbers, where it holds any."""
-    leaves, spec = pytree.tree_flatten(target)
-    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
-    return tensors, json.dumps(
-        [pytree.treespec_dumps(spec), plain if any(p is not None for p in plain) else []]
-    )
-
-
-def unpack_tree(tensors: list[Tensor | None], note: str) -> Any:
-    spec, plain = json.loads(note)
-    leaves = [p if t is None else t for t, p in zip(tensors, plain)] if plain else tensors
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(spec))
 
 
 def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from plait.comm.links.packing import Message
-from plait.data.call_model import explaining_type_errors
+from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.data.seeding import seed_all
 from plait.pipeline.cutting.cut import StageModule
 from plait.pipeline.loss_scale import LossScaling
@@ -25,6 +25,13 @@ from plait.profiler.traced_model import TracedModel, Value
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[Any, Any], Tensor]
+
+
+def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
+    """The tensors of a microbatch in the order of a trace's inputs; refuses those it does not hold for."""
+    tensors = traced.order_inputs(as_arguments(inputs))
+    traced.check_inputs(tensors)
+    return tensors
 
 
 class RandomPosition(Protocol):

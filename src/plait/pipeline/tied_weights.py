@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from plait.comm.groups import new_group
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError
-from plait.pipeline.gradient_clipping import clip_stage
+from plait.pipeline.gradient_sync import clip_stage
 from plait.pipeline.layout import PipelineLayout, version_of
 from plait.pipeline.microbatches import Work
 from plait.pipeline.weight_stash import WeightVersions

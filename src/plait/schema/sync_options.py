@@ -117,8 +117,6 @@ KINDS: Mapping[str, type[Options]] = {
 
 # The sync is chosen by measurement.
 AUTO = "auto"
-# Syncs that tolerate the loss of a worker.
-FAULT_TOLERANT = ("partial-reduce", "ad-psgd", "pair-averaging")
 # Syncs under which all workers take the same steps together; under the others, workers may differ.
 LOCKSTEP = ("pair-sync", "sma", "local-sgd")
 # Syncs whose workers need a process group.

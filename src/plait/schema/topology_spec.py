@@ -42,6 +42,11 @@ class TopologySpec:
         """Whether it is a built-in topology, which fits any number of workers."""
         return self.name.partition(":")[0] in NAMES
 
+    @property
+    def is_function(self) -> bool:
+        """Whether a function of the user makes it, which is called with the hosts of the workers."""
+        return not self.by_name and not self.graphs
+
 
 def read_topology_spec(text: str) -> TopologySpec:
     """Parse `parallel.topology`; a file is read here, because workers may not have it."""

@@ -1,32 +1,30 @@
-"""Builds the arrays of a sweep: chooses their width, and verifies fused trials against single ones."""
+"""Builds the arrays of a sweep: chooses their width, and makes the engines that train them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from plait.core.codec import decode, encode
+from plait.core.codec import encode
 from plait.core.errors import JobError
 from plait.data.loader import BatchStream
 from plait.data.requirements import check_unchanged, streams_of
-from plait.fusion.verify import FusionReport, log_report
+from plait.fusion.verify import FusionReport
 from plait.launcher.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
 from plait.sweeping.engines.array_plans import averages, holders_of_stages, layout_from
+from plait.sweeping.engines.array_verifier import ArrayVerifier
 from plait.sweeping.engines.audited_step import ADVICE
-from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.fusable import (
     NotFusedError,
-    TrialsFailedError,
     fused_work,
     why_failed,
     why_optimizer,
@@ -37,7 +35,7 @@ from plait.training.audit.record import DifferenceError
 from plait.training.audit.schedule import next_audited
 from plait.training.batch_streams import sample_order
 from plait.training.checks.replicas import check_no_rows
-from plait.training.components import DataPair, TrialInit
+from plait.training.components import TrialInit
 from plait.training.components import build as build_components
 from plait.training.engines.averaging_member import (
     MakeMember,
@@ -53,13 +51,13 @@ from plait.training.engines.whole_model import WholeModelEngine
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
+from plait.training.setup.data import DataPair
 from plait.training.trial import UNKNOWN_STEPS, Trial
 from plait.training.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from plait.pipeline.executor import PipelineExecutor
     from plait.sweeping.engines.array_stages import FusedStages
-    from plait.sweeping.engines.verified_stages import StagesOfTrials
     from plait.training.engines.pipeline import OnStageStep, PipelineEngine, StageAudit
     from plait.training.monitoring.stage_monitor import StageMonitor
 
@@ -105,14 +103,11 @@ class ArrayBuilder:
         self._fresh = fresh
         # The width of the arrays of a group, and the reason if it is 1.
         self._widths: dict[str, tuple[int, str]] = {}
-        self._verdicts: dict[str, FusionReport] = {}
-        # The numbers of verified trials; and the warnings given so far.
-        self._verified: set[int] = set()
+        self.verifier = ArrayVerifier(worker, settings, coordinator, device, workers)
+        # The warnings given so far.
         self._warned: set[str] = set()
         # How many engines were opened, to name what they keep in the job's store.
         self._openings = 0
-        # The verified layers of each stage, by group.
-        self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
 
     @property
     def is_pipelined(self) -> bool:
@@ -125,10 +120,6 @@ class ArrayBuilder:
     def why_one_by_one(self, group: str) -> str:
         """Why the group's trials train one by one; empty if they are fused."""
         return self._widths[group][1]
-
-    def has_python_state(self, group: str) -> bool:
-        """Whether verification found Python state in the group's models, which checkpoints do not hold."""
-        return group in self._verdicts and self._verdicts[group].has_python_state
 
     def train_one_by_one(self, group: str, why: str) -> None:
         self._widths[group] = 1, why
@@ -166,7 +157,7 @@ class ArrayBuilder:
         # Some module may have to run trial by trial.
         entries = [TrialInit(settings, build_components(settings, self._device, sets)) for _ in range(2)]
         try:
-            return self._try_width(settings, sets, trials, self._verify(group, entries, ()))
+            return self._try_width(settings, sets, trials, self.verifier.verify(group, entries, ()))
         except NotFusedError as failure:
             return 1, str(failure)
 
@@ -257,8 +248,9 @@ class ArrayBuilder:
         microbatches = layout_from(0, self._settings).microbatches
         self._warn_of_whole_batches(entries[0], microbatches, "parallel.microbatches")
         self._check_averaged(entries[0])
-        verified, verdict = self._verify_in_stages(group, entries, [trial.number for trial in trials])
-        if self.width(group) == 1:
+        is_fused, numbers = self.width(group) > 1, [trial.number for trial in trials]
+        verified, verdict = self.verifier.verify_in_stages(group, entries, numbers, is_fused)
+        if not is_fused:
             stages, begin_audit = ArrayStages(worker, entries, feed, workers, verified), not_audited
         else:
             stages = fused = FusedStages(worker, entries, feed, workers, verified, verdict)
@@ -335,7 +327,7 @@ class ArrayBuilder:
         self._warn_of_whole_batches(entries[0], entries[0].settings.accumulate, "accumulate")
         if self.width(group) == 1:
             return entries[0].components
-        verdict = self._verify(group, entries, numbers)
+        verdict = self.verifier.verify(group, entries, numbers)
         with self.fused_work(group):
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
 
@@ -357,89 +349,6 @@ class ArrayBuilder:
                 "log_every_steps: the workers of an array synchronize at each point of a curve, every "
                 f"{logs} steps, which those of a run do not; leave it out for the numbers of a run"
             )
-
-    def verify_joining(
-        self, group: str, first: TrainSettings, entries: Sequence[TrialInit], numbers: Sequence[int]
-    ) -> None:
-        """Verify trials that are to join an array whose first trial has the settings `first`.
-
-        NotFusedError if they compute something else when fused with it. The check uses a new model of the
-        first trial, since the array is training.
-        """
-        if self.width(group) == 1 or not self._is_verification_due(self._verdicts.get(group), numbers):
-            return
-        both = [self._new_entry(first, entries[0]), *entries]
-        known = self._verdicts.get(group, FusionReport())
-        if self.is_pipelined:
-            _, verdict = self._verify_in_stages(group, both, numbers)
-        else:
-            verdict = self._verify(group, both, numbers)
-        if new := [name for name in verdict.unfused if name not in known.unfused]:
-            self._verdicts[group] = known
-            raise NotFusedError(f"with them {new[0] or 'the model'} {verdict.unfused[new[0]]}")
-
-    def first_model(self, first: TrainSettings, like: TrialInit) -> nn.Module:
-        """A new model of a trial with the settings `first`, whose data are those of `like`."""
-        return self._new_entry(first, like).components.model
-
-    def _new_entry(self, settings: TrainSettings, like: TrialInit) -> TrialInit:
-        sets = (like.components.train_set, like.components.test_set)
-        return TrialInit(settings, build_components(settings, self._device, sets))
-
-    def _verify_in_stages(
-        self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
-    ) -> tuple[StagesOfTrials, FusionReport]:
-        """The stages of these trials, and the report of their verification; see `_verify`.
-
-        NotFusedError if they cannot be fused, JobError if stages cannot train a single one.
-        """
-        from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
-
-        known, layout = self._verdicts.get(group), layout_from(self.workers.first_rank, self._settings)
-        is_due = self._is_verification_due(known, numbers)
-        planned = replace(layout, stages=self._stages.get(group, layout.stages))
-        if self.workers.is_first:
-            stages = prepare_trials(entries, planned, is_due, self.averages)
-        layers = self.workers.from_first(lambda: stages.checked.fine)
-        if not self.workers.is_first:
-            planned = replace(layout, stages=tuple(tuple(each) for each in layers))
-            stages = prepare_trials(entries, planned, False, self.averages)
-        for warning in stages.checked.notes:
-            log.warning("verify: %s", warning)
-        if self.width(group) == 1 or not is_due:
-            return stages, known or FusionReport()
-        verdict = self._verify_on_first(lambda: verify_stages(entries, stages, known))
-        self._stages[group] = stages.checked.fine
-        timed = replace(verdict, seconds=verdict.seconds + stages.checked.seconds)
-        self._keep(group, timed, known, numbers, len(entries))
-        return stages, verdict
-
-    def _is_verification_due(self, known: FusionReport | None, numbers: Sequence[int]) -> bool:
-        """Whether the trials `numbers` must be verified: each once, or every time it joins (`every_run`)."""
-        mode = self._settings.train.verify.start
-        is_new = known is None or not self._verified.issuperset(numbers)
-        return mode != "off" and (is_new or mode == "every_run")
-
-    def _verify(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> FusionReport:
-        """The verification report of these trials: that of the group if all are verified.
-
-        NotFusedError if they cannot be fused.
-        """
-        known = self._verdicts.get(group)
-        if not self._is_verification_due(known, numbers):
-            return known or FusionReport()
-        verdict = self._verify_on_first(lambda: verify_entries(entries, self.workers.share, known))
-        self._keep(group, verdict, known, numbers, len(entries))
-        return verdict
-
-    def _verify_on_first(self, verify: Callable[[], FusionReport]) -> FusionReport:
-        """Verify on the first worker of the group; returns the report on all of its workers."""
-        if self.workers.is_alone:
-            return verify()
-        verdict: FusionReport = decode(
-            FusionReport, self.workers.from_first(lambda: encode(verify())), "verdict"
-        )
-        return verdict
 
     def record_audit(
         self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[str]
@@ -476,35 +385,6 @@ class ArrayBuilder:
     def audits_newcomers(self) -> bool:
         """Whether one of the first steps of each joining trial is audited."""
         return self._settings.train.verify.audit == "doubling"
-
-    def _keep(
-        self,
-        group: str,
-        verdict: FusionReport,
-        known: FusionReport | None,
-        numbers: Sequence[int],
-        trials: int,
-    ) -> None:
-        """Report a verdict and keep it for later arrays; NotFusedError if it is a refusal."""
-        if self.workers.is_first:
-            log_report(verdict, known.unfused if known is not None else {})
-            log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
-        self._coordinator.ask(
-            ask="verified",
-            worker=self._worker.id,
-            trials=trials,
-            seconds=verdict.seconds,
-            unfused=dict(verdict.unfused),
-            refused=verdict.refused,
-        )
-        # The first entry may be a new model of a present trial.
-        others = trials - len(numbers)
-        if failed := {numbers[n - others]: why for n, why in verdict.failed.items() if n >= others}:
-            raise TrialsFailedError(failed)
-        if verdict.refused is not None:
-            raise NotFusedError(verdict.refused)
-        self._verdicts[group] = verdict
-        self._verified.update(numbers)
 
 
 def check_replicated(entry: TrialInit, is_replicated: bool) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.data.loader import Batch, BatchStream
+from plait.data.loader import BatchStream
 from plait.fusion.errors import FusionError
 from plait.launcher.worker_process import as_loss
 from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
-from plait.sweeping.engines.audited_step import AuditedTrial, most_at_once
+from plait.sweeping.engines.trial_audits import TrialAudits
 from plait.sweeping.fusable import (
     NotFusedError,
     TooWideError,
@@ -30,17 +28,11 @@ from plait.training.batch_streams import with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
 from plait.training.engine import IntervalResult
-from plait.training.engines.train_step import TrainStep, step_alone
+from plait.training.engines.train_step import step_alone
 from plait.training.fused.fused_components import FusedComponents, rebuild_trial
 from plait.training.monitoring.required_signals import decides_by_signals
 from plait.training.monitoring.signals import step_signals
 from plait.training.trial import Trial
-from plait.training.worker_group import ALONE
-
-if TYPE_CHECKING:
-    from plait.pipeline.executor import PipelineExecutor
-    from plait.sweeping.engines.array_stages import FusedStages
-    from plait.training.engines.pipeline import StageAudit
 
 
 @dataclass(frozen=True)
@@ -68,125 +60,6 @@ class Admission:
     apart: tuple[JoiningTrial, ...] = ()
     # Why trials cannot train at all, by their numbers.
     failed: Mapping[int, str] = field(default_factory=dict)
-
-
-class TrialAudits:
-    """Audits steps of fused trials: the first step of each in an array, and then one trial in turn.
-
-    Workers that sum gradients audit together; each of those that average weights audits its own updates, and
-    they exchange at the end of an interval what they found.
-    """
-
-    def __init__(self, builder: ArrayBuilder) -> None:
-        self._builder = builder
-        self.array: FusedComponents | None = None
-        self.trials: Sequence[RunningTrial] = ()
-        # Steps of this worker so far, and the step at which each trial was last audited.
-        self._steps = 0
-        self._last: dict[int, int] = {}
-        self._audited: dict[int, AuditedTrial] = {}
-        self._done = 0
-        # What this worker found and has not reported: trial, step, seconds, largest difference, differences.
-        self._found: list[Sequence[Any]] = []
-
-    def forget(self, number: int) -> None:
-        """The trial is new in an array."""
-        self._last.pop(number, None)
-
-    def begin(
-        self, step: TrainStep, done: int, share: int, batches: Sequence[Batch], factors: Sequence[float]
-    ) -> None:
-        """Copy the trials whose next step is audited."""
-        self._audited, self._done = {}, done
-        array, slots = self.array, self._due_slots()
-        if array is None or not slots:
-            return
-        if self._builder.averages_gradients:
-            self._builder.warn_once("audit: the steps of trials under average: gradients are not audited")
-            return
-        group = ALONE if self._builder.averages else self._builder.workers
-        self._audited = {
-            slot: AuditedTrial.of_array(array, slot, batches[slot], factors[slot], group)
-            for slot in slots
-            if batches[slot].count or not self._builder.averages
-        }
-
-    def _due_slots(self) -> list[int]:
-        """The trials whose next step is audited, in the order of their turns."""
-        known, array = self._last, self.array
-        newcomers = [slot for slot, trial in enumerate(self.trials) if trial.number not in known]
-        is_newcomers = bool(newcomers) and self._builder.audits_newcomers
-        if array is None or not (is_newcomers or self._builder.steps_until_audit(self._steps) == 0):
-            return []
-        if array.verdict.has_python_state:
-            self._say_kept_in_python()
-            return []
-        in_turn = sorted(range(len(self.trials)), key=lambda slot: known.get(self.trials[slot].number, -1))
-        return newcomers[: most_at_once(array)] or in_turn[:1]
-
-    def begin_in_stages(
-        self, stages: FusedStages, pipeline: PipelineExecutor
-    ) -> tuple[int, StageAudit | None]:
-        """The most steps until an audit, or (1, that of the next step); of one trial at a step."""
-        from plait.sweeping.engines.audited_stages import AuditedStageTrial  # slow to import
-
-        builder, slots = self._builder, self._due_slots()
-        if slots and not stages.draws_as_whole:
-            builder.warn_once("audit: trials whose stages do not follow one another are not audited")
-        elif slots:
-            trial = self.trials[slots[0]]
-            self._last[trial.number] = self._steps
-
-            def on_found(found: Sequence[Sequence[Any]]) -> None:
-                self._found += [(trial.number, trial.step + 1, *each) for each in found]
-                self.report()
-
-            return 1, AuditedStageTrial(
-                stages, pipeline, builder.workers, slots[0], trial, on_found, builder.warn_once
-            )
-        return max(1, builder.steps_until_audit(self._steps)), None
-
-    def count_steps(self, steps: int) -> None:
-        """Count the steps of an interval in stages."""
-        self._steps += steps
-
-    def averaging_before_update(self) -> AbstractContextManager[None]:
-        """Nothing to do: these updates are not audited."""
-        return nullcontext()
-
-    def end(self, step: TrainStep, losses: Tensor) -> bool:
-        for slot, alone in self._audited.items():
-            trial = self.trials[slot]
-            self._last[trial.number] = self._steps
-            assert self.array is not None
-            largest, differences = alone.compare(losses[slot], self.array.state(slot))
-            if alone.uses_python_state:
-                self._say_kept_in_python()
-            else:
-                texts = [str(each) for each in differences[:3]]
-                number = trial.step + self._done + 1
-                self._found.append((trial.number, number, alone.seconds, largest, texts))
-        if self._audited and not self._builder.averages:
-            self.report()
-        self._steps += 1
-        return False
-
-    def report(self) -> None:
-        """Record what was found; all workers of the group call it together."""
-        found, self._found = self._found, []
-        by_step: dict[tuple[int, int], list[Any]] = {}
-        for trial, step, *rest in itertools.chain(*self._builder.workers.of_all(found)):
-            by_step.setdefault((trial, step), []).append(rest)
-        for (trial, step), each in sorted(by_step.items()):
-            seconds, largest, texts = zip(*each)
-            differences = list(dict.fromkeys(itertools.chain(*texts)))
-            self._builder.record_audit(trial, step, max(seconds), max(largest), differences)
-
-    def _say_kept_in_python(self) -> None:
-        self._builder.warn_once(
-            "audit: the steps of fused trials whose forward keeps numbers in Python are not audited; "
-            "keep such state in buffers"
-        )
 
 
 class ArrayEngine:
@@ -334,16 +207,17 @@ class ArrayEngine:
         try:
             entries = [each.entry for each in joining]
             self._check_entering(entries)
-            with fused_work():
-                numbers = [each.trial.number for each in joining]
-                self._builder.verify_joining(self.group, self.trials[0].settings, entries, numbers)
+            if self._builder.width(self.group) > 1:
+                with fused_work():
+                    numbers, first = [each.trial.number for each in joining], self.trials[0].settings
+                    self._builder.verifier.verify_joining(self.group, first, entries, numbers)
         except TrialsFailedError as failure:
             others = [each for each in joining if each.trial.number not in failure.reasons]
             admission = self.admit(others)
             return replace(admission, failed={**admission.failed, **failure.reasons})
         except NotFusedError as failure:
             admission = self._split(
-                joining, self._builder.first_model(self.trials[0].settings, joining[0].entry)
+                joining, self._builder.verifier.first_model(self.trials[0].settings, joining[0].entry)
             )
             if admission.apart and admission.joining:
                 return replace(self.admit(admission.joining), apart=admission.apart)

@@ -25,11 +25,13 @@ from plait.schema.settings import TrainSettings
 from plait.sweeping.fusable import NotFusedError, fused_work, short, why_failed
 from plait.training import components
 from plait.training.batch_streams import open_stream
-from plait.training.components import DataPair, TrialInit
+from plait.training.components import TrialInit
 from plait.training.engines.train_step import TrainStep, step_alone
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.shared_bases import base_held_once
 from plait.training.optimizers.eager import use_eager_optimizers
+from plait.training.setup.data import DataPair
+from plait.training.setup.memory import free_bytes
 from plait.training.trial import Trial
 
 # Memory of a process on a CPU, in addition to its tensors.
@@ -230,7 +232,7 @@ class _Steps:
 
     def _largest(self, need: MemoryNeed) -> int:
         overhead_bytes = OVERHEAD_BYTES if self._device.type == "cuda" else CPU_OVERHEAD_BYTES
-        return need.largest(components.free_bytes(self._device) * SHARE, overhead_bytes)
+        return need.largest(free_bytes(self._device) * SHARE, overhead_bytes)
 
     def seconds(self, narrow: Callable[[], Any], wide: Callable[[], Any]) -> list[tuple[float, float]]:
         """Seconds of steps of two arrays that take turns, after one of each that warms up."""

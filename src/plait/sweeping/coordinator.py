@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from plait.adapt.members import workers_changed
-from plait.api.objects import load_object, save_object
 from plait.callbacks.callback import TrialCallbacks, callbacks_of
 from plait.callbacks.records import StartRecord
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode, encode, finite
-from plait.core.errors import InputError, JobError
+from plait.core.errors import JobError
 from plait.core.events import Event, EventLog
 from plait.data.sampler import Position
 from plait.launcher.membership import Membership
@@ -36,13 +35,13 @@ from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress
 from plait.sweeping.running_trial import newest, save_state, trial_folder
 from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
-from plait.sweeping.search.study import NO_STUDY, OptunaTrials, StudyTrials, check_study, open_study
+from plait.sweeping.search.compared_by import check_comparable, choose_metric
+from plait.sweeping.search.study import open_trials
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sync.allreduce.autotune import TopologyChosen
 from plait.training import checkpoint as checkpoints
-from plait.training import components
 from plait.training.process import begin_process
-from plait.workloads.metrics import find_metrics, find_modes, modes_of, unknown_mode
+from plait.training.trial import total_steps
 
 REPORT_S = 0.2
 _SYNC_OF_ELASTIC = run_events.SyncChosen(
@@ -131,28 +130,6 @@ class Coordinator:
         self._progress = SweepProgress(self.scheduler, self.arrays, self._past)
         self._reported = 0.0
         self._has_begun = False
-        # The questions of workers, and the methods that answer them.
-        self._answers: dict[str, Callable[..., Answer]] = {
-            "data": self._on_data,
-            "group": self._on_group,
-            "sync": self._on_sync,
-            "topologies": self._on_topologies,
-            "topology": self._on_topology,
-            "abandon": self._on_abandon,
-            "look": self._on_look,
-            "take": self._on_take,
-            "spare": self._on_spare,
-            "array": self._on_array,
-            "split": self._on_split,
-            "verified": self._on_verified,
-            "audited": self._on_audited,
-            "note": self._on_note,
-            "wanted": self._on_wanted,
-            "report": self._on_report,
-            "stop": self._on_stop,
-            "back": self._on_back,
-            "goals": self._on_goals,
-        }
 
     def _begin(self) -> None:
         """Draw the first trials and record the start of the sweep; called again if data are unknown."""
@@ -194,7 +171,7 @@ class Coordinator:
                 f"trials are compared after known numbers of steps; give steps instead, or the data set a "
                 f"__len__"
             )
-        return components.total_steps(settings, samples, 0, Position())
+        return total_steps(settings, samples, 0, Position())
 
     def _data_of(self, settings: TrainSettings) -> DataDescription:
         key = data_key(settings)
@@ -223,7 +200,7 @@ class Coordinator:
         save_state(self._folder, loser, replace(source, progress=progress))
 
     def answer(self, question: Mapping[str, Any]) -> Answer:
-        """The answer to a worker's question: `ask` names it, the rest are its arguments.
+        """The answer to a worker's question: `ask` names it, the rest are the arguments of its method.
 
         If a data set is not known yet, the answer is `describe`, with settings that use it: the worker
         describes it with the question `data`, and asks again.
@@ -233,7 +210,7 @@ class Coordinator:
         try:
             if name not in ("data", "group", "sync", "topologies") and not self._has_begun:
                 self._begin()
-            answer = self._answers[name](**arguments)
+            answer: Answer = getattr(self, f"_on_{name}")(**arguments)
         except UnknownDataError as unknown:
             return {"describe": encode(unknown.settings)}
         # Events must be on disk before the worker sees the answer.
@@ -539,55 +516,3 @@ class Coordinator:
             shutil.rmtree(path)
             with contextlib.suppress(OSError):  # it contains other files
                 path.parent.rmdir()
-
-
-def open_trials(settings: SweepSettings, folder: RunDir, run: str | None) -> StudyTrials:
-    """The sweep's trials in its study, if it has one; the sampler goes on from where it was."""
-    search = settings.search
-    if search.kind != "study":
-        return NO_STUDY
-    metric, kept = choose_metric(settings), folder.sampler
-    mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
-    study = open_study(search, study_url(folder), mode)
-    if kept.exists():
-        study.sampler = load_object(kept)
-    check_study(study, metric, mode, settings.over)
-    return OptunaTrials(study, settings.over, metric, run, lambda sampler: save_object(kept, sampler))
-
-
-def study_url(folder: RunDir) -> str:
-    """The storage of a study in the folder of its run."""
-    return f"sqlite:///{folder.study.absolute()}"
-
-
-def choose_metric(settings: SweepSettings) -> str:
-    """The metric that trials are compared by; InputError if evaluation does not give it."""
-    train, name = settings.train, settings.search.metric
-    metrics = find_metrics(train.evaluate, train.loss)
-    known = ["loss", *(metric.name for metric in metrics)]
-    if name == "auto":
-        name = known[min(1, len(metrics))]
-    if name not in known:
-        raise InputError(f"--metric: found {name!r}, but evaluation gives {' and '.join(known)}")
-    if name not in modes_of(metrics):
-        raise InputError(f"--metric: {unknown_mode(name)}, or compare by the loss: --metric loss")
-    return name
-
-
-def check_comparable(settings: SweepSettings, metric: str, has_test_split: bool = True) -> None:
-    """Refuse to compare trials by losses that are computed differently, unless the user asks for it."""
-    swept = [d.key for d in settings.over if d.key == "loss" or d.key.startswith("loss_args.")]
-    by_loss = metric == "loss" or not has_test_split
-    mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
-    if settings.search.kind == "study" and not has_test_split and mode == "max":
-        raise InputError(
-            f"--study: trials would be compared by their training loss, since there is no test split, but "
-            f"the study maximizes {metric}; give the data a test split, or compare by the loss: --metric loss"
-        )
-    if swept and by_loss and settings.search.metric != "loss":
-        where = "" if has_test_split else ", since there is no test split"
-        raise InputError(
-            f"--over {swept[0]}: trials would be compared by their losses{where}, which are then computed "
-            f"differently; name a metric to compare them by (evaluate.metric in the job, or --metric), or "
-            f"give --metric loss to compare them all the same"
-        )

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from plait.core.codec import encode
 from plait.data.batches import DataSource
 from plait.data.generators import looks
+from plait.data.seeding import seed_factory
 from plait.schema.settings import TrainSettings
-from plait.training import components
-from plait.training.components import DataPair
+from plait.training.setup.data import DataPair, build_data, build_train_data
 from plait.workloads.losses import MODEL_LOSS
 
 # An array has trials of one seed; another one may be about to begin.
@@ -72,8 +72,7 @@ class DataSets:
         train_set, _ = self.of(settings)
         if not train_set.is_stream:
             return train_set
-        components.seed_factory(settings.seed)
-        return components.build_train_data(settings)
+        return build_train_data(settings)
 
 
 def data_key(settings: TrainSettings) -> str:
@@ -84,9 +83,9 @@ def data_key(settings: TrainSettings) -> str:
 
 def _build(settings: TrainSettings) -> tuple[DataPair, bool]:
     """The two splits, and whether anything was drawn at random to make them."""
-    components.seed_factory(settings.seed)
+    seed_factory(settings.seed)
     before = looks()
-    train_set = components.build_train_data(settings)
+    train_set = build_train_data(settings)
     draws = looks() != before
-    test_set = components.build_data(settings, "test")
+    test_set = build_data(settings, "test")
     return (train_set, test_set), draws or looks() != before

@@ -14,8 +14,7 @@ from plait.core.files import write_atomic
 from plait.launcher.run_dir import RunDir
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import EngineState
-from plait.training.components import present_steps
-from plait.training.trial import Trial
+from plait.training.trial import Trial, present_steps
 
 # How many points a learning curve has at most.
 POINTS = 200

@@ -46,13 +46,14 @@ from plait.training.batch_streams import find_stream, open_stream
 from plait.training.change.apply import asked_every, find_requests, is_due, policies_of
 from plait.training.checkpoint import Checkpoint
 from plait.training.checks.first_evaluation import try_evaluation
-from plait.training.components import DataPair, TrialInit
+from plait.training.components import TrialInit
 from plait.training.components import build as build_components
 from plait.training.engine import IntervalResult, cannot_apply
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.loop import Loop
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.optimizers.lr_schedule import build_lr_factor
+from plait.training.setup.data import DataPair
 from plait.training.trial import Due, EarlyStopping, Trial
 from plait.training.worker_group import WorkerGroup
 from plait.workloads.metrics import find_modes
@@ -461,7 +462,7 @@ class SweepLoop(Loop):
 
     def _offer_trials(self) -> None:
         """In an elastic sweep, return trials for idle workers."""
-        if not self._offers or self._builder.has_python_state(self.engine.group):
+        if not self._offers or self._builder.verifier.has_python_state(self.engine.group):
             return
         self._offered = time.monotonic()
         staying = [slot for slot in range(len(self.trials)) if slot not in self._leaving]

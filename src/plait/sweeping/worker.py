@@ -20,11 +20,11 @@ from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import SyncSettings
 from plait.schema.sync_options import AUTO
 from plait.sweeping.array_size import import_fake_tensors
-from plait.sweeping.coordinator import check_comparable, choose_metric
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.group_client import check_worker_groups
+from plait.sweeping.search.compared_by import check_comparable, choose_metric
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
 from plait.sweeping.sweep_loop import SweepLoop

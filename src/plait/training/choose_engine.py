@@ -27,7 +27,7 @@ from plait.sync.allreduce.autotune import TopologyChosen, remember
 from plait.training.audit.replica_audit import ReplicaAudit
 from plait.training.change.apply import asked_every, policies_of
 from plait.training.checks.replicas import check_no_rows
-from plait.training.components import Components, has_room_for_whole, with_fresh_model
+from plait.training.components import Components, with_fresh_model
 from plait.training.engine import Engine
 from plait.training.engines.averaging_member import (
     MakeMember,
@@ -44,6 +44,7 @@ from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
+from plait.training.setup.memory import has_room_for_whole
 
 
 def make_job_loop(
@@ -92,7 +93,7 @@ def _measured_sync(worker: Worker, settings: TrainSettings, components: Componen
         from plait.training.engines.choose_pipeline_sync import choose_sync_of_pipelines
         from plait.training.engines.replica_layout import replica_layouts
 
-        if not all(all_gather_values(has_room_for_whole(components))):
+        if not all(all_gather_values(has_room_for_whole(components.model, components.device))):
             raise JobError(
                 f"parallel.sync: found 'auto', which is measured on a second copy of the model, but a worker "
                 f"has no memory for one; name one of {', '.join(KINDS)}"

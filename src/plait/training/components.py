@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import resource
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from plait.adapt.monitors.gradient_noise import GradientAverages
@@ -25,50 +18,42 @@ from plait.adapt.monitors.squared_norms import gradients
 from plait.adapt.policies.registry import make_policy
 from plait.api.world import choose_device
 from plait.callbacks.callback import callbacks_of, check_callbacks
-from plait.core.codec import encode
-from plait.core.errors import DataError, JobError
-from plait.core.names import check_arguments, resolve
-from plait.data.batches import Collate, DataSource, as_arguments, as_pair
+from plait.core.errors import JobError
+from plait.data.batches import DataSource
 from plait.data.call_model import forward
 from plait.data.loader import Batch, cut, to_device
 from plait.data.requirements import check_continued, check_length, check_vocabulary
-from plait.data.sampler import Position, steps_per_epoch
-from plait.data.seeding import mix, seed_all
+from plait.data.sampler import Position
+from plait.data.seeding import mix, seed_all, seed_factory
 from plait.pipeline import named_state
-from plait.pipeline.cutting.meta_device import LocalTensors, NotInPiecesError
+from plait.pipeline.cutting.meta_device import LocalTensors
 from plait.pipeline.named_state import has_extra_state, is_known, model_state
-from plait.schema.settings import DataSettings, Mode, ModelSettings, OptimizerSettings, TrainSettings
+from plait.schema.settings import Mode, OptimizerSettings, TrainSettings
 from plait.sync.averaging.base import WhenSynchronized
 from plait.sync.averaging.optimizer_state import rest_of_state
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.evaluate import Totals, totals_of_share
 from plait.training.fused.rounds import Round, TrialMicrobatch
-from plait.training.fused.shared_bases import base_of, leaves_base, take_changed, take_trained
+from plait.training.fused.shared_bases import take_changed
 from plait.training.fused.trial_norms import TrialNorms
 from plait.training.optimizers.build import build_optimizer, check_groups
 from plait.training.optimizers.lr_schedule import check_lr_schedule, set_lr
 from plait.training.optimizers.traits import check_summed
-from plait.training.trial import UNKNOWN_STEPS, Trial
-from plait.workloads import data
-from plait.workloads.adapters.lora import add_lora, check_lora
-from plait.workloads.from_transformers import factory_of
-from plait.workloads.losses import MODEL_LOSS, Loss, build_loss
-from plait.workloads.metrics import NamedMetric, find_metrics, modes_of, unknown_mode
-
-# A worker that builds the whole model must have room for its weights, a copy on the way to the device, and
-# an optimizer's state of a checkpoint.
-WHOLE_COPIES = 4
-log = logging.getLogger(__name__)
-_IN_EVALUATION_MODE = (
-    "model: {} returned a model in evaluation mode, as from_pretrained does; all of it is put into training "
-    "mode (call train() in the factory, and then eval() of the parts that are to stay in evaluation mode)"
+from plait.training.setup.data import (
+    DataPair,
+    build_data,
+    build_train_data,
+    check_stream,
+    check_test_split,
+    find_collate_fn,
 )
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-# The training and the test split.
-DataPair = tuple[DataSource, DataSource | None]
+from plait.training.setup.model import build_placed_model, find_model
+from plait.training.setup.precision import autocast_of, dtype_of
+from plait.training.trial import total_steps
+from plait.workloads import data
+from plait.workloads.losses import Loss, build_loss
+from plait.workloads.metrics import NamedMetric, find_metrics, modes_of, unknown_mode
 
 
 @dataclass(frozen=True)
@@ -301,27 +286,6 @@ def check(settings: TrainSettings) -> None:
     check_callbacks(callbacks_of(settings))
 
 
-def find_model(settings: ModelSettings) -> Callable[..., torch.nn.Module]:
-    if settings.adapter is not None:
-        check_lora(settings.adapter)
-    factory: Callable[..., torch.nn.Module] | None = factory_of(settings.factory)
-    if factory is None:
-        factory = resolve(settings.factory, "model", JobError)
-    if isinstance(factory, torch.nn.Module):
-        name = settings.factory.rpartition(":")[2]
-        raise JobError(
-            f"model: {settings.factory} is a {type(factory).__name__} that is made already, expected a "
-            f"function or class that makes it: each worker, and each trial, has its own; write def make(): "
-            f"return ... and name that instead of {name}"
-        )
-    if not callable(factory):
-        raise JobError(
-            f"model: {settings.factory} is {factory!r}, expected a function or class that makes a model"
-        )
-    check_arguments(factory, settings.args, "model_args", JobError)
-    return factory
-
-
 @dataclass(frozen=True)
 class JobCode:
     """The code that a job names for its model, loss and metric."""
@@ -346,200 +310,6 @@ def resolve_names(settings: TrainSettings) -> JobCode:
     )
 
 
-def seed_factory(seed: int) -> None:
-    """Seed the random numbers that a factory draws by `seed` only.
-
-    So it draws the same on every worker, and for both splits: parts of `random_split` have nothing in common.
-    """
-    # Unlike `seed_all`, also for GPUs that are not in use yet. On a build for CPUs this would only record
-    # stack traces, a millisecond each time.
-    if torch.accelerator.current_accelerator() is not None:
-        torch.manual_seed(mix(seed))
-    seed_all(mix(seed))
-
-
-def dtype_of(settings: TrainSettings) -> torch.dtype | None:
-    """The dtype of weights and batches; None if they are not converted."""
-    return torch.float64 if settings.precision == "float64" else None
-
-
-def build_model(settings: ModelSettings, seed: int) -> torch.nn.Module:
-    """The model in training mode, with initial weights that depend only on `seed`."""
-    # Modules may draw while they are imported, too.
-    seed_factory(seed)
-    model = _trained(_made(find_model(settings), settings, seed))
-    return model if settings.adapter is None else add_lora(model, settings.adapter, settings.lora_array)
-
-
-def _made(factory: Callable[..., torch.nn.Module], settings: ModelSettings, seed: int) -> torch.nn.Module:
-    """The model without its adapter, in the mode that the factory returned it in."""
-    seed_factory(seed)
-    model = factory(**settings.args)
-    if not isinstance(model, torch.nn.Module):
-        raise JobError(
-            f"model: {settings.factory} returned {type(model).__name__}, expected a torch.nn.Module"
-        )
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise JobError(
-                f"model: {settings.factory} has a parameter without a size yet, {name} (LazyLinear and its "
-                f"like); give the sizes, or run the model once on a sample in the factory"
-            )
-    return model
-
-
-def _placed(
-    factory: Callable[..., torch.nn.Module], settings: TrainSettings, device: torch.device
-) -> tuple[torch.nn.Module, tuple[str, ...]]:
-    """The model in training mode on `device`, and warnings."""
-    model, dtype, warned = settings.model, dtype_of(settings), []
-
-    def make() -> torch.nn.Module:
-        made = _made(factory, model, settings.seed)
-        if not made.training:
-            warned.append(_IN_EVALUATION_MODE.format(model.factory))
-        return _trained(made)
-
-    if model.adapter is None:
-        return make().to(device, dtype), tuple(warned)
-    # A pipeline's layers change hands between workers.
-    if settings.in_stages or not leaves_base(model.adapter):
-        base = make()
-    else:
-        seed_factory(settings.seed)
-        key = model.factory, encode(model.args), device, dtype
-        base = base_of(key, settings.seed, lambda: make().to(device, dtype))
-    made = add_lora(base, model.adapter, model.lora_array).to(device, dtype)
-    take_trained(made)
-    return made, tuple(warned)
-
-
-def _trained(model: torch.nn.Module) -> torch.nn.Module:
-    """All of a model that is not in training mode in it; else parts of it may be in evaluation mode."""
-    return model if model.training else model.train()
-
-
-def build_data(settings: TrainSettings, split: data.Split) -> DataSource | None:
-    """The data set's `train` or `test` split; None where there is no test split."""
-    seed_factory(settings.seed)
-    data.check(settings.data.kind, settings.data.options)
-    seed_factory(settings.seed)
-    dataset = data.build(settings.data.kind, split, **settings.data.options)
-    return None if dataset is None else as_source(dataset, settings)
-
-
-def as_source(dataset: Any, settings: TrainSettings) -> DataSource:
-    """`dataset` as a split of the job's data."""
-    arrange = as_arguments if settings.loss == MODEL_LOSS else as_pair
-    return DataSource(dataset, find_collate_fn(settings.data), arrange)
-
-
-def build_train_data(settings: TrainSettings) -> DataSource:
-    """The data set's training split."""
-    return cast("DataSource", build_data(settings, "train"))
-
-
-def find_collate_fn(settings: DataSettings) -> Collate | None:
-    """The function that the job names to make batches of lists of samples."""
-    if settings.collate_fn is None:
-        return None
-    collate: Collate = resolve(settings.collate_fn, "data.collate_fn", DataError)
-    if not callable(collate):
-        raise DataError(
-            f"data.collate_fn: {settings.collate_fn} is {collate!r}, expected a function that takes a list "
-            f"of samples and returns a batch"
-        )
-    return collate
-
-
-def check_stream(settings: TrainSettings, source: DataSource | None = None) -> None:
-    """Refuse settings that a stream of samples does not support; `source` is the stream, if already built."""
-    kind = settings.data.kind
-    if settings.sync.kind != "all-reduce":
-        raise JobError(
-            f"parallel.sync: found {settings.sync.kind!r}, but {kind} is a stream, and workers that claim "
-            f"shares of batches need samples by index; use sync: all-reduce, or a map-style data set"
-        )
-    if settings.data.loaders > 1:
-        raise JobError(
-            f"data.loaders: found {settings.data.loaders}, but {kind} is a stream, which several loader "
-            f"processes would each read from its beginning; use loaders: 1 or 0"
-        )
-    if source is None or settings.epochs is None or source.length is not None:
-        return
-    unknown = f"but {kind} is a stream without __len__, so the number of steps is unknown"
-    if settings.in_stages:
-        raise JobError(
-            f"epochs: found {settings.epochs}, {unknown}, which the stages of a pipeline need; give "
-            f"steps instead, or the data set a __len__"
-        )
-    if settings.lr_schedule.kind not in ("constant", "step"):
-        raise JobError(
-            f"lr_schedule.kind: found {settings.lr_schedule.kind!r}, {unknown}; give steps instead of "
-            f"epochs, or the data set a __len__"
-        )
-
-
-def check_test_split(settings: TrainSettings) -> None:
-    """Refuse settings that need a test split, for data without one."""
-    for key, wanted in (
-        ("evaluate.every_steps", settings.evaluate.every_steps),
-        ("checkpoint.keep_best", settings.checkpoint.keep_best),
-        ("early_stop.patience", settings.early_stop and settings.early_stop.patience),
-    ):
-        if wanted is not None:
-            raise JobError(
-                f"{key}: found {wanted}, but {settings.data.kind} has no test split (it returned None for "
-                f"'test'); leave the key out, or return a data set to evaluate on"
-            )
-
-
-def find_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors | None:
-    """The model on the meta device, where a pipeline's worker cannot hold all of it; else None."""
-    if not settings.in_stages or settings.sync.kind != "all-reduce":
-        return None
-    try:
-        local_tensors = make_local_tensors(settings, device)
-    except NotInPiecesError as failure:
-        log.info("%s; every worker builds it whole and keeps its stages", failure)
-        return None
-    return local_tensors if local_tensors.weight_bytes() * WHOLE_COPIES > free_bytes(device) else None
-
-
-def has_room_for_whole(components: Components) -> bool:
-    """Whether this worker has memory for training a second copy of the whole model."""
-    whole = sum(p.numel() * p.element_size() for p in components.model.parameters())
-    return whole * WHOLE_COPIES < free_bytes(components.device)
-
-
-def make_local_tensors(settings: TrainSettings, device: torch.device) -> LocalTensors:
-    """The model of the settings on the meta device."""
-    local_tensors = LocalTensors(
-        lambda: build_model(settings.model, settings.seed), dtype_of(settings), device
-    )
-    if has_extra_state(local_tensors.model):
-        raise NotInPiecesError(
-            "the model has extra state (get_extra_state), which cannot be split over workers"
-        )
-    return local_tensors
-
-
-def free_bytes(device: torch.device) -> float:
-    """The memory that this worker may use on `device`."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    # The workers of a host share its memory. In an elastic job more may join, up to a number that may be far
-    # beyond the cores.
-    most, now = (int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    free = psutil.virtual_memory().available / min(most, max(now, os.cpu_count() or 1))
-    for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
-        limit, _ = resource.getrlimit(kind)
-        if limit != resource.RLIM_INFINITY:
-            used = psutil.Process().memory_info()
-            free = min(free, limit - (used.data if kind == resource.RLIMIT_DATA else used.vms))
-    return free
-
-
 def build(
     settings: TrainSettings,
     device: torch.device,
@@ -561,7 +331,7 @@ def build(
     if local_tensors is not None:
         model = local_tensors.model
     else:
-        model, warned = _placed(code.model, settings, device)
+        model, warned = build_placed_model(code.model, settings, device)
     for source in (train_set, test_set):
         if source is not None:
             check_vocabulary(settings, code.model, model, source.dataset)
@@ -573,7 +343,7 @@ def build(
 def build_without_data(settings: TrainSettings, device: torch.device) -> Components:
     """The components of a run that gets its batches from the caller: no data are read."""
     code = resolve_names(settings)
-    model, warned = _placed(code.model, settings, device)
+    model, warned = build_placed_model(code.model, settings, device)
     return _with_optimizer(settings, code, device, model, (DataSource(()), None), warnings=warned)
 
 
@@ -614,7 +384,7 @@ def _with_optimizer(
         test_set=sets[1],
         device=device,
         dtype=dtype_of(settings),
-        autocast=_autocast(settings.precision, device),
+        autocast=autocast_of(settings.precision, device),
         local_tensors=local_tensors,
         warnings=warnings,
     )
@@ -624,57 +394,3 @@ def with_fresh_model(components: Components, settings: TrainSettings, keep_scale
     """The components with a newly built, untrained model and optimizer."""
     fresh = build(settings, components.device, (components.train_set, components.test_set))
     return replace(fresh, scaler=components.scaler) if keep_scale else fresh
-
-
-def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:
-    """How many steps the run has in all, when `step` steps have brought it to `position`.
-
-    An epoch that yields no batch at all is refused. `samples` are those of an epoch; where they are not known
-    and epochs are asked for, the answer is UNKNOWN_STEPS.
-    """
-    if samples is None:
-        return UNKNOWN_STEPS if settings.steps is None else settings.steps
-    size, keep = settings.data.batch_size, settings.data.last_batch == "keep"
-    per_epoch = steps_per_epoch(samples, size, keep)
-    if per_epoch == 0:
-        raise JobError(
-            f"data.batch_size: found {size}, but there are only {samples} samples and "
-            f"data.last_batch is 'drop', so no batch is left; use a smaller batch or last_batch: keep"
-        )
-    if settings.epochs is None:
-        assert settings.steps is not None
-        return settings.steps
-    whole_epochs = settings.epochs - position.epoch - 1
-    rest = steps_per_epoch(samples - position.sample, size, keep)
-    return step + max(0, whole_epochs * per_epoch + rest)
-
-
-def present_steps(trial: Trial, samples: int | None) -> int:
-    """How many steps a trial has in all, from its present position with its present batch size."""
-    settings = trial.settings
-    data = replace(settings.data, batch_size=trial.batch.size)
-    return total_steps(replace(settings, data=data), samples, trial.step, trial.position)
-
-
-def _autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    if precision not in AUTOCAST:
-        return contextlib.nullcontext
-    return lambda: torch.autocast(device.type, AUTOCAST[precision])
-
-
-def emulated(precision: str, device: torch.device) -> str | None:
-    """The warning for a user whose processor computes `precision` in software; None where it does not."""
-    if precision != "bf16" or device.type != "cpu" or _has_bf16():
-        return None
-    # Torch warns too, but without saying what to do.
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    return "precision: this processor has no bf16 arithmetic, so it is emulated; float32 is faster here"
-
-
-def _has_bf16() -> bool:
-    """Whether the processor has bf16 instructions; True where the system does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return True
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(text.split())

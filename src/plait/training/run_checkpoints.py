@@ -16,7 +16,8 @@ from plait.core.shown import listed
 from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
 from plait.data.sampler import Position
 from plait.schema.settings import SyncSettings, TrainSettings
-from plait.schema.topology_spec import AUTO, TopologySpec
+from plait.schema.topology import TopologyError
+from plait.schema.topology_spec import AUTO, TopologySpec, build_topology
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint, EngineState
 from plait.training.checks.unsaved_model import UnsavedState
@@ -196,12 +197,20 @@ class RunCheckpoints:
     def _keep_topology(self, progress: Mapping[str, Any]) -> None:
         """Go on with the topology of the checkpoint, unless the job file has changed.
 
-        One that may have been measured is kept for as many workers.
+        One that may have been measured is kept for as many workers, and that of a function which a policy has
+        chosen if it returns graphs for these.
         """
-        run = self._run
-        is_same = progress.get("job_topology") == encode(run.job_topology)
-        if is_same and (run.job_topology.name != AUTO or progress["workers"] == run.worker.world_size):
-            run.settings = replace(run.settings, topology=decode(TopologySpec, progress["topology"]))
+        run, job = self._run, self._run.job_topology
+        is_same = progress.get("job_topology") == encode(job)
+        if is_same and (job.name != AUTO or progress["workers"] == run.worker.world_size):
+            kept = decode(TopologySpec, progress["topology"])
+            try:
+                if kept != job and kept.is_function:
+                    build_topology(kept, run.worker.hosts)
+            except TopologyError as failure:
+                run.metrics.warn(f"{failure}; the run goes on over {job.name}, as the job has it")
+            else:
+                run.settings = replace(run.settings, topology=kept)
 
 
 def _check_order(

@@ -32,14 +32,14 @@ from plait.training.checks.loss_parts import describe_parts
 from plait.training.checks.repeated_reads import check_data, look_again
 from plait.training.checks.replicas import check_kept
 from plait.training.checks.stateful_loss import check_loss
-from plait.training.components import emulated, present_steps, total_steps
 from plait.training.engine import Engine, IntervalResult, ask_rank_0
 from plait.training.engines.whole_model import warm_up
 from plait.training.loop import Loop, freeze_garbage_collector
 from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.run import Run
 from plait.training.run_checkpoints import RunCheckpoints
-from plait.training.trial import UNKNOWN_STEPS, Due, Trial
+from plait.training.setup.precision import emulated
+from plait.training.trial import UNKNOWN_STEPS, Due, Trial, present_steps, total_steps
 
 log = logging.getLogger(__name__)
 

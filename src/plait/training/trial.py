@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from plait.adapt.changes import BatchSizeChange, ChangeSource, SavedSource
@@ -14,7 +14,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.core.codec import decode
 from plait.core.errors import ArtefactError, CheckpointError, JobError
 from plait.data.loader import BatchStream
-from plait.data.sampler import Position
+from plait.data.sampler import Position, steps_per_epoch
 from plait.schema.settings import EarlyStopSettings, Mode, TrainSettings
 from plait.training.change.batch_size import BatchSize, resumed
 from plait.training.optimizers.lr_schedule import LrFactor
@@ -215,3 +215,33 @@ class Trial:
         self.signals.load(progress.get("signals", {}))
         for source, values in zip(self._saved_sources, policies):
             source.load(values)
+
+
+def total_steps(settings: TrainSettings, samples: int | None, step: int, position: Position) -> int:
+    """How many steps the run has in all, when `step` steps have brought it to `position`.
+
+    An epoch that yields no batch at all is refused. `samples` are those of an epoch; where they are not known
+    and epochs are asked for, the answer is UNKNOWN_STEPS.
+    """
+    if samples is None:
+        return UNKNOWN_STEPS if settings.steps is None else settings.steps
+    size, keep = settings.data.batch_size, settings.data.last_batch == "keep"
+    per_epoch = steps_per_epoch(samples, size, keep)
+    if per_epoch == 0:
+        raise JobError(
+            f"data.batch_size: found {size}, but there are only {samples} samples and "
+            f"data.last_batch is 'drop', so no batch is left; use a smaller batch or last_batch: keep"
+        )
+    if settings.epochs is None:
+        assert settings.steps is not None
+        return settings.steps
+    whole_epochs = settings.epochs - position.epoch - 1
+    rest = steps_per_epoch(samples - position.sample, size, keep)
+    return step + max(0, whole_epochs * per_epoch + rest)
+
+
+def present_steps(trial: Trial, samples: int | None) -> int:
+    """How many steps a trial has in all, from its present position with its present batch size."""
+    settings = trial.settings
+    data = replace(settings.data, batch_size=trial.batch.size)
+    return total_steps(replace(settings, data=data), samples, trial.step, trial.position)

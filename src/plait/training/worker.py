@@ -20,8 +20,8 @@ from plait.training.checks.plan_settings import check_pipeline
 from plait.training.choose_engine import make_job_loop
 from plait.training.components import build as build_components
 from plait.training.components import check as check_settings
-from plait.training.components import find_local_tensors
 from plait.training.process import TrainRequest, begin_process, join_workers, use_device
+from plait.training.setup.memory import find_local_tensors
 
 
 def check_request(order: Mapping[str, Any]) -> None:

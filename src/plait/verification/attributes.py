@@ -22,7 +22,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from plait.verification.python_state import MISSING, TORCHS, Root, cell_content, roots_of_code
+from plait.verification.python_state import TORCHS, Root, cell_content, roots_of_code
+from plait.verification.python_values import MISSING
 
 # Larger containers and tensors (masks, tables, caches) are not read.
 MOST_ITEMS = 4096

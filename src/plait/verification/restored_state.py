@@ -19,7 +19,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from plait.verification.python_state import MISSING, cell_content, restoring_numbers, slots_of_class
+from plait.verification.python_state import cell_content
+from plait.verification.python_values import MISSING, restoring_numbers, slots_of_class
 
 # If a model refers to more objects than this, the more distant ones are not restored.
 _MOST = 200_000

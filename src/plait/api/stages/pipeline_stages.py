@@ -30,7 +30,7 @@ from plait.pipeline.named_state import (
     unpacked,
     whole_state,
 )
-from plait.pipeline.stage import Autocast, Loss
+from plait.pipeline.stage import Autocast, Loss, ordered_inputs
 from plait.pipeline.verify.prepare import free_other_stages
 from plait.planner.schedules.operations import Forward, Op
 from plait.profiler.traced_model import TracedModel
@@ -98,7 +98,7 @@ class PipelineStages:
         self.reads_inputs = 0 in layout.stages_of(self._rank)
         self._device = world.device
         self._model, self._tied = model, tied_aliases(model)
-        self._evaluated = traced.evaluation or traced
+        self._traced, self._evaluated = traced, traced.evaluation or traced
         self._channels = connect(
             world.rendezvous, layout.workers, window=layout.window(), device=world.device
         )
@@ -120,6 +120,9 @@ class PipelineStages:
 
     def step(self, batch: tuple[Any, Any], samples: int, microbatches: int) -> Tensor:
         """Train on a batch; returns this worker's share of its mean loss."""
+        # On all workers, before the first one sends anything.
+        ((inputs, _), _) = next(loader.cut(batch, samples, microbatches))
+        ordered_inputs(self._traced, inputs)
         cut = self._cut(samples, microbatches)
         if self._layout.schedule.synchronous:
             work = self._source(cut, batch)

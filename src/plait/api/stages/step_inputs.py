@@ -56,10 +56,17 @@ class StepInputs:
     def _compare(self, x: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
         is_absent = any(leaf.is_meta for leaf in tensors)
-        of_all = all_gather_values(None if is_absent else checksum(tensors))
-        known = [(rank, each) for rank, each in enumerate(of_all) if each is not None]
+        of_all = all_gather_values((_describe(x), None if is_absent else checksum(tensors)))
+        known = [(rank, each) for rank, (_, each) in enumerate(of_all) if each is not None]
+        first, there = known[0]
+        for rank, (form, _) in enumerate(of_all):
+            if form != of_all[first][0]:
+                raise InputError(
+                    f"step: found inputs of {form} on rank {rank}, but of {of_all[first][0]} on rank {first} "
+                    f"in the first step; all workers call step with the same whole batch, or with tensors of "
+                    f"its shapes and types on the meta device where pipe.reads_inputs is False"
+                )
         for rank, each in known:
-            first, there = known[0]
             if each != there:
                 raise InputError(
                     f"step: the inputs of rank {rank} are others than those of rank {first} in the first "

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.data.call_model import as_arguments, evaluation_mode
+from plait.data.call_model import evaluation_mode
 from plait.pipeline.cpu.layers import use_fast_layers
 from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
 from plait.pipeline.cutting.edges import StageEdge, find_routes
-from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner
+from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, StageRunner, ordered_inputs
 from plait.profiler.traced_model import TracedModel
 from plait.verification import (
     BUFFER,
@@ -98,8 +98,7 @@ class StagedModel:
     def _forward(self, inputs: Any, target: Any) -> list[InFlight]:
         for state in self._states:
             state.forget()
-        tensors = self._traced.order_inputs(as_arguments(inputs))
-        self._traced.check_inputs(tensors)
+        tensors = ordered_inputs(self._traced, inputs)
         values: dict[str, Tensor] = dict(zip(self._traced.inputs, tensors, strict=True))
         flights = []
         for number, runner in enumerate(self._runners):
@@ -131,8 +130,7 @@ class StagedModel:
 
     def evaluate(self, inputs: Any) -> Any:
         """The model's output in evaluation mode."""
-        tensors = self._evaluated.order_inputs(as_arguments(inputs))
-        self._evaluated.check_inputs(tensors)
+        tensors = ordered_inputs(self._evaluated, inputs)
         values: dict[str, Tensor] = dict(zip(self._evaluated.inputs, tensors, strict=True))
         with contextlib.ExitStack() as modes:
             for module in self.modules:

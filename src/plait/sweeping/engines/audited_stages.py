@@ -11,8 +11,9 @@ from torch import Tensor
 
 from plait.data.loader import Batch
 from plait.data.seeding import mix
-from plait.pipeline.executor import PipelineExecutor, pack_tree, unpack_tree
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.microbatches import microbatch_count
+from plait.pipeline.transfers import pack_tree, unpack_tree
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.audited_step import AuditedTrial
 from plait.training.checkpoint import EngineState

@@ -17,9 +17,10 @@ from plait.fusion import FusedModule
 from plait.fusion.verify import FEW_PHASES, TF32_EPS, Candidate, FusionReport, verify_fused
 from plait.schema.settings import TrainSettings
 from plait.training.batch_streams import next_batches, open_stream, order_of
-from plait.training.components import AUTOCAST, Components, TrialInit
+from plait.training.components import Components, TrialInit
 from plait.training.fused.fused_components import fused_loss, losses_alone, losses_of, together
 from plait.training.fused.rounds import rounds_of
+from plait.training.setup.precision import AUTOCAST
 from plait.training.trial import Trial
 from plait.verification import same_random_numbers
 

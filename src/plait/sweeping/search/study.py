@@ -14,14 +14,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from plait.api.objects import load_object, save_object
 from plait.core import run_events
 from plait.core.errors import InputError, PlaitError
 from plait.core.events import Event
 from plait.core.names import in_words, resolve
 from plait.core.shown import shown
+from plait.launcher.run_dir import RunDir
 from plait.schema.settings import SearchSettings, StudySettings
+from plait.sweeping.search.compared_by import choose_metric
 from plait.sweeping.search.space import Dimension
 from plait.sweeping.search.tpe import distribution_of, import_optuna
+from plait.sweeping.settings import SweepSettings
+from plait.workloads.metrics import find_modes
 
 # The attribute of a study's trial that says which trial of which run it is.
 ATTRIBUTE = "plait"
@@ -235,3 +240,22 @@ def check_study(study: Any, metric: str, mode: str, over: Sequence[Dimension]) -
                     f"{study.study_name!r} has {old}: {in_words(failure)}; write it as it was, or name "
                     f"another study"
                 ) from None
+
+
+def open_trials(settings: SweepSettings, folder: RunDir, run: str | None) -> StudyTrials:
+    """The sweep's trials in its study, if it has one; the sampler goes on from where it was."""
+    search = settings.search
+    if search.kind != "study":
+        return NO_STUDY
+    metric, kept = choose_metric(settings), folder.sampler
+    mode = find_modes(settings.train.evaluate, settings.train.loss)[metric]
+    study = open_study(search, study_url(folder), mode)
+    if kept.exists():
+        study.sampler = load_object(kept)
+    check_study(study, metric, mode, settings.over)
+    return OptunaTrials(study, settings.over, metric, run, lambda sampler: save_object(kept, sampler))
+
+
+def study_url(folder: RunDir) -> str:
+    """The storage of a study in the folder of its run."""
+    return f"sqlite:///{folder.study.absolute()}"

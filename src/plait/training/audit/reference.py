@@ -10,9 +10,10 @@ from torch.nn import Parameter
 
 from plait.schema.settings import TrainSettings
 from plait.training.audit.record import AuditRecord
-from plait.training.components import Components, build_model
+from plait.training.components import Components
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
+from plait.training.setup.model import build_model
 from plait.training.trial import Trial
 from plait.verification.reference_optimizer import OptimizerTwin
 from plait.verification.replay import PlainModel

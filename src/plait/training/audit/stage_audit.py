@@ -19,15 +19,17 @@ from torch import Tensor
 
 from plait.comm.collectives import all_gather_values, broadcast_value, gather_named
 from plait.launcher.worker_process import Worker
-from plait.pipeline.executor import PipelineExecutor, pack_tree, unpack_tree
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state, tensors_of
+from plait.pipeline.transfers import pack_tree, unpack_tree
 from plait.training.audit.record import AuditRecord, findings
 from plait.training.audit.reference import make_twin, take_reference, unscale_and_clip
 from plait.training.audit.replica_audit import unlike_replicas
 from plait.training.audit.stage_models import DelayedModel, ReplicatedModel
-from plait.training.components import Components, has_room_for_whole
+from plait.training.components import Components
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.lr_schedule import set_lr
+from plait.training.setup.memory import has_room_for_whole
 from plait.training.trial import Trial
 from plait.verification.attributes import Attributes, load_attributes, read_attributes
 from plait.verification.audit import ObservedStep, Replay
@@ -88,7 +90,7 @@ class AuditedStages:
     def _why_blind(self) -> str:
         """Why no worker can take the step of the whole model, the same on all workers; "" where one can."""
         components = self._components
-        if not broadcast_value(has_room_for_whole(components), FIRST):
+        if not broadcast_value(has_room_for_whole(components.model, components.device), FIRST):
             return "no worker has memory for the whole model"
         tied = any(len(self._stages.get(name, ())) > 1 for name, _ in components.model.named_parameters())
         if tied and not self._layout.schedule.synchronous:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from plait.pipeline.gradient_clipping import clip_stage
+from plait.pipeline.gradient_sync import clip_stage
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, version_of
 from plait.verification.replay import Part, PlainModel, State
 

@@ -12,7 +12,7 @@ from plait.core.errors import DataError
 from plait.core.units import count_of
 from plait.data.fingerprint import Fingerprint, repeated_samples, take_fingerprints
 from plait.launcher.worker_process import Worker
-from plait.training.components import DataPair
+from plait.training.setup.data import DataPair
 
 SPLITS = ("train", "test")
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.adapt.changes import BatchSizeChange, Change, PlanChange, TopologyChange
 from plait.adapt.members import ProgressMark, loss_of
-from plait.core.errors import JobError, PeerError
+from plait.core.errors import JobError
 from plait.core.events import Event
 from plait.data.call_model import evaluated_weights
 from plait.data.loader import Batch
@@ -129,15 +129,11 @@ class PipelineEngine:
         self._pipeline = self.stages.open()
         self._group = self._fixed_group or group_of_world(self._worker)
         if self._worker.memberships.can_change:
-            self._worker.memberships.on_loss(self._fail)
+            # A loss may be learnt late, and must not interrupt the pipeline of the next members.
+            self._worker.memberships.on_loss(self._pipeline.fail)
         self._pipeline.on_timings = self._record_operations
         self._monitor = self._make_monitor(self._pipeline)
         self._on_opened(time.perf_counter() - started)
-
-    def _fail(self, failure: PeerError) -> None:
-        """Interrupt waiting for sums of other workers; may be called from any thread."""
-        if self._pipeline is not None:
-            self._pipeline.fail(failure)
 
     def train(self, steps: int) -> IntervalResult:
         """Run the steps through the pipeline, which is drained at the end."""

@@ -125,7 +125,7 @@ class PipelineReplica:
             self._norms.begin_batch(operations, work, self._samples)
         self.pipeline.run(operations, work)
         if self._rank == self._first != self._last:
-            (self._losses,), _ = self.lockstep.receive_from(self._last, "a batch's losses")
+            (self._losses,) = self.lockstep.receive_from(self._last, "a batch's losses")
         return self._losses
 
     def _agree(self) -> None:

@@ -35,11 +35,12 @@ from plait.profiler.trace import trace
 from plait.profiler.traced_model import TracedModel
 from plait.schema.settings import TrainSettings
 from plait.training.checkpoint import EngineState
-from plait.training.components import Components, build_model
+from plait.training.components import Components
 from plait.training.engines.straggler_injection import StragglerInjector
 from plait.training.optimizers.build import build_optimizer
 from plait.training.optimizers.traits import traits_of
 from plait.training.run_record import RunRecorder
+from plait.training.setup.model import build_model
 from plait.training.worker_group import ALONE, WorkerGroup
 from plait.verification import same_random_numbers
 

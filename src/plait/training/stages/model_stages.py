@@ -53,6 +53,7 @@ from plait.training.stages.local_tensors import (
     stages_by_name,
     unused_names,
 )
+from plait.training.stages.tensor_file import write_in_turn
 from plait.training.stages.trial_stages import StepBatch, TrialStages, load_microbatches
 from plait.training.trial import Trial
 from plait.training.worker_group import WorkerGroup
@@ -289,7 +290,7 @@ class ModelStages(TrialStages):
         for path, tensors, weights in zip(paths, (model, optimizer), (self.components.weights, None)):
             specs, gathered = gather_in_turn(tensors, 0)
             if is_writer:
-                broken = checkpoints.write_in_turn(path, specs, gathered, weights) or broken
+                broken = write_in_turn(path, specs, gathered, weights) or broken
         written = checkpoints.Written(*paths, self._tied, broken)
         return EngineState({}, {}, written=written) if is_writer else None
 

@@ -1,0 +1,1 @@
+"""What the settings of a run name: its model and data, in their precision, and the memory for them."""
