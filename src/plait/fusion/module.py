@@ -257,7 +257,7 @@ class FusedModule(nn.Module):
         for other in [other for other in self.per_trial_modules if is_within(other, [name])]:
             del self.per_trial_modules[other]
         modules = [self.copy_of(model, name) for model in models]
-        self.per_trial_modules[name] = PerTrialModules(parts[name], modules, self._trials, why, self)
+        self.per_trial_modules[name] = PerTrialModules(parts[name], modules, why, self._tensors)
         self.forget()
 
     def copy_of(self, model: nn.Module, name: str) -> nn.Module:
@@ -268,11 +268,11 @@ class FusedModule(nn.Module):
     @property
     def shared(self) -> dict[str, Tensor]:
         """The tensors that all trials share, by name: held once, without the trials axis."""
-        return {slot.key: slot.tensor for slot in self._tensors.shared_slots if slot.is_shared}
+        return self._tensors.shared
 
     def shared_ids(self) -> set[int]:
         """The ids of the tensors that all trials share."""
-        return {id(tensor) for tensor in self.shared.values()}
+        return self._tensors.shared_ids()
 
     def unshare(self, name: str = "") -> None:
         """Give each trial its own copy of a shared tensor, or of all those of a submodule; "" names all.
@@ -367,7 +367,7 @@ class FusedModule(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a saved state, also one in which other tensors are shared."""
-        fit_state(self, state_dict, prefix)
+        fit_state(self._tensors, state_dict, prefix)
         self.forms.check_state(state_dict, f"{prefix}module.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -388,7 +388,7 @@ class FusedModule(nn.Module):
         refuse_joint_updates(self)
         indices = shared_names(self.module)
         for path, modules in self.per_trial_modules.items():
-            modules.restore()
+            modules.restore(self._tensors)
             for number, module in enumerate(modules.modules):
                 for name, parameter in module.named_parameters(prefix=path):
                     copy_hooks(self.gradient_hooks[indices[name]][number], parameter)

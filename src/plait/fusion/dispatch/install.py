@@ -80,7 +80,7 @@ class ModuleTensors:
     def __init__(
         self, module: nn.Module, shared: set[str], trials: Trials, on_separated: Callable[[Slot], None]
     ) -> None:
-        self._module, self._shared, self._trials = module, shared, trials
+        self.module, self.trials, self._shared = module, trials, shared
         self._on_separated = on_separated
         self._recurrent = recurrent_in(module)
         refresh_recurrent(self._recurrent)
@@ -90,8 +90,8 @@ class ModuleTensors:
         self._find_slots()
 
     def _find_slots(self) -> None:
-        self._parts = list(self._module.modules())
-        self._slots = slots_of(self._module, self._shared)
+        self._parts = list(self.module.modules())
+        self._slots = slots_of(self.module, self._shared)
         self.shared_slots = [slot for slot in self._slots if slot.is_shared and slot.tensor is not None]
         self._known = {(id(part), name) for part in self._parts for name in part._buffers}
         self._held_before = self._held()
@@ -99,6 +99,15 @@ class ModuleTensors:
     def _held(self) -> list[Any]:
         """The submodules and the number of buffers of each module, which differ once a forward adds some."""
         return [(*part._modules.values(), len(part._buffers)) for part in self._parts]
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The tensors that all trials share, by name."""
+        return {slot.key: slot.tensor for slot in self.shared_slots if slot.is_shared}
+
+    def shared_ids(self) -> set[int]:
+        """The ids of the tensors that all trials share."""
+        return {id(slot.tensor) for slot in self.shared_slots if slot.is_shared}
 
     def forget(self) -> None:
         """Drop the trial tensors, after the module's tensors have changed."""
@@ -113,7 +122,6 @@ class ModuleTensors:
         if self._is_installed:
             yield
             return
-        self._is_installed = True
         slots, versions = self._slots, self._versions()
         before = [slot.tensors[slot.name] for slot in slots]
         wrappers = [
@@ -123,18 +131,19 @@ class ModuleTensors:
         for slot, wrapper in zip(slots, wrappers):
             slot.tensors[slot.name] = wrapper
         refresh_recurrent(self._recurrent)
+        self._is_installed = True
         try:
             yield
         finally:
+            self._is_installed = False
             for slot, tensor, wrapper in zip(slots, before, wrappers):
                 now = slot.tensors[slot.name]
                 is_kept = now is wrapper or now is None
                 slot.tensors[slot.name] = (
-                    tensor if is_kept else _after_forward(slot, now, tensor, self._trials)
+                    tensor if is_kept else _after_forward(slot, now, tensor, self.trials)
                 )
             refresh_recurrent(self._recurrent)
             self._drop_separated()
-            self._is_installed = False
         self._refuse_written(versions)
         if self._held() != self._held_before:
             self._adopt_buffers()
@@ -144,7 +153,7 @@ class ModuleTensors:
         kept = self._wrappers.get(id(tensor))
         if kept is not None and kept[0] is tensor and kept[1] == signature:
             return kept[2]
-        wrapper = TrialTensor(tensor, self._trials)
+        wrapper = TrialTensor(tensor, self.trials)
         self._wrappers[id(tensor)] = (tensor, signature, wrapper)
         return wrapper
 
@@ -167,18 +176,18 @@ class ModuleTensors:
 
     def _adopt_buffers(self) -> None:
         """Keep buffers that a forward has registered, with the trials axis."""
-        for part in self._module.modules():
+        for part in self.module.modules():
             for name, buffer in part._buffers.items():
                 if isinstance(buffer, TrialTensor):
                     part._buffers[name] = buffer.stacked.detach()
                 elif buffer is not None and (id(part), name) not in self._known:
-                    part._buffers[name] = stack([buffer] * self._trials.count)
+                    part._buffers[name] = stack([buffer] * self.trials.count)
         self._find_slots()
 
     def unshare(self, names: Iterable[str]) -> None:
         """Give each trial its own copy of the shared tensors of these names, and of weights tied to them."""
         ids = {id(slot.tensor) for slot in self.shared_slots if slot.key in names}
-        copies = separate(self.shared_slots, self._trials, lambda tensor: id(tensor) in ids)
+        copies = separate(self.shared_slots, self.trials, lambda tensor: id(tensor) in ids)
         if not self._is_installed:
             for slot in self.shared_slots:
                 if any(slot.tensor is own for _, own in copies):

@@ -303,17 +303,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._move_views(lambda before: None if before == number else before)
         self.made[number] = 0
 
-    def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
-        """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
+    def select(self, index: Tensor) -> None:
+        """Select trials by their numbers, in this order."""
+        numbers = index.tolist()
         for group in self.groups:
-            group.rewrite(change, numbers)
+            group.select(index)
         for state in self.state.values():
-            state.update({name: change(tensor) for name, tensor in state.items()})
-        if self.ema is not None:
-            self.ema = self.ema[list(numbers)]
-        for name in ("clip_norm", "active"):
+            state.update({name: tensor[index] for name, tensor in state.items()})
+        for name in ("ema", "clip_norm", "active"):
             vector = getattr(self, name)
-            setattr(self, name, None if vector is None else change(vector))
+            setattr(self, name, None if vector is None else vector[index])
         self.made = [self.made[number] for number in numbers]
         self.limits = None if self.limits is None else [self.limits[number] for number in numbers]
         self._slices.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,10 +187,11 @@ class FusedGroup(dict[str, Any]):
             clock.steps[number] = clock.pushes[number] = 0.0
             clock.mu_product[number] = 1.0
 
-    def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
-        """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
+    def select(self, index: Tensor) -> None:
+        """Select trials by their numbers, in this order."""
+        numbers = index.tolist()
         # Parameters that share a clock continue to.
-        changed = {id(clock): clock.mapped(change) for clock in self.clocks}
+        changed = {id(clock): clock.mapped(lambda row: row[index]) for clock in self.clocks}
         self.trials = len(numbers)
         self._set_clocks({parameter: changed[id(clock)] for parameter, clock in self._clock_of.items()})
         self.vectors = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,8 @@ def keep_trials(
         )
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [position for position, number in enumerate(numbers) if number in fused.frozen]
-    before = fused.trials
-    if fused.plain_models:
-        fused.plain_models = [fused.plain_models[number] for number in numbers]
-    _rewrite(fused, lambda tensor: tensor[index])
-    _rewrite_lists(fused, before, lambda values: [values[number] for number in numbers])
-    optimizer.rewrite(lambda tensor: tensor[index], numbers)
+    _select(fused, index)
+    optimizer.select(index)
     if seeds is not None:
         fused.seeds.copy_(torch.tensor(list(seeds)))
     fused.freeze(frozen)
@@ -178,36 +174,32 @@ def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
             fused.unlike_base = [*fused.unlike_base, name]
 
 
-def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to every tensor that has the trials axis; parameters stay the same objects."""
+def _select(fused: FusedModule, index: Tensor) -> None:
+    """Select trials in all that has one value for each; parameters stay the same objects."""
     shared = fused.shared_ids()
     for parameter in fused.module.parameters():
         if id(parameter) not in shared:
-            parameter.data = change(parameter.data)
+            parameter.data = parameter.data[index]
             parameter.grad = None
     # A buffer with several names stays one tensor.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for part in fused.module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and id(buffer) not in shared:
-                known = changed.setdefault(id(buffer), (buffer, change(buffer)))
-                part._buffers[name] = known[1]
+                part._buffers[name] = changed.setdefault(id(buffer), (buffer, buffer[index]))[1]
     for value in held_values(fused.module):
         if isinstance(value, TrialTensor):
             # Detached, as its autograd history refers to parameters with the old number of trials.
-            value._stacked = change(value.stacked.detach())
-    fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
-    fused.set_count(len(fused.seeds))
-
-
-def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]], list[Any]]) -> None:
+            value._stacked = value.stacked.detach()[index]
+    numbers = index.tolist()
     for part in fused.module.modules():
         for holder, key, _ in float_holders(vars(part)):
             if isinstance(holder[key], PerTrial):
-                holder[key] = PerTrial(change(list(holder[key].values)))
-    fused.forms.own = change(fused.forms.own) if fused.forms.own else []
-    for hooks in fused.gradient_hooks:
-        hooks[:] = change(hooks)
-    numbers = change(list(range(before)))
+                holder[key] = PerTrial([holder[key].of(number) for number in numbers])
+    lists: list[list[Any]] = [fused.plain_models, fused.forms.own, *fused.gradient_hooks]
+    for values in filter(None, lists):
+        values[:] = [values[number] for number in numbers]
+    fused.seeds, fused.ages = fused.seeds[index], fused.ages[index]
+    fused.set_count(len(numbers))
     for modules in fused.per_trial_modules.values():
         modules.reorder(numbers)

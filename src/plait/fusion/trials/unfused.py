@@ -8,9 +8,9 @@ tensor for all trials.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from plait.fusion.copies import independent_copy
 from plait.fusion.describe import describe
-from plait.fusion.dispatch.install import slots_of
+from plait.fusion.dispatch.install import ModuleTensors, Slot, slots_of
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.sharing import equal_values
@@ -35,44 +35,21 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class SharesTensors(Protocol):
-    """A fused module, some tensors of which all trials share."""
-
-    module: nn.Module
-
-    @property
-    def trials(self) -> int: ...
-
-    @property
-    def shared(self) -> dict[str, Tensor]: ...
-
-    def shared_ids(self) -> set[int]: ...
-
-    def unshare(self, name: str) -> None: ...
-
-
 class PerTrialModules:
     """The per-trial modules of one submodule `part` of a fused model.
 
     This object takes ownership of `modules`. Gradients of parameters that other submodules also hold flow
-    through slices, those of the others through per-trial parameters. Of tensors that all trials of `fused`
-    share, the modules of all trials hold the same memory.
+    through slices, those of the others through per-trial parameters. Of tensors that all trials share, the
+    modules hold the same memory.
     """
 
     def __init__(
-        self,
-        part: nn.Module,
-        modules: Sequence[nn.Module],
-        trials: Trials,
-        why: str,
-        fused: SharesTensors,
+        self, part: nn.Module, modules: Sequence[nn.Module], why: str, tensors: ModuleTensors
     ) -> None:
         self.part = part
         self.modules = list(modules)
-        self.trials = trials
         self.why = why
-        self._fused = fused
-        self._tied = _tied_in(part, fused.module)
+        self._connect(tensors)
         # The modes in which the module was seen not to write to shared tensors.
         self._checked: set[bool] = set()
         # Whether the module writes to shared input tensors, so that each trial needs a copy; None if unknown.
@@ -96,37 +73,44 @@ class PerTrialModules:
             if not slot.is_buffer and slot.key in whole and slot.tensor.is_leaf
         ]
 
-    def point(self, only: Container[int] | None = None) -> None:
-        """Make the trials' parameters and buffers views of the current fused ones; or `only` of these, by id.
+    def point(self, start: int = 0) -> None:
+        """Make the parameters and buffers of trials, from `start` on, views of the current fused ones.
 
         Gradients of the trials' parameters are added to the fused ones.
         """
-        whole, shared = self._whole(), self._fused.shared_ids()
-        for number, module in enumerate(self.modules):
+        whole, shared = self._whole(), self._tensors.shared_ids()
+        for number, module in enumerate(self.modules[start:], start):
             kept: dict[int, Tensor] = {}
             for slot in slots_of(module):
-                stacked = whole.get(slot.key)
-                if stacked is None or (only is not None and id(stacked) not in only):
-                    continue
-                # Through `data`, each trial has its own version counter.
-                own = stacked.data if id(stacked) in shared else stacked.data[number]
-                if slot.is_buffer:
-                    slot.tensors[slot.name] = kept.setdefault(id(stacked), own)
-                elif slot.tensor.is_leaf:
-                    self._point_at(stacked, slot.tensor, own, number)
+                if (stacked := whole.get(slot.key)) is not None:
+                    # Through `data`, each trial has its own version counter.
+                    own = stacked.data if id(stacked) in shared else stacked.data[number]
+                    self._point_at(slot, stacked, kept.setdefault(id(stacked), own), number)
 
-    def _point_at(self, stacked: Any, parameter: nn.Parameter, slice_: Tensor, number: int) -> None:
-        if parameter.requires_grad != stacked.requires_grad:
-            parameter.requires_grad_(stacked.requires_grad)
-        if not _is_same_memory(parameter, slice_):
-            parameter.data = slice_
-        if parameter.requires_grad and id(stacked) not in self._tied and "deliver" not in parameter.__dict__:
-            deliver = DeliverGradient(stacked, number)
-            parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(deliver)
+    def _point_at(self, slot: Slot, stacked: Any, own: Tensor, number: int) -> None:
+        parameter = slot.tensor
+        if slot.is_buffer:
+            slot.tensors[slot.name] = own
+        elif parameter.is_leaf:
+            if parameter.requires_grad != stacked.requires_grad:
+                parameter.requires_grad_(stacked.requires_grad)
+            if not _is_same_memory(parameter, own):
+                parameter.data = own
+            is_delivered = "deliver" in parameter.__dict__ or id(stacked) in self._tied
+            if parameter.requires_grad and not is_delivered:
+                deliver = DeliverGradient(stacked, number)
+                parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(deliver)
 
-    def restore(self) -> None:
+    def _connect(self, tensors: ModuleTensors) -> None:
+        self._tensors, self.trials = tensors, tensors.trials
+        self._tied = _tied_in(self.part, tensors.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tensors": None}
+
+    def restore(self, tensors: ModuleTensors) -> None:
         """Connect to the fused parameters again, after copying or unpickling."""
-        self._tied = _tied_in(self.part, self._fused.module)
+        self._connect(tensors)
         self._replace_all(self.modules)
 
     def reorder(self, numbers: Sequence[int]) -> None:
@@ -204,7 +188,7 @@ class PerTrialModules:
     def _shared(self) -> dict[str, Tensor]:
         """The shared tensors in this part, by their names in the fused module."""
         inner = {id(tensor) for tensor in self._whole().values()}
-        return {name: tensor for name, tensor in self._fused.shared.items() if id(tensor) in inner}
+        return {name: tensor for name, tensor in self._tensors.shared.items() if id(tensor) in inner}
 
     @contextmanager
     def _unshare_written(self) -> Iterator[None]:
@@ -216,36 +200,26 @@ class PerTrialModules:
             yield
             return
         self._checked.add(self.part.training)
-        # Backward may need what is written to a buffer, so the trial writes to a copy from the beginning.
-        before = {name: tensor.detach().clone() for name, tensor in shared.items()}
-        copies = self._copy_buffers_of_first({id(tensor) for tensor in shared.values()})
+        # The trial writes to copies, as the others begin with the shared values.
+        first, whole = slots_of(self.modules[0]), self._whole()
+        copies = {id(tensor): tensor.detach().clone() for tensor in shared.values()}
+        copied = [slot for slot in first if id(whole.get(slot.key)) in copies]
+        for slot in copied:
+            self._point_at(slot, whole[slot.key], copies[id(whole[slot.key])], 0)
         yield
-        own_ids = set()
         for name, tensor in shared.items():
-            current = copies.get(id(tensor), tensor)
-            if not equal_values(current, before[name]):
-                first = current.detach().clone()
-                tensor.data.copy_(before[name])
-                if name in self._fused.shared:  # else it was, under another name
-                    self._fused.unshare(name)
-                own = _inner(next(slot.tensor for slot in slots_of(self._fused.module) if slot.key == name))
-                own.data[0].copy_(first)
-                own_ids.add(id(own))
-        self.point(only=own_ids)
-        # Buffers that were not written; the module may have replaced others.
-        held = {id(copies[id(tensor)]): tensor for tensor in shared.values() if id(tensor) in copies}
-        for slot in slots_of(self.modules[0]):
-            if (unwritten := held.get(id(slot.tensor))) is not None:
-                slot.tensors[slot.name] = unwritten.data
-
-    def _copy_buffers_of_first(self, shared: Container[int]) -> dict[int, Tensor]:
-        """Give the first trial copies of its shared buffers, by the id of these."""
-        whole, copies = self._whole(), dict[int, Tensor]()
-        for slot in slots_of(self.modules[0]):
-            inner = whole.get(slot.key)
-            if slot.is_buffer and inner is not None and id(inner) in shared:
-                slot.tensors[slot.name] = copies.setdefault(id(inner), inner.detach().clone())
-        return copies
+            if not equal_values(copies[id(tensor)], tensor):
+                if name in self._tensors.shared:  # else it was, under another name
+                    self._tensors.unshare([name])
+                own = _inner(next(slot.tensor for slot in slots_of(self._tensors.module) if slot.key == name))
+                own.data[0].copy_(copies[id(tensor)])
+        self.point(start=1)
+        now = self._whole()
+        for slot in copied:
+            before, stacked = whole[slot.key], now[slot.key]
+            is_replaced = slot.tensor is None or not _is_same_memory(slot.tensor, copies[id(before)])
+            if not is_replaced:
+                self._point_at(slot, stacked, stacked.data if stacked is before else stacked.data[0], 0)
 
     def _unshare_replaced(self) -> None:
         """Give each trial its own of the shared parameters whose data a trial has replaced."""
@@ -253,11 +227,11 @@ class PerTrialModules:
             return
         for _, shared, parameter in self._parameters():
             if id(shared) in names and not _is_same_memory(parameter, shared):
-                self._fused.unshare(names.pop(id(shared)))
+                self._tensors.unshare([names.pop(id(shared))])
 
     def _refuse_written(self) -> None:
         """Raise FusionError if a trial has written to a buffer that all share, since it was checked."""
-        whole, shared = self._whole(), self._fused.shared_ids()
+        whole, shared = self._whole(), self._tensors.shared_ids()
         for slot in (slot for module in self.modules for slot in slots_of(module) if slot.is_buffer):
             buffer = slot.tensor
             # It was made when the trials' modules were pointed at the fused tensors.
@@ -269,7 +243,7 @@ class PerTrialModules:
                 )
 
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
-        whole, shared = self._whole().values(), self._fused.shared_ids()
+        whole, shared = self._whole().values(), self._tensors.shared_ids()
         return {id(t): t.unbind() for t in whole if id(t) in self._tied and id(t) not in shared}
 
     @torch.no_grad()
@@ -277,7 +251,7 @@ class PerTrialModules:
         """Copy replaced parameter data and buffers back to the fused tensors."""
         self._refuse_written()
         self._unshare_replaced()
-        shared = self._fused.shared_ids()
+        shared = self._tensors.shared_ids()
         for number, stacked, parameter in self._parameters():
             if id(stacked) not in shared and not _is_same_memory(parameter, stacked.data[number]):
                 stacked.data[number].copy_(parameter.data)
